@@ -88,6 +88,11 @@ def run_doctor(cfg: Config) -> bool:
         "python -m jaxmoe.export --merge --out DIR, then the doctor with a config without lora and "
         "--set init.checkpoint=DIR.",
     )
+    require(
+        not cfg.router.is_custom,
+        f"the doctor recomputes log-probs with GPT-OSS's router, and router.function is "
+        f"{cfg.router.function}: it would report your router as a fault of the engine.",
+    )
     kernels = choose_run_kernels(cfg)  # must precede the first use of the device
     ops = make_ops(cfg, kernels.with_xla_fallback)
     check_memory(cfg, scoring_stage(cfg))

@@ -37,9 +37,8 @@ from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.parallel.processes import exit_process, joined_processes
-from jaxmoe.parallel.sharding import shard_batch
 from jaxmoe.parts import STAGES, Parts, make_parts
-from jaxmoe.rl.batch import supervised_batch
+from jaxmoe.rl.batch import shard_rows, supervised_batch
 from jaxmoe.rl.minibatches import pack_batch, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
 from jaxmoe.rl.programs import out_shardings_option, warmup_optimizer
@@ -161,7 +160,7 @@ def warm_start(job: Job) -> None:
             )
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
-                state, metrics = step_fn(state, shard_batch(batch, mesh))
+                state, metrics = step_fn(state, shard_rows(batch, mesh))
                 metrics = job.fetch_metrics(step_fn, metrics, step, rate=("warmup.lr", w.lr))
             job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
@@ -210,7 +209,8 @@ def train_rl(job: Job) -> None:
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.time_phase("train"):
-                    placed = shard_batch(batch, parts.mesh)
+                    batch = replace(batch, shared={"step": np.int32(step - 1)})
+                    placed = shard_rows(batch, parts.mesh)
                     state, metrics, stats = step_fn(
                         state, placed, minibatches, job.base_for_batch(batch)
                     )

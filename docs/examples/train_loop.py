@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from jaxmoe.config import OptimConfig
-from jaxmoe.losses import kl_k3
 from jaxmoe.model import init_params, plain_ops, tiny
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.state import Frozen, Trained, init_state
+from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 
@@ -52,10 +52,10 @@ def main(steps: int = STEPS) -> list[float]:
     sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=())
 
     # GRPO with a small KL penalty against the weights that training starts from
-    algorithm = Algorithm(kl=kl_k3, kl_coef=1e-3)
+    algorithm = Algorithm(terms=(kl_term(1e-3),))
     tx = make_optimizer(OptimConfig(lr=3e-3), steps=steps)
     reference = jax.tree.map(np.asarray, params)
-    state = new_state(Trained(params), tx, Frozen(reference=reference))
+    state = init_state(Trained(params), tx, Frozen(reference=reference))
     step_fn = jax.jit(
         partial(rl_step, tx=tx, algorithm=algorithm, scorer=Scorer(cfg, ops)), donate_argnums=0
     )

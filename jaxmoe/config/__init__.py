@@ -28,12 +28,13 @@ from jaxmoe.config.model import CHECKPOINT_MODEL, ModelConfig
 from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.optim import OptimConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
+from jaxmoe.config.router import RouterConfig, check_router_config
 
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
     "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
     "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig",
-    "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine", "require", "to_json",
+    "RouterConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine", "require", "to_json",
 ]  # fmt: skip
 
 
@@ -79,6 +80,7 @@ class LossConfig:
     kl_coef: float = 0.0  # weight of kl(policy, reference); 0: no reference in memory
     kl_in: str = "loss"  # or "reward": subtracted from the token's reward, before advantages
     entropy_coef: float = 0.0  # weight of the entropy bonus
+    terms: str = ""  # further terms: functions of your own, "module:function(weight=0.01) + …"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -249,6 +251,7 @@ class Config:
     observe: ObserveConfig = ObserveConfig()
     mesh: MeshConfig = MeshConfig()
     lora: LoraConfig = LoraConfig()
+    router: RouterConfig = RouterConfig()
     kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
 
     def __post_init__(self) -> None:
@@ -288,6 +291,7 @@ class Config:
         check_engine(self)
         check_lora(self)
         check_numerics(self)
+        check_router_config(self)
         matches = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
             self.kernels in KERNELS,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that a config names, such as "my_module:function(option=1.0)".
 
-Next: jaxmoe/config/engine.py and jaxmoe/rl/function_specs.py call them.
+Next: jaxmoe/config/engine.py and jaxmoe/config/function_specs.py call them.
 """
 
 import ast

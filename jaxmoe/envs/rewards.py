@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import parse_call
+from jaxmoe.config.function_specs import split_calls
 from jaxmoe.envs.conventions import TRL_CONVENTION, Convention, Sample, detect_convention
 from jaxmoe.envs.reward_process import Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
-from jaxmoe.rl.function_specs import split_calls
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")

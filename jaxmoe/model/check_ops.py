@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model.router import replay_routing, route_top_k
+from jaxmoe.model.router import (
+    RouterContext,
+    WrappedOp,
+    innermost_op,
+    replay_routing,
+    route_top_k,
+    takes_parameter,
+)
 
 N_TRIAL_TOKENS = 64  # of the input on which a router is checked
-
-
-class OnEachDevice(partial[Any]):
-    """An op on a mesh: its first argument is the op that each device runs on its shard.
-
-    One device can check that inner op alone; the op on the mesh needs rows for all devices.
-    """
 
 
 def check_attention(returned: Any, q_BTNH: Any, function: Callable[..., Any]) -> None:
@@ -58,16 +58,30 @@ def check_routing(
         )
 
 
+def check_recorded(recorded: Any, h_BTD: Any, function: Callable[..., Any]) -> None:
+    """Raise ConfigError unless `ops.record` returned arrays [B, T, …] by name."""
+    tokens = h_BTD.shape[:2]
+    if not isinstance(recorded, dict) or any(jnp.shape(x)[:2] != tokens for x in recorded.values()):
+        actual = (
+            {name: jnp.shape(x) for name, x in recorded.items()}
+            if isinstance(recorded, dict)
+            else type(recorded).__name__
+        )
+        raise ConfigError(
+            f"ops.record: {function_name(function)} must return a dict of arrays [B, T, …] = "
+            f"{tokens} …; got {actual}."
+        )
+
+
 def check_router(router: Callable[..., Any], cfg: ModelConfig) -> None:
     """Raise ConfigError unless a router returns valid experts and weights for a small input.
 
     Experts must be distinct and in 0 … E − 1, and weights finite. Otherwise a gather would clamp an
     expert that does not exist, and an index that is off by one would train other experts than the
     engine samples with. `route_top_k` and `replay_routing` are not checked. For a router on a mesh,
-    the op of one device is checked.
+    the op of one device is checked: the op on the mesh needs rows for all devices.
     """
-    while isinstance(router, OnEachDevice):
-        router = router.args[0]
+    router = innermost_op(router)
     if getattr(router, "func", router) not in (route_top_k, replay_routing):
         _try_router(router, cfg.d_model, cfg.n_experts, cfg.experts_per_token)
 
@@ -80,7 +94,10 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         layer = {
             "w_router": jnp.asarray(w_router_DE, jnp.float32), "b_router": jnp.zeros(n_experts),
         }  # fmt: skip
-        indices, weights = router(h_BTD, layer, active=active)
+        options: dict[str, Any] = {}
+        if takes_parameter(router, "context"):
+            options["context"] = RouterContext(jnp.int32(0), jnp.int32(0))
+        indices, weights = router(h_BTD, layer, active=active, **options)
         check_routing(indices, weights, h_BTD, active, router)
         indices, weights = np.asarray(indices), np.asarray(weights)
     name = f"ops.router: {function_name(router)}"
@@ -98,7 +115,7 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
 def function_name(function: Any) -> str:
     """Return the name of the function inside any partials, as its author wrote it."""
     while isinstance(function, partial):
-        function = function.args[0] if isinstance(function, OnEachDevice) else function.func
+        function = function.args[0] if isinstance(function, WrappedOp) else function.func
     return getattr(function, "__name__", type(function).__name__)
 
 

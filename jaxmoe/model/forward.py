@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.attention import (
     CachedLayer,
     TokenLayout,
@@ -21,10 +21,12 @@ from jaxmoe.model.attention import (
     sliding_layer_slots,
 )
 from jaxmoe.model.cache import KVCache
+from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.layers import is_in_vocabulary
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import check_param_shapes
+from jaxmoe.model.router import RouterContext, takes_parameter
 from jaxmoe.model.stacks import remove_packed, restore_packed
 from jaxmoe.shapes import Params
 
@@ -39,12 +41,15 @@ def forward(
     segment_ids_BT: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
     routed_experts_BTLA: Integer[Array, "B T L A"] | None = None,
-) -> tuple[Float[Array, "B T D"], KVCache | None, Any]:
-    """Return the final hidden states, the cache with these tokens added, and each layer's routing.
+    step: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "B T D"], KVCache | None, dict[str, Array]]:
+    """Return the final hidden states, the cache with these tokens added, and recorded arrays.
 
-    The routing is the stacked result of `ops.record`, by default expert indices [L B T A].
+    Those are what `ops.record` returns for each layer, stacked along a first axis of layers; by
+    default {"experts_BTA": [L, B, T, A]}.
     `routed_experts_BTLA` is passed, layer by layer, to a router such as
-    jaxmoe.model.router.replay_routing.
+    jaxmoe.model.router.replay_routing. `step` is the number of RL steps behind the params, for a
+    router that takes a `RouterContext`.
 
     Segment 0 is padding. Tokens attend to earlier positions of their own segment, in the cache too.
     Without `positions_BT` a row counts from 0; without segments everything is segment 1. An id
@@ -67,6 +72,12 @@ def forward(
             "sliding": sliding_layer_slots(cache.sliding, cache.next_slot, rows),
             "full": full_layer_slots(cache.full, cache.used, rows),
         }
+    takes_context = takes_parameter(ops.router, "context")
+    if takes_context and step is None:
+        raise ConfigError(
+            f"ops.router: {function_name(ops.router)} takes a context, and this forward has no "
+            "step. Pass forward(…, step=number of RL steps)."
+        )
     windows = {"sliding": cfg.sliding_window, "full": None}
 
     def run_layer_pair(carry: Any, scanned: Any) -> Any:
@@ -81,7 +92,10 @@ def forward(
             )
             kinds = kinds if updated_kind is None else kinds | {name: updated_kind}
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
-            x_BTD, recorded_layer = moe_block(x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA)
+            context = RouterContext(2 * pair + i, step) if takes_context else None
+            x_BTD, recorded_layer = moe_block(
+                x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA, context=context
+            )
             recorded.append(recorded_layer)
         return (x_BTD, kinds), jax.tree.map(lambda *two: jnp.stack(two), *recorded)
 

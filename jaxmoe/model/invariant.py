@@ -21,6 +21,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
 from jaxmoe.model.rope import apply_rope, rope_tables
+from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels import (
     decode_attention,
@@ -39,7 +40,7 @@ def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any
     return kernel_ops("xla_invariant", combine_rows_invariant) | dict(
         norm=rms_norm_invariant, linear=linear_invariant, output=linear_invariant,
         rotary=rope_tables_invariant, rotate=rotate_invariant,
-        router=partial(route_invariant, router), logits=head_logits_invariant,
+        router=WrappedOp(route_invariant, router), logits=head_logits_invariant,
     )  # fmt: skip
 
 
@@ -125,21 +126,26 @@ def _rotate_tile(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
 
 def route_invariant(
     router: Callable[..., Any], h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    size: int = ROWS, min_tiles: int = 1, **replayed: Array,
+    size: int = ROWS, min_tiles: int = 1, context: RouterContext | None = None, **replayed: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Batch-invariant `router`, which receives a tile of tokens as rows of length 1."""
     names = tuple(replayed)
     read = {name: layer[name] for name in ("w_router", "b_router")}
     fn = partial(_route_tile, router, active, names)
-    return map_token_tiles(fn, (h_BTD, *replayed.values()), read, size=size, min_tiles=min_tiles)
+    rows = (h_BTD, *replayed.values())
+    return map_token_tiles(fn, rows, (read, context), size=size, min_tiles=min_tiles)
 
 
 def _route_tile(
     router: Callable[..., Any], active: int, names: tuple[str, ...], rows: tuple[Array, ...],
-    layer: Params,
+    shared: tuple[Params, RouterContext | None],
 ) -> tuple[Array, Array]:  # fmt: skip
+    layer, context = shared
     h_M1D, *replayed = (x[:, None] for x in rows)
-    routing = router(h_M1D, layer, active=active, **dict(zip(names, replayed, strict=True)))
+    options: dict[str, Any] = dict(zip(names, replayed, strict=True))
+    if context is not None:
+        options["context"] = context
+    routing = router(h_M1D, layer, active=active, **options)
     return jax.tree.map(lambda x_M1A: x_M1A[:, 0], routing)
 
 

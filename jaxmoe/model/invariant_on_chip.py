@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmoe.config import ConfigError
 from jaxmoe.model import invariant
+from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.lora import split_adapter
-from jaxmoe.model.router import replay_routing, route_top_k, router_dot_as_sum
+from jaxmoe.model.router import WrappedOp, router_dot_as_sum, takes_parameter
 from jaxmoe.shapes import Leaf
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul
@@ -35,8 +37,13 @@ def mosaic_invariant_ops(router: Callable[..., Any], impl: Impl) -> dict[str, Ca
     `impl` is mosaic_gpu_invariant or mosaic_tpu_invariant, or names of which that is the first. A
     trainer's row must contain one sequence that begins in its first column.
     """
-    if router in (route_top_k, replay_routing):
-        router = partial(router, product=router_dot_as_sum)
+    if not takes_parameter(router, "product"):
+        raise ConfigError(
+            f"model.numerics=invariant on an accelerator needs a router that takes product=None, "
+            f"the function for h·W, and {function_name(router)} does not: a library's matmul is "
+            "not batch-invariant. Try --set model.numerics=fast."
+        )
+    router = partial(router, product=router_dot_as_sum)
     is_tpu = (impl if isinstance(impl, str) else impl[0]).startswith("mosaic_tpu")
     linear = partial(linear_invariant_mosaic, impl=impl, column_multiple=LANES if is_tpu else 1)
     combine = partial(invariant.combine_rows_invariant, **ROW_TILES)
@@ -44,7 +51,7 @@ def mosaic_invariant_ops(router: Callable[..., Any], impl: Impl) -> dict[str, Ca
         norm=partial(invariant.rms_norm_invariant, **ROW_TILES), linear=linear, output=linear,
         rotary=partial(invariant.rope_tables_invariant, **ROW_TILES),
         rotate=partial(invariant.rotate_invariant, **ROW_TILES),
-        router=partial(invariant.route_invariant, router, **ROW_TILES),
+        router=WrappedOp(invariant.route_invariant, router, **ROW_TILES),
         add=add_invariant, logits=sampling_logits_invariant,
     )  # fmt: skip
     # The scope names the op of each loop in a compiled program.

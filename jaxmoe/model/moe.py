@@ -10,8 +10,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.check_ops import check_routing
+from jaxmoe.model.check_ops import check_recorded, check_routing
 from jaxmoe.model.ops import Ops
+from jaxmoe.model.router import RouterContext, takes_parameter
 from jaxmoe.shapes import Params
 
 
@@ -22,17 +23,21 @@ def moe_block(
     ops: Ops,
     *,
     routed_BTA: Int[Array, "B T A"] | None,
-) -> tuple[Float[Array, "B T D"], Any]:
-    """Return x + experts(norm(x)), and the result of `ops.record`, by default the expert indices.
+    context: RouterContext | None = None,
+) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    """Return x + experts(norm(x)), and the arrays of `ops.record`, by default the experts.
 
-    `routed_BTA`, if given, are experts that `ops.router` is to use.
+    `routed_BTA`, if given, are experts that `ops.router` is to use. `context` reaches it if it has
+    such a parameter.
     """
     with jax.named_scope("moe"):
         h_BTD = ops.norm(x_BTD, layer["moe_norm"], cfg.rms_eps)
-        replay_options = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
-        indices_BTA, weights_BTA = ops.router(
-            h_BTD, layer, active=cfg.experts_per_token, **replay_options
-        )
+        options: dict[str, Any] = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
+        if takes_parameter(ops.router, "context"):
+            options["context"] = context
+        indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **options)
         check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
-        return ops.add(x_BTD, y_BTD), ops.record(h_BTD, layer, indices_BTA, weights_BTA)
+        recorded = ops.record(h_BTD, layer, indices_BTA, weights_BTA)
+        check_recorded(recorded, h_BTD, ops.record)
+        return ops.add(x_BTD, y_BTD), recorded

@@ -31,7 +31,12 @@ from jaxmoe.model.layers import (
     target_logprobs,
 )
 from jaxmoe.model.rope import apply_rope, rope_tables
-from jaxmoe.model.router import record_experts, replay_routing, route_top_k
+from jaxmoe.model.router import (
+    record_experts,
+    record_from_config,
+    route_top_k,
+    router_from_config,
+)
 from pallas_kernels import (
     decode_attention,
     grouped_matmul,
@@ -61,9 +66,13 @@ class Ops:
     # pallas_kernels.decode_attention: `attend` for a few queries and a cache, without a gradient.
     # Replace both or neither.
     decode: Callable[..., ArrayPair]
-    router: Callable[..., ArrayPair]  # jaxmoe.model.router.route_top_k, or replay_routing
+    # jaxmoe.model.router.route_top_k, or replay_routing. It also gets `indices_BTA` if experts are
+    # replayed, and `context` (RouterContext) if it has such a parameter.
+    router: Callable[..., ArrayPair]
     experts: Callable[..., Array]  # jaxmoe.model.experts.apply_experts
-    record: Callable[..., Any]  # jaxmoe.model.router.record_experts: the recorded routing
+    # jaxmoe.model.router.record_experts: arrays [B, T, …] of each layer that a forward returns, by
+    # names that end in their axes
+    record: Callable[..., dict[str, Array]]
     add: Callable[..., Array]  # layers.add_residual
     logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
@@ -98,7 +107,8 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         impls = (invariant_impls if is_invariant else requested_impls)(cfg.kernels)
     ops = replace(
         with_kernels(plain_ops(), impls),
-        router=replay_routing if cfg.rollout.router_replay else route_top_k,
+        router=router_from_config(cfg.router, replay=cfg.rollout.router_replay),
+        record=record_from_config(cfg.router),
         remat=remat_fn(cfg.optim),
     )
     if cfg.model.numerics == "invariant":

@@ -5,14 +5,57 @@ Numerics: float32 throughout, whatever the model's dtype: a rounded logit switch
 Next: jaxmoe/model/experts.py.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.shapes import Params
+from jaxmoe.config import ConfigError, RouterConfig
+from jaxmoe.config.function_specs import parse_function, parse_functions, select_arrays
+from jaxmoe.shapes import Leaf, Params
+
+# What a router may take: arrays by position, and the rest by keyword, if it has such a parameter.
+ROUTER_ARRAYS = ("h_BTD", "layer", "active", "indices_BTA", "context", "product")
+RECORD_ARRAYS = ("h_BTD", "layer", "indices_BTA", "weights_BTA")
+
+
+@struct.dataclass
+class RouterContext:
+    """Where and when a router runs; equal in the trainer and in the native engine."""
+
+    layer: Leaf  # int32 []: number of the layer, from 0
+    step: Leaf  # int32 []: RL steps behind the weights
+
+    def random_key(self, seed: int) -> Array:
+        """Return a key that differs between layers and steps."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), self.step), self.layer)
+
+
+class WrappedOp(partial[Any]):
+    """An op whose first argument is the op that it runs, such as an op on each device of a mesh.
+
+    Checks look at the inner op.
+    """
+
+
+def innermost_op(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op inside any wrappers, with its options bound."""
+    while True:
+        op = inspect.unwrap(op)
+        if not isinstance(op, WrappedOp):
+            return op
+        op = op.args[0]
+
+
+def takes_parameter(op: Callable[..., Any], name: str) -> bool:
+    """True if the op inside any wrappers has a parameter of that name."""
+    return name in inspect.signature(innermost_op(op)).parameters
 
 
 def router_dot(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
@@ -77,7 +120,54 @@ def record_experts(
     layer: Params,
     indices_BTA: Int[Array, "B T A"],
     weights_BTA: Array,
-) -> Int[Array, "B T A"]:
-    """Return the part of a layer's routing that a forward records: the expert indices of each
-    token."""
-    return indices_BTA
+) -> dict[str, Array]:
+    """Return the part of a layer's routing that a forward records: the experts of each token."""
+    return {"experts_BTA": indices_BTA}
+
+
+def record_router_logits(
+    h_BTD: Float[Array, "B T D"], layer: Params
+) -> dict[str, Float[Array, "B T E"]]:
+    """Return the router's logits, of which terms of the loss get `router_logits_BTLE`."""
+    return {"router_logits_BTE": router_logits(h_BTD, layer)}
+
+
+def router_from_config(cfg: RouterConfig, *, replay: bool) -> Callable[..., Any]:
+    """Return the router that a config names; with `replay` one that takes the engine's experts.
+
+    Raises ConfigError for a text that names no router, or one that cannot replay.
+    """
+    if not cfg.is_custom:
+        return replay_routing if replay else route_top_k
+    router = parse_function(cfg.function, "router.function", ROUTER_ARRAYS, ROUTERS)
+    if replay and not takes_parameter(router, "indices_BTA"):
+        raise ConfigError(
+            f"rollout.router_replay=True needs a router that takes indices_BTA=None, and "
+            f"{cfg.function} does not. Try --set rollout.router_replay=False."
+        )
+    return router
+
+
+def record_from_config(cfg: RouterConfig) -> Callable[..., dict[str, Array]]:
+    """Return the `Ops.record` of a config: the experts, and what `router.record` names."""
+    if not cfg.record.strip():
+        return record_experts
+    return partial(record_all, parse_functions(cfg.record, "router.record", RECORD_ARRAYS, RECORDS))
+
+
+def record_all(
+    functions: tuple[Callable[..., Any], ...], h_BTD: Float[Array, "B T D"], layer: Params,
+    indices_BTA: Int[Array, "B T A"], weights_BTA: Array,
+) -> dict[str, Array]:  # fmt: skip
+    """Return the experts and the arrays of each function, which takes those that it names."""
+    arrays = {
+        "h_BTD": h_BTD, "layer": layer, "indices_BTA": indices_BTA, "weights_BTA": weights_BTA,
+    }  # fmt: skip
+    recorded = record_experts(h_BTD, layer, indices_BTA, weights_BTA)
+    for function in functions:
+        recorded |= function(**select_arrays(function, arrays))
+    return recorded
+
+
+ROUTERS = {"route_top_k": route_top_k}
+RECORDS = {"record_router_logits": record_router_logits}

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.check_ops import OnEachDevice
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
@@ -69,22 +69,22 @@ def sharded_ops(
         attention_impl(ops.attend)
     # XLA partitions ops that see single tokens by itself; only custom ones need a shard_map.
     replaced = {
-        name: OnEachDevice(getattr(mesh_ops, name), getattr(ops, name))
+        name: WrappedOp(getattr(mesh_ops, name), getattr(ops, name))
         for name in ("norm", "rotary", "rotate", "sampled_logprobs")
         if getattr(ops, name) is not getattr(defaults, name)
     }
     return replace(
         ops,
         **replaced,
-        embed=OnEachDevice(mesh_ops.embed, ops.embed),
-        linear=OnEachDevice(mesh_ops.linear, ops.linear),
-        output=OnEachDevice(mesh_ops.output, ops.output),
-        attend=OnEachDevice(mesh_ops.attend, ops.attend),
-        decode=OnEachDevice(mesh_ops.attend, ops.decode),
-        router=OnEachDevice(mesh_ops.router, ops.router),
-        experts=OnEachDevice(mesh_ops.experts, ops.experts),
-        logits=OnEachDevice(mesh_ops.logits, ops.logits),
-        logprobs=OnEachDevice(mesh_ops.logprobs, ops.logprobs),
+        embed=WrappedOp(mesh_ops.embed, ops.embed),
+        linear=WrappedOp(mesh_ops.linear, ops.linear),
+        output=WrappedOp(mesh_ops.output, ops.output),
+        attend=WrappedOp(mesh_ops.attend, ops.attend),
+        decode=WrappedOp(mesh_ops.attend, ops.decode),
+        router=WrappedOp(mesh_ops.router, ops.router),
+        experts=WrappedOp(mesh_ops.experts, ops.experts),
+        logits=WrappedOp(mesh_ops.logits, ops.logits),
+        logprobs=WrappedOp(mesh_ops.logprobs, ops.logprobs),
     )
 
 
@@ -220,20 +220,24 @@ class MeshOps:
 
     def router(
         self, inner: Callable[..., Any], h_BTD: Array, layer: Params, *, active: int,
-        **replay_options: Array,
+        context: RouterContext | None = None, **replay_options: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
         tokens, names = mesh_spec(*self.tokens), tuple(replay_options)
 
-        def run_shard(h_btD: Array, shards: Params, *replay_arrays: Array) -> Any:
+        def run_shard(
+            h_btD: Array, shards: Params, context: RouterContext | None, *replay_arrays: Array
+        ) -> Any:
             params = self.gather_layer(shards, h_btD.dtype)
-            return inner(
-                h_btD, params, active=active, **dict(zip(names, replay_arrays, strict=True))
-            )
+            options: dict[str, Any] = dict(zip(names, replay_arrays, strict=True))
+            if context is not None:
+                options["context"] = context
+            return inner(h_btD, params, active=active, **options)
 
         read = {name: x for name, x in layer.items() if "router" in name}
-        ins = tokens, self.layer_specs(read), *(tokens for _ in names)
+        replicated = jax.tree.map(lambda _: P(), context)
+        ins = tokens, self.layer_specs(read), replicated, *(tokens for _ in names)
         return self.run_sharded(run_shard, ins, (tokens, tokens))(
-            h_BTD, read, *replay_options.values()
+            h_BTD, read, context, *replay_options.values()
         )
 
     def experts(

@@ -16,7 +16,7 @@ Next: jaxmoe/parallel/ops.py computes with these shardings.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,9 +235,19 @@ def shard_batch(tree: Leaf, mesh: Mesh | None, placement: MeshRules = TRAINING) 
     """Put the arrays of a batch on their devices; unchanged without a mesh."""
     if mesh is None:
         return tree
+    return _put_arrays(tree, lambda x: batch_sharding(mesh, np.ndim(x), placement))
 
+
+def replicate_arrays(tree: Leaf, mesh: Mesh | None) -> Leaf:
+    """Put a copy of each array on every device; unchanged without a mesh."""
+    if mesh is None:
+        return tree
+    return _put_arrays(tree, lambda _: NamedSharding(mesh, P()))
+
+
+def _put_arrays(tree: Leaf, sharding_fn: Callable[[Any], NamedSharding]) -> Leaf:
     def put_array(x: Any) -> jax.Array:
-        sharding = batch_sharding(mesh, np.ndim(x), placement)
+        sharding = sharding_fn(x)
         if jax.process_count() == 1:
             return jax.device_put(x, sharding)
         full = np.asarray(x)  # every process has the full array

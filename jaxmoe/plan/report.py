@@ -155,7 +155,7 @@ def kernel_line(kernels: KernelTime, chip: Chip) -> str:
 
 def describe_scoring(cfg: Config, a: Algorithm) -> str:
     """Describe the scoring passes of a step's program before its first gradient."""
-    scored = [" the policy"] * scores_policy(cfg, a) + [" the reference"] * (a.kl_coef > 0)
+    scored = [" the policy"] * scores_policy(cfg, a) + [" the reference"] * a.needs_reference
     scored += [" the critic"] * (a.critic == "own")
     if not scored:
         return "it needs no scoring pass"

@@ -66,14 +66,14 @@ def step_work(cfg: Config, a: Algorithm) -> StepWork:
     has_critic = a.critic == "own"
     layers = flops.linear + flops.attention
     forward = layers + head
-    scored = forward * (scores_policy(cfg, a) + (a.kl_coef > 0)) + layers * has_critic
+    scored = forward * (scores_policy(cfg, a) + a.needs_reference) + layers * has_critic
     trained = forward + 2 * flops.linear + 2.5 * flops.attention + 3 * head
     trained += flops.recomputed_flops(cfg)
     if has_critic:
         trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed_flops(cfg)
     useful = 3 * forward * a.epochs + 3 * layers * has_critic * a.epochs
     share = B / mesh.devices
-    passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + (a.kl_coef > 0)) / a.epochs
+    passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + a.needs_reference) / a.epochs
     n_microbatches = count_microbatches(cfg) * a.updates
     head_bytes = m.d_model * m.padded_vocab * jnp.dtype(m.dtype).itemsize
     weights = layer_bytes(cfg) * m.n_layers + head_bytes

@@ -106,7 +106,10 @@ def run_trunk(
         params, tokens_BT, cfg, variant_ops, segment_ids_BT=segment_ids_BT,
         routed_experts_BTLA=jnp.moveaxis(replay_LBTA, 0, 2),
     )  # fmt: skip
-    return hidden_BTD.astype(jnp.float32), *routing
+    return (
+        hidden_BTD.astype(jnp.float32), routing["experts_BTA"], routing["margin_BT"],
+        routing["regret_BT"],
+    )  # fmt: skip
 
 
 def run_head(
@@ -163,7 +166,7 @@ def _route_tokens(
 
 def _record_routing(
     knobs: Knobs, h_BTD: Array, layer: Params, indices_BTA: Array, _weights_BTA: Array
-) -> tuple[Array, Array, Array]:
+) -> dict[str, Array]:
     logits_BTE = _router_logits(knobs, h_BTD, layer)
     active, total = indices_BTA.shape[-1], logits_BTE.shape[-1]
     top, chosen = lax.top_k(logits_BTE, min(active + 1, total))
@@ -172,7 +175,7 @@ def _record_routing(
     margin_BT = top[..., -2] - top[..., -1] if active < total else infinite_BT
     used_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
     regret_BT = jnp.sum(top[..., :active], axis=-1) - jnp.sum(used_BTA, axis=-1)
-    return chosen[..., :active], margin_BT, regret_BT
+    return {"experts_BTA": chosen[..., :active], "margin_BT": margin_BT, "regret_BT": regret_BT}
 
 
 def _apply_experts(

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
+from typing import Any
 
+import jax
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.parallel.sharding import replicate_arrays, shard_batch
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason, expert_dtype
 from jaxmoe.shapes import Leaf
 
@@ -20,7 +24,9 @@ MIN_LOGP_NATS, MAX_LOGP_NATS = -100.0, 1e-3
 class Batch:
     """Rollouts as arrays: sequences padded on the right, on the host until the step is called.
 
-    The first axis of every array is the sequence.
+    The first axis of every array is the sequence, except in `shared`, `packing` and `packed`. A
+    step splits the rows into minibatches and microbatches (`map_rows`); every part gets `shared` as
+    it is.
     """
 
     tokens_BT: Leaf  # int32
@@ -33,22 +39,33 @@ class Batch:
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
     truncated_B: Leaf = None  # bool; the answer was cut off at max_new_tokens
     routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
+    # Rows of your own, [B, …], that the terms of the loss take by name.
+    extra: dict[str, Leaf] = field(default_factory=dict)
+    # Arrays of the complete batch, by name, that the terms of the loss take, such as a load [L, E].
+    shared: dict[str, Leaf] = field(default_factory=dict)
     packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, if sequences share rows
     packed: Leaf = None  # PackedRows of one microbatch, in jaxmoe.rl.microbatches
-
-
-@struct.dataclass
-class Scored:
-    """Arrays that a step computes of a batch before its first gradient; None if not needed."""
-
+    # The step computes the rest before its first gradient; None if it is not needed.
     old_logp_BT: Leaf = None  # float32; the trainer before the update
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     old_values_BT: Leaf = None  # float32; the critic's values before the update
-    advantages_BT: Leaf = None  # float32
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
+    advantages_BT: Leaf = None  # float32
     returns_BT: Leaf = None  # float32; the targets of the critic
     loss_weights_BT: Leaf = None  # float32; the factor of each token's loss, by the aggregation
     correction: Leaf = None  # the rollouts' Correction, if it is known before the gradient
+
+
+def map_rows(fn: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Apply `fn` to every array of rows; shared arrays and the packing are unchanged."""
+    rows = jax.tree.map(fn, replace(batch, shared={}, packing=None, packed=None))
+    return replace(rows, shared=batch.shared, packing=batch.packing, packed=batch.packed)
+
+
+def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
+    """Put a batch on the devices of a mesh: rows by `shard_batch`, shared arrays on all devices."""
+    placed = shard_batch(replace(batch, shared={}), mesh)
+    return replace(placed, shared=replicate_arrays(batch.shared, mesh))
 
 
 def rollout_batch(

@@ -4,11 +4,31 @@
 Next: jaxmoe/rl/algorithm.py.
 """
 
-from jaxmoe.config import Config
-from jaxmoe.rl.algorithm import ARRAYS, CHOICES, Algorithm
-from jaxmoe.rl.function_specs import parse_function, parse_functions
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.config import Config, require
+from jaxmoe.config.function_specs import (
+    array_parameters,
+    bind_function,
+    parse_call,
+    parse_function,
+    parse_functions,
+    split_calls,
+)
+from jaxmoe.model.check_ops import check_recorded
+from jaxmoe.model.params import abstract_params
+from jaxmoe.model.router import record_from_config
+from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
 from jaxmoe.rl.presets import apply_preset
+from jaxmoe.rl.scorer import recorded_rows
+from jaxmoe.rl.terms import Term, entropy_term, kl_term, missing_array, value_term
 from jaxmoe.rl.validate import check_algorithm, check_staleness
+from jaxmoe.shapes import Params
 
 
 def algorithm_from_config(cfg: Config) -> Algorithm:
@@ -17,21 +37,85 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     Raises ConfigError for an algorithm that cannot run: unknown names or options, arrays that are
     not available, groups that are too small, two corrections of the same mismatch.
     """
-    loss = apply_preset(cfg.loss)
+    loss, recorded = apply_preset(cfg.loss), find_recorded_sizes(cfg)
     functions = {
-        name: parse_function(getattr(loss, name), f"loss.{name}", ARRAYS[name], CHOICES[name])
-        for name in ("objective", "advantages", "aggregation", "kl")
+        name: parse_function(
+            getattr(loss, name), f"loss.{name}", ARRAYS[name], LOSSES, CHOICES[name]
+        )
+        for name in ("objective", "advantages", "aggregation")
     }
+    kl = parse_function(loss.kl, "loss.kl", ARRAYS["kl"], LOSSES, CHOICES["kl"])
+    terms, reward_kl = [], None
+    if loss.entropy_coef:
+        terms.append(entropy_term(loss.entropy_coef))
+    if loss.kl_coef and loss.kl_in == "loss":
+        terms.append(kl_term(loss.kl_coef, kl))
+    elif loss.kl_coef:
+        reward_kl = kl_term(loss.kl_coef, kl)
+        terms.append(replace(reward_kl, weight=0.0))  # a metric
+    if cfg.critic.backbone != "none":
+        terms.append(value_term(cfg.critic.loss_coef, cfg.critic.clip))
     algorithm = Algorithm(
         **functions,
         rollout_correction=parse_functions(
             loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"],
-            CHOICES["rollout_correction"],
+            LOSSES, CHOICES["rollout_correction"],
         ),
         old_logp=loss.old_logp, epochs=loss.epochs, minibatches=loss.minibatches,
-        kl_coef=loss.kl_coef, kl_in=loss.kl_in, entropy_coef=loss.entropy_coef,
-        critic=cfg.critic.backbone, value_coef=cfg.critic.loss_coef, value_clip=cfg.critic.clip,
+        terms=(*terms, *parse_terms(loss.terms, recorded)), reward_kl=reward_kl,
+        critic=cfg.critic.backbone,
     )  # fmt: skip
-    check_algorithm(algorithm, cfg.rollout.samples_per_prompt)
+    available = {"ref_logp_BT": loss.kl_coef > 0}
+    available |= dict.fromkeys(("routed_experts_BTLA", "load_LE"), cfg.records_experts)
+    for fn in (algorithm.objective, *(term.fn for term in algorithm.terms)):
+        for name in array_parameters(fn):
+            if not available.get(name, True):
+                raise missing_array(fn, name)
+    check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
+
+
+def parse_terms(text: str, recorded: Iterable[str] = ()) -> tuple[Term, ...]:
+    """Return the terms of calls joined by "+": "my_module:z_loss(weight=1e-3) + …".
+
+    `weight` is the term's; other options are the function's. The metric is loss/<function>.
+    `recorded` are the arrays that `Ops.record` returns. Raises ConfigError for anything else.
+    """
+    key, terms = "loss.terms", []
+    for call in split_calls(text) if text.strip() else []:
+        name, options = parse_call(call, key)
+        weight = options.pop("weight", 1.0)
+        require(
+            isinstance(weight, int | float) and math.isfinite(weight),
+            f"{key}: the weight of {name} must be a finite number, got {weight!r}. Try "
+            f'--set "{key}={name}(weight=0.01)".',
+        )
+        fn = bind_function(name, options, key, (*ARRAYS["terms"], *recorded), {})
+        terms.append(Term(fn, float(weight), f"loss/{name.rpartition(':')[2]}"))
+    names = [term.name for term in terms]
+    require(
+        len(set(names)) == len(names),
+        f"{key} must name each function once, got {text!r}: their metrics would be one.",
+    )
+    return tuple(terms)
+
+
+def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """Return the sizes after [B, T] of the arrays that terms get of `router.record`, by name."""
+    m, B, T = cfg.model, 2, 3
+    layer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        abstract_params(m, "float32")["layers"]["full"],
+    )
+
+    def record(layer: Params) -> dict[str, jax.Array]:
+        h_BTD = jnp.zeros((B, T, m.d_model), m.dtype)
+        routing_BTA = jnp.zeros((B, T, m.experts_per_token))
+        fn = record_from_config(cfg.router)
+        recorded = fn(h_BTD, layer, routing_BTA.astype(jnp.int32), routing_BTA)
+        check_recorded(recorded, h_BTD, fn)
+        stacked = {name: jnp.stack(m.n_layers * [x]) for name, x in recorded.items()}
+        return recorded_rows(stacked)
+
+    return {name: x.shape[2:] for name, x in jax.eval_shape(record, layer).items()}

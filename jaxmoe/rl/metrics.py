@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
+from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean
 from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
-from jaxmoe.rl.algorithm import Algorithm, objective_arrays, select_old_logp
-from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import select_arrays
+from jaxmoe.rl.algorithm import Algorithm, select_old_logp
+from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Leaf, Metrics
 
 
@@ -52,25 +51,33 @@ def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetr
     )
 
 
-def expert_load(batch: Batch, n_experts: int) -> Metrics:
+def count_expert_tokens(batch: Batch, n_experts: int) -> Int[Array, "L E"] | None:
+    """Number of the batch's tokens per layer and expert, by the engine's recorded experts.
+
+    None without them. Integers, because a float32 sum of ones stops growing at 2^24.
+    """
+    routed = batch.routed_experts_BTLA
+    if routed is None:
+        return None
+    routed_BTLA = jnp.asarray(routed).astype(jnp.int32)
+    layers, is_known_BTLA = (
+        routed.shape[2],
+        engine_read_mask(batch)[:, :, None, None] & (routed_BTLA >= 0),
+    )
+    return jnp.zeros((layers, n_experts), jnp.int32).at[
+        jnp.arange(layers)[:, None], routed_BTLA
+    ].add(is_known_BTLA.astype(jnp.int32))  # fmt: skip
+
+
+def expert_load(counts_LE: Int[Array, "L E"] | None) -> Metrics:
     """Metrics of the load balance of the engine's recorded experts; {} without them.
 
     router/load_max_over_mean, load_cv: maximum / mean and deviation / mean of the tokens per
     expert, averaged over layers; 1 and 0 for equal loads.
     router/unused_experts: the share of experts, over layers, that get no token of the batch.
     """
-    routed = batch.routed_experts_BTLA
-    if routed is None:
+    if counts_LE is None:
         return {}
-    routed_BTLA = jnp.asarray(routed).astype(jnp.int32)
-    layers, is_known_BTLA = (
-        routed.shape[2],
-        engine_read_mask(batch)[:, :, None, None] & (routed_BTLA >= 0),
-    )
-    # Integers, because a float32 sum of ones stops growing at 2^24.
-    counts_LE = jnp.zeros((layers, n_experts), jnp.int32).at[
-        jnp.arange(layers)[:, None], routed_BTLA
-    ].add(is_known_BTLA.astype(jnp.int32))  # fmt: skip
     counts_LE = counts_LE.astype(jnp.float32)
     mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
     return {
@@ -104,24 +111,22 @@ def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
     return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
 
 
-def update_metrics(
-    batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm
-) -> UpdateMetrics:
+def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMetrics:
     """Metrics of an update; `rows` are the arrays that its loss returned (`LossAux.rows`).
 
     policy/…: ratio and clipping relative to old_logp, entropy, KL. rollout_corr/…: effects of the
     rollout correction. critic/…: values and returns.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    old_logp_BT = select_old_logp(a, batch, scored, logp_BT)
+    old_logp_BT = select_old_logp(a, batch, logp_BT)
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
     means = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
-        "policy/advantage_abs_mean": masked_mean(jnp.abs(scored.advantages_BT), mask_BT),
+        "policy/advantage_abs_mean": masked_mean(jnp.abs(batch.advantages_BT), mask_BT),
     }
-    means |= clip_fractions(batch, scored, rows, a, old_logp_BT)
+    means |= clip_fractions(batch, rows["no_gradient_BT"])
     metrics = UpdateMetrics(means, {"policy/ratio_max": masked_max(ratio_BT, mask_BT)})
     correction = rows["correction"]
     if correction.bounded_BT is not None:
@@ -141,39 +146,28 @@ def update_metrics(
         })  # fmt: skip
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        clipped_BT = jnp.abs(values_BT - scored.old_values_BT) > a.value_clip
         metrics |= UpdateMetrics({
             "critic/values_mean": masked_mean(values_BT, mask_BT),
-            "critic/returns_mean": masked_mean(scored.returns_BT, mask_BT),
-            "critic/clip_frac": masked_mean(clipped_BT.astype(jnp.float32), mask_BT),
+            "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
             "critic/explained_variance": explained_variance(
-                scored.old_values_BT, scored.returns_BT, mask_BT
+                batch.old_values_BT, batch.returns_BT, mask_BT
             ),
         })  # fmt: skip
     return metrics
 
 
-def clip_fractions(
-    batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm,
-    old_logp_BT: Float[Array, "B T"],
-) -> Metrics:  # fmt: skip
+def clip_fractions(batch: Batch, no_gradient_BT: Bool[Array, "B T"]) -> Metrics:
     """Shares of tokens with a non-zero advantage to which the objective gives no gradient.
 
     policy/clip_frac is the sum of clip_frac_high (A > 0: the ratio would rise further) and
-    clip_frac_low (A < 0). Computed by differentiating the objective, so it is right for any.
+    clip_frac_low (A < 0).
     """
-    mask_BT, advantages_BT = batch.loss_mask_BT, scored.advantages_BT
-
-    def total(logp_BT: Array) -> Array:
-        arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, rows["entropy_BT"])
-        return masked_sum(a.objective(**select_arrays(a.objective, arrays)), mask_BT)
-
-    no_gradient_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
 
     def share(selected_BT: Array) -> Array:
-        return masked_mean((no_gradient_BT & selected_BT).astype(jnp.float32), mask_BT)
+        selected_BT = (no_gradient_BT & selected_BT).astype(jnp.float32)
+        return masked_mean(selected_BT, batch.loss_mask_BT)
 
-    high, low = share(advantages_BT > 0), share(advantages_BT < 0)
+    high, low = share(batch.advantages_BT > 0), share(batch.advantages_BT < 0)
     return {
         "policy/clip_frac": high + low,
         "policy/clip_frac_high": high,

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmoe.records import UNKNOWN_EXPERT
-from jaxmoe.rl.batch import Batch, Scored
+from jaxmoe.rl.batch import Batch, map_rows
 from jaxmoe.shapes import Leaf
 
 SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how results of microbatches are merged
@@ -28,14 +28,15 @@ SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how results of microbatches
 class LossAux:
     """Results of a loss in addition to its value, by name, grouped by how they are merged."""
 
-    sums: Leaf = field(default_factory=dict)  # scalars; a mean divides by the batch's `total`
+    sums: Leaf = field(default_factory=dict)  # scalars; a mean divides by shared["total"]
+    totals: Leaf = field(default_factory=dict)  # scalars, to be divided by shared["total"]
     maxima: Leaf = field(default_factory=dict)  # scalars
     minima: Leaf = field(default_factory=dict)  # scalars
     rows: Leaf = field(default_factory=dict)  # arrays whose first axis is the row
 
 
 # How the result of jax.value_and_grad(loss_fn, has_aux=True) is merged: ((loss, aux), gradient).
-GRADIENTS = ((SUM, LossAux(SUM, MAX, MIN, ROWS)), SUM)
+GRADIENTS = ((SUM, LossAux(SUM, SUM, MAX, MIN, ROWS)), SUM)
 
 
 @struct.dataclass
@@ -81,41 +82,41 @@ def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: 
 
 
 def map_microbatches(
-    fn: Callable[[Batch, Scored | None], Any],
-    batch: Batch,
-    scored: Scored | None,
-    microbatches: int,
-    merge: Any,
+    fn: Callable[[Batch], Any], batch: Batch, microbatches: int, merge: Any
 ) -> Any:
-    """Return fn(batch, scored), computed by microbatches.
+    """Return fn(batch), computed by microbatches, each of which has all shared arrays.
 
     `merge` is a tree prefix of the result. Its leaves are SUM (accumulated in float32), MAX, MIN,
     or ROWS (concatenated in the order of the batch). With `batch.packing` the microbatches are
     those of the packing, otherwise `microbatches` equal parts.
     """
     if batch.packing is not None:
-        return _map_packed(fn, batch, scored, merge)
+        return _map_packed(fn, batch, merge)
     if microbatches == 1:
-        return fn(batch, scored)
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored))
+        return fn(batch)
+    shared, unshared = batch.shared, replace(batch, shared={})
+    parts = map_rows(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), unshared)
 
-    def add(accumulated: Any, part: Any) -> Any:
-        result = fn(*part)
+    def apply(part: Batch) -> Any:
+        return fn(replace(part, shared=shared))
+
+    def add(accumulated: Any, part: Batch) -> Any:
+        result = apply(part)
         return _merge_results(merge, accumulated, result), _select_rows(merge, result, rows=True)
 
-    first = jax.tree.map(lambda x: x[0], parts)
-    start = _select_rows(merge, _init_merged(merge, jax.eval_shape(fn, *first)), rows=False)
+    first = map_rows(lambda x: x[0], parts)
+    start = _select_rows(merge, _init_merged(merge, jax.eval_shape(apply, first)), rows=False)
     reduced, rows = lax.scan(add, start, parts)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     return jax.tree.map(lambda merge_op, a, b: b if merge_op == ROWS else a, merge, reduced, rows)
 
 
-def _map_packed(fn: Any, batch: Batch, scored: Scored | None, merge: Any) -> Any:
+def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:
     packing = batch.packing
 
     def add(i: Array, accumulated: Any) -> Any:
         part, in_microbatch_B = _pack_microbatch(batch, i)
-        result = fn(part, scored)
+        result = fn(part)
 
         def put(old: Array, new: Array) -> Array:
             selected = in_microbatch_B.reshape(-1, *[1] * (new.ndim - 1))
@@ -127,7 +128,7 @@ def _map_packed(fn: Any, batch: Batch, scored: Scored | None, merge: Any) -> Any
             merge, reduced, accumulated, result,
         )  # fmt: skip
 
-    result = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0], scored)
+    result = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0])
     return lax.fori_loop(0, packing.count, add, _init_merged(merge, result))
 
 
@@ -160,7 +161,11 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
         jnp.where(is_token_BT, token_index_BT, 0),
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]
-    return replace(batch, loss_mask_BT=mask_BT, packed=packed, packing=None), in_microbatch_B
+    part = replace(
+        batch, loss_mask_BT=mask_BT, segment_ids_BT=jnp.where(is_token_BT, segments_BT, 0),
+        packed=packed, packing=None,
+    )  # fmt: skip
+    return part, in_microbatch_B
 
 
 def _init_merged(merge: Any, shapes: Any) -> Any:

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxmoe.config import require
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.batch import Batch, map_rows
 from jaxmoe.rl.microbatches import pack_sequences
 from jaxmoe.shapes import Leaf
 
@@ -58,7 +58,7 @@ def split_minibatches(
     packing, unpacked = None, replace(batch, packing=None)
     if tokens_per_microbatch:
         parts = [
-            pack_batch(jax.tree.map(lambda x, rows=rows: x[rows], unpacked), tokens_per_microbatch)
+            pack_batch(map_rows(lambda x, rows=rows: x[rows], unpacked), tokens_per_microbatch)
             for rows in rows_UB
         ]
         packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))

@@ -6,6 +6,7 @@ devices that are not present.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
         segment_ids_BT=array(jnp.int32, B, T), loss_mask_BT=array(jnp.bool_, B, T),
         rollout_logp_BT=array(jnp.float32, B, T), rewards_B=array(jnp.float32, B),
         samples_per_prompt=cfg.rollout.samples_per_prompt, truncated_B=array(jnp.bool_, B),
-        routed_experts_BTLA=routed, packing=packing(B),
+        routed_experts_BTLA=routed, packing=packing(B), shared={"step": array(jnp.int32)},
     )  # fmt: skip
     if a.updates == 1:
         return batch, None
@@ -127,7 +128,10 @@ def sharded_batch_shapes(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    return (
-        jax.tree.map(lambda x: with_sharding(x, batch_sharding(mesh, x.ndim)), batch),
-        jax.tree.map(lambda x: with_sharding(x, replicated), minibatches),
+    rows = jax.tree.map(
+        lambda x: with_sharding(x, batch_sharding(mesh, x.ndim)), replace(batch, shared={})
     )
+    shared, minibatches = jax.tree.map(
+        lambda x: with_sharding(x, replicated), (batch.shared, minibatches)
+    )
+    return replace(rows, shared=shared), minibatches

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.head import shift_right
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.trainable import merge_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Params
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,9 @@ class Scorer:
         return self.full_policy(frozen.reference, frozen)
 
     def score_policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
-        """Return logp_BT and entropy_BT, and `critic_values` of a critic that shares the layers.
-
-        If the batch has experts that are not replayed, also the trainer's: experts_BTLA.
-        """
-        if batch.routed_experts_BTLA is None or self.replay_experts:
-            hidden_BTD, experts_LBTA = self.hidden_states(params.policy, batch), None
-        else:
-            hidden_BTD, experts_LBTA = self.run_forward(params.policy, batch)
+        """Return logp_BT and entropy_BT, `critic_values` of a critic that shares the layers, and
+        the arrays that `ops.record` recorded, [B, T, L, …] (`recorded_rows`)."""
+        hidden_BTD, recorded = self.run_forward(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
             params.policy, hidden_BTD, rows.tokens_BT, self.model, self.ops,
@@ -63,9 +58,7 @@ class Scorer:
         out = {"logp_BT": unpack_rows(logp_BT, batch), "entropy_BT": unpack_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= critic_values(params, hidden_BTD, batch)
-        if experts_LBTA is not None:
-            out["experts_BTLA"] = unpack_rows(jnp.moveaxis(experts_LBTA, 0, 2), batch)
-        return out
+        return out | {name: unpack_rows(x, batch) for name, x in recorded_rows(recorded).items()}
 
     def score_reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
         """Return ref_logp_BT of frozen parameters, which choose their own experts."""
@@ -75,22 +68,39 @@ class Scorer:
     def score_values(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """Return `critic_values` of a critic with its own backbone and its own routing."""
         assert params.critic is not None
-        hidden_BTD = self.hidden_states(params.critic["backbone"], drop_routed_experts(batch))
+        hidden_BTD, _ = self.run_forward(params.critic["backbone"], drop_routed_experts(batch))
         return critic_values(params, hidden_BTD, batch)
 
-    def hidden_states(self, params: Params, batch: Batch) -> Float[Array, "_ _ D"]:
-        """Return the last hidden states of a batch, or of a microbatch's packed rows."""
-        return self.run_forward(params, batch)[0]
-
-    def run_forward(self, params: Params, batch: Batch) -> tuple[Float[Array, "_ _ D"], Leaf]:
-        """Return the last hidden states, and the arrays that `ops.record` recorded."""
+    def run_forward(
+        self, params: Params, batch: Batch
+    ) -> tuple[Float[Array, "_ _ D"], dict[str, Array]]:
+        """Return the last hidden states of a batch, or of a microbatch's packed rows, and the
+        arrays that `ops.record` recorded, with a first axis of layers."""
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, _, recorded = forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT,
             routed_experts_BTLA=rows.routed_experts_BTLA if self.replay_experts else None,
+            step=batch.shared.get("step"),
         )  # fmt: skip
         return hidden_BTD, recorded
+
+
+def recorded_rows(recorded: Mapping[str, Array]) -> dict[str, Array]:
+    """Convert what a forward recorded, {name_BT…: [L, B, T, …]}, to {name_BTL…: [B, T, L, …]}.
+
+    Raises ConfigError for a name or a shape without the axes B and T.
+    """
+    rows = {}
+    for name, x_LBT in recorded.items():
+        stem, _, axes = name.rpartition("_")
+        require(
+            bool(stem) and axes.startswith("BT") and x_LBT.ndim == 1 + len(axes),
+            f"ops.record must return arrays [B, T, …] by names that end in their axes, such as "
+            f"logits_BTE; got {name} of shape {x_LBT.shape[1:]}.",
+        )
+        rows[f"{stem}_BTL{axes[2:]}"] = jnp.moveaxis(x_LBT, 0, 2)
+    return rows
 
 
 def critic_values(

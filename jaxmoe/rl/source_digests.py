@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxmoe.config import Config
-from jaxmoe.rl.function_specs import split_calls
+from jaxmoe.config.function_specs import split_calls
 
 _INSTALLED = {
     Path(path).resolve()
@@ -27,7 +27,8 @@ _INSTALLED = {
 
 def source_digests(cfg: Config) -> dict[str, str]:
     """Digest of each source file of the config's functions, by "source of MODULE"."""
-    texts = [cfg.data.rewards, cfg.rollout.engine, *vars(cfg.loss).values()]
+    functions = (*vars(cfg.loss).values(), *vars(cfg.router).values())
+    texts = [cfg.data.rewards, cfg.rollout.engine, *functions]
     digests: dict[str, str] = {}
     waiting = list(named_modules(text for text in texts if isinstance(text, str)))
     named = set(waiting)

@@ -3,10 +3,10 @@
 
 The loss is a function
 
-    loss_fn(params, frozen, batch, scored, *, total) -> (loss, LossAux)
+    loss_fn(params, frozen, batch) -> (loss, LossAux)
 
-of trained and frozen parameters, a (micro)batch, and its precomputed arrays. `total` is the number
-of trained tokens in the whole batch. For another loss, pass another function.
+of trained and frozen parameters and a (micro)batch. `batch.shared["total"]` is the number of
+trained tokens in the complete batch. For another loss, pass another function.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxmoe.losses import cross_entropy
 from jaxmoe.losses.aggregation import token_total
-from jaxmoe.rl.batch import Batch, Scored
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import GRADIENTS, LossAux, map_microbatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
@@ -42,12 +42,10 @@ def train_step(
     The gradient is that of the full batch for any number of `microbatches`: each divides by the
     token count of the whole batch, and gradients are summed in float32.
     """
-    grad_fn = partial(
-        jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen,
-        total=token_total(jnp.asarray(batch.loss_mask_BT)),
-    )  # fmt: skip
-    (loss, aux), grads = map_microbatches(grad_fn, batch, None, microbatches, GRADIENTS)
-    metrics = aux.sums | aux.maxima | aux.minima
+    batch = share_scalars(batch, state.step)
+    grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen)
+    (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
+    metrics = mean_metrics(aux, batch) | aux.maxima | aux.minima
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     return apply_gradients(state, grads, tx), metrics
 
@@ -60,10 +58,28 @@ def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransforma
     return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
 
 
+def share_scalars(batch: Batch, step: Array) -> Batch:
+    """Return the batch with the scalars that every microbatch of an update shares.
+
+    `total` is the number of trained tokens and `n_tokens` that of all tokens, float32 and at least
+    1. `step` is the number of steps before this one; a `step` in `batch.shared` has precedence.
+    """
+    scalars = {
+        "total": token_total(jnp.asarray(batch.loss_mask_BT)),
+        "n_tokens": token_total(jnp.asarray(batch.segment_ids_BT) > 0),
+    }
+    return replace(batch, shared={"step": step} | batch.shared | scalars)
+
+
+def mean_metrics(aux: LossAux, batch: Batch) -> Metrics:
+    """Metrics that are sums over microbatches, and means over the trained tokens of the update."""
+    return aux.sums | {name: x / batch.shared["total"] for name, x in aux.totals.items()}
+
+
 def supervised_loss_fn(
-    params: Trained, frozen: Frozen, batch: Batch, _scored: Scored | None, *, total: Array,
-    scorer: Scorer,
-) -> tuple[Array, LossAux]:  # fmt: skip
+    params: Trained, frozen: Frozen, batch: Batch, *, scorer: Scorer
+) -> tuple[Array, LossAux]:
     """Cross entropy of the stored answers."""
     logp_BT = scorer.score_policy(scorer.full_params(params, frozen), batch)["logp_BT"]
+    total = batch.shared["total"]
     return cross_entropy(logp_BT, batch.loss_mask_BT, total=total), LossAux()

@@ -4,34 +4,44 @@
 Next: jaxmoe/rl/algorithm.py.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, require
+from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses import kl_k1
-from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import check_router, function_name
-from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, compute_advantages
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.function_specs import array_parameters, select_arrays
+from jaxmoe.rl.loss import compute_loss_weights, estimate_advantages, sum_terms
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
+from jaxmoe.rl.step import share_scalars
+from jaxmoe.rl.terms import TERM_ARRAYS, Term, reference_kl
+
+# Trailing sizes of arrays that have more axes than [B, T]; all differ, so that a swap is found.
+_LAYERS, _EXPERTS, _ACTIVE = 11, 7, 5
 
 
-def check_algorithm(a: Algorithm, samples: int) -> None:
-    """Check an algorithm by calling its functions on abstract arrays, `samples` rows per prompt.
+def check_algorithm(
+    a: Algorithm, samples: int, recorded: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Check an algorithm by tracing the step's arithmetic on abstract arrays.
 
+    Args:
+        samples: rows per prompt.
+        recorded: arrays that `Ops.record` returns, [B, T, …], by name: the sizes after B and T.
+            By default they are not known, and a term that takes an array of an unknown name is
+            checked only when a step is traced.
     Raises ConfigError with the message of a function that fails, or if functions do not fit
     together.
     """
     r = samples
-    p = 3 if r == 2 else 2  # all sizes differ, so that a swapped axis is found
-    t = p * r + 1
     needs_values = "values_BT" in array_parameters(a.advantages)
     require(
         not needs_values or a.critic != "none",
@@ -63,7 +73,7 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
         "--set loss.minibatches=1.",
     )
     require(
-        a.kl_coef == 0 or a.kl_in != "loss" or getattr(a.kl, "func", a.kl) is not kl_k1,
+        not any(_is_kl_k1(term) for term in a.terms),
         "loss.kl=kl_k1 has an expected gradient of 0, so it does not act in the loss. Try "
         "--set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward.",
     )
@@ -74,26 +84,16 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
         "is Batch(samples_per_prompt=8).",
     )
 
-    def run_abstractly() -> Array | None:
-        x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
-        advantages_BT, _ = compute_advantages(
-            a, jnp.zeros(p * r), mask_BT, None, x_BT, x_BT[:, 0], samples=r
-        )
-        arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
-        arrays["advantages_BT"] = advantages_BT
-        _check_token_shape(a.objective(**select_arrays(a.objective, arrays)), mask_BT, a.objective)
-        _check_token_shape(
-            a.kl(**select_arrays(a.kl, dict.fromkeys(ARRAYS["kl"], x_BT))), mask_BT, a.kl
-        )
-        known_early = a.old_logp == "recomputed"
-        weights_BT = _check_correction_weights(a, x_BT, advantages_BT, mask_BT, known_early)
-        keep = {"keep_BT": mask_BT} if known_early or a.critic == "none" else {}
-        loss_weights_BT = a.aggregation(**select_arrays(a.aggregation, {"mask_BT": mask_BT} | keep))
-        _check_token_shape(loss_weights_BT, mask_BT, a.aggregation)
-        return weights_BT
+    def trace_step() -> bool:
+        """Return True if the correction weights tokens."""
+        batch, out = _abstract_batch(a, r, recorded or {})
+        batch = compute_loss_weights(share_scalars(estimate_advantages(batch, a), jnp.int32(0)), a)
+        _, aux = sum_terms(_drop_unknown_terms(a, out), batch, out)
+        return aux.rows["correction"].weights_BT is not None
 
+    weights: list[bool] = []
     try:
-        weights = jax.eval_shape(run_abstractly)
+        jax.eval_shape(lambda: weights.append(trace_step()))
     except KeyError as error:
         raise ConfigError(
             f"loss: a function takes {error.args[0]}, which is known before the gradient only if "
@@ -104,10 +104,46 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
             raise
         raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
     require(
-        not (a.old_logp == "rollout" and weights is not None),
+        not (a.old_logp == "rollout" and weights[0]),
         "loss.old_logp=rollout and importance weights in loss.rollout_correction correct the same "
         "mismatch twice. Try --set loss.old_logp=recomputed, or a rejection alone.",
     )
+
+
+def _is_kl_k1(term: Term) -> bool:
+    kl = getattr(term.fn, "keywords", {}).get("kl")
+    is_kl = getattr(term.fn, "func", None) is reference_kl
+    return is_kl and term.weight != 0.0 and getattr(kl, "func", kl) is kl_k1
+
+
+def _abstract_batch(
+    a: Algorithm, r: int, recorded: Mapping[str, tuple[int, ...]]
+) -> tuple[Batch, dict[str, jax.Array]]:
+    """Return a scored batch and the results of a forward, with sizes that all differ."""
+    p = 3 if r == 2 else 2
+    t = p * r + 1
+    x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
+    has_critic = a.critic != "none"
+    batch = Batch(
+        tokens_BT=x_BT, positions_BT=x_BT, segment_ids_BT=x_BT, loss_mask_BT=mask_BT,
+        rollout_logp_BT=x_BT, rewards_B=x_BT[:, 0], samples_per_prompt=r,
+        routed_experts_BTLA=jnp.zeros((p * r, t, _LAYERS, _ACTIVE), jnp.int32),
+        shared={"load_LE": jnp.zeros((_LAYERS, _EXPERTS), jnp.int32)},
+        old_logp_BT=x_BT if a.needs_scoring else None,
+        ref_logp_BT=x_BT if a.needs_reference else None,
+        old_values_BT=x_BT if has_critic else None,
+        bootstrap_B=x_BT[:, 0] if has_critic else None,
+    )  # fmt: skip
+    out = {name: jnp.zeros((p * r, t, *sizes)) for name, sizes in recorded.items()}
+    out |= {"logp_BT": x_BT, "entropy_BT": x_BT} | ({"values_BT": x_BT} if has_critic else {})
+    return batch, out
+
+
+def _drop_unknown_terms(a: Algorithm, out: Mapping[str, jax.Array]) -> Algorithm:
+    """Return the algorithm without terms that take arrays of a batch which is not known yet."""
+    known = {*TERM_ARRAYS, *out}
+    terms = [term for term in a.terms if set(array_parameters(term.fn)) <= known]
+    return replace(a, terms=tuple(terms))
 
 
 def check_inputs(
@@ -153,9 +189,24 @@ def check_inputs(
         f"microbatches ({microbatches}) must divide the batch's {rows} rows.",
     )
     require(
-        a.kl_coef == 0 or state.frozen.reference is not None or state.frozen.base is not None,
-        f"kl_coef={a.kl_coef} needs a reference, and the state has none. Try init_state(trained, "
-        "tx, Frozen(reference=params)).",
+        not a.needs_reference
+        or state.frozen.reference is not None
+        or state.frozen.base is not None,
+        "a loss that takes ref_logp_BT needs a reference, and the state has none. Try "
+        "init_state(trained, tx, Frozen(reference=params)).",
+    )
+    for name, x in batch.extra.items():
+        require(
+            np.shape(x)[:1] == (rows,),
+            f"batch.extra[{name!r}] must have one row per sequence ({rows}), got shape "
+            f"{np.shape(x)}. An array of the complete batch belongs in Batch(shared={{…}}).",
+        )
+    reserved = {*TERM_ARRAYS} - {"step"}
+    repeated = {*reserved, *batch.extra} & {*batch.shared} | {*TERM_ARRAYS} & {*batch.extra}
+    require(
+        not repeated,
+        f"arrays in batch.extra and batch.shared must have names of their own, got "
+        f"{sorted(repeated)}; the step has {', '.join(TERM_ARRAYS)}.",
     )
     require(
         a.critic == "none" or state.params.critic is not None,
@@ -219,51 +270,3 @@ def check_staleness(a: Algorithm, max_staleness: int) -> None:
         f"the loss corrects for it: {function_name(a.objective)}, loss.old_logp={a.old_logp}, no "
         'loss.rollout_correction. Try --set "loss.rollout_correction=token_is(high=2.0)".',
     )
-
-
-def _check_correction_weights(
-    a: Algorithm, x_BT: Array, advantages_BT: Array, mask_BT: Array, known_early: bool
-) -> Array | None:
-    """Call each rollout correction, and return the weights, if any; only one may set them."""
-    arrays: dict[str, Any] = {
-        "log_ratio_BT": x_BT, "old_logp_BT": x_BT, "rollout_logp_BT": x_BT,
-        "advantages_BT": advantages_BT, "mask_BT": mask_BT,
-    }  # fmt: skip
-    if known_early:
-        arrays["batch_mask_BT"] = mask_BT
-    for function in a.rollout_correction:
-        modifies_weights = "weights_BT" in array_parameters(function)
-        require(
-            "weights_BT" in arrays or not modifies_weights,
-            f"loss.rollout_correction: {function_name(function)} takes weights_BT, and no "
-            "correction before it sets them. Try "
-            f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
-        )
-        correction = function(**select_arrays(function, arrays))
-        require(
-            isinstance(correction, Correction),
-            f"loss.rollout_correction: {function_name(function)} must return a Correction, as "
-            "token_is does.",
-        )
-        if correction.weights_BT is None:
-            continue
-        require(
-            modifies_weights or "weights_BT" not in arrays,
-            f"loss.rollout_correction: {function_name(function)} would weight tokens that already "
-            "have weights, and correct twice. Leave one out.",
-        )
-        for name in ("weights_BT", "ratio_BT"):
-            if getattr(correction, name) is not None:
-                arrays[name] = getattr(correction, name)
-        require(
-            modifies_weights
-            or (correction.ratio_BT is not None and correction.above_BT is not None),
-            f"loss.rollout_correction: {function_name(function)} must return ratio_BT and above_BT "
-            "with its weights, as token_is does.",
-        )
-    return arrays.get("weights_BT")
-
-
-def _check_token_shape(x: Any, mask_BT: Array, function: Function) -> None:
-    if getattr(x, "shape", None) != mask_BT.shape:
-        raise ValueError(f"{function_name(function)} must return [B, T]")

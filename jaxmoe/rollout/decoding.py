@@ -65,18 +65,21 @@ def init_rows(
 
 
 def prefill_prompts(
-    params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, ops: Ops, slots: int,
-    keep_experts: bool,
+    params: Params, tokens_BT: Array, lengths_B: Array, step: Array, *, cfg: ModelConfig, ops: Ops,
+    slots: int, keep_experts: bool,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
-    """Return the cache of right-padded prompts, the last token's hidden states, and the experts."""
+    """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
+
+    `step` is the number of RL steps behind the params.
+    """
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
-    hidden_BTD, cache, experts_LBTA = forward(
-        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache
+    hidden_BTD, cache, recorded = forward(
+        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step
     )
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
-    experts_BTLA = experts_batch_first(experts_LBTA, cfg) if keep_experts else None
+    experts_BTLA = experts_batch_first(recorded["experts_BTA"], cfg) if keep_experts else None
     return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0], experts_BTLA
 
 
@@ -126,6 +129,7 @@ def decode_tokens(
     rows: DecodeState,
     stop_ids: Array,
     temperature: Array,
+    step: Array,
     *,
     cfg: ModelConfig,
     ops: Ops,
@@ -165,7 +169,7 @@ def decode_tokens(
 
     def body(rows: DecodeState) -> DecodeState:
         rows, token_B = sample_column(rows)
-        hidden_BTD, cache, experts_LBTA = forward(
+        hidden_BTD, cache, recorded = forward(
             params,
             token_B[:, None],
             cfg,
@@ -173,11 +177,12 @@ def decode_tokens(
             positions_BT=rows.position_B[:, None],
             segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
             cache=rows.cache,
+            step=step,
         )
         experts_BTLA = rows.experts_BTLA
         if experts_BTLA is not None:  # of the token in the column that was filled last
             experts_BTLA = write_slots(
-                experts_BTLA, experts_batch_first(experts_LBTA, cfg), rows.column - 1
+                experts_BTLA, experts_batch_first(recorded["experts_BTA"], cfg), rows.column - 1
             )
         return replace(
             rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1,

@@ -142,11 +142,11 @@ class NativeEngine:
         shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
         shapes += [((rows,), jnp.bool_), ((rows, 2), jnp.uint32)]
-        shapes += [((len(sampling.stop_ids),), jnp.int32), ((), jnp.float32)]
-        tokens, lengths, *fresh, stop_ids, temperature = (
+        shapes += [((len(sampling.stop_ids),), jnp.int32), ((), jnp.float32), ((), jnp.int32)]
+        tokens, lengths, *fresh, stop_ids, temperature, step = (
             jax.ShapeDtypeStruct(*shape) for shape in shapes
         )
-        prefill_program = make(self._prefill, params, *shard_rows((tokens, lengths)))
+        prefill_program = make(self._prefill, params, *shard_rows((tokens, lengths)), step)
         cache, _, prompt_experts = result_shapes(prefill_program)
         if samples > 1:
             cache = result_shapes(make(self._repeat, cache, samples=samples))
@@ -154,7 +154,7 @@ class NativeEngine:
             jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
         )
         decode_program = make(
-            self._decode, params, replace(state, cache=cache), stop_ids, temperature,
+            self._decode, params, replace(state, cache=cache), stop_ids, temperature, step,
             top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
         )  # fmt: skip
         return prefill_program, decode_program
@@ -195,7 +195,7 @@ class NativeEngine:
     ) -> list[Rollout]:  # fmt: skip
         params, version = loaded
         rows, budget, prompt_experts = self._prefill_batch(
-            params, prompts, sampling, seed, samples, width, first
+            loaded, prompts, sampling, seed, samples, width, first
         )
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
@@ -214,7 +214,7 @@ class NativeEngine:
             shrunk = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
             max_alive = shrunk if shrunk < size else 0
             rows = self._decode(
-                params, rows, stop_ids, jnp.float32(sampling.temperature),
+                params, rows, stop_ids, jnp.float32(sampling.temperature), jnp.int32(version),
                 top_k=sampling.top_k, top_p=sampling.top_p, enough=max_alive,
             )  # fmt: skip
             real = original < n
@@ -240,7 +240,7 @@ class NativeEngine:
         ]  # fmt: skip
 
     def _prefill_batch(
-        self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
+        self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
         """Return rows before their first token, the answer length, and the prompts' experts."""
@@ -259,7 +259,8 @@ class NativeEngine:
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
-        cache, hidden, prompt_experts = self._prefill(params, *placed)
+        params, version = loaded
+        cache, hidden, prompt_experts = self._prefill(params, *placed, jnp.int32(version))
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._repeat(cache, samples=samples)

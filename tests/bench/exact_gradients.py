@@ -14,6 +14,7 @@ sampled. Where tokens are dropped, the loss divides by what is left (kept_token_
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,9 +26,9 @@ import numpy as np
 
 from jaxmoe import losses
 from jaxmoe.losses import rejection, sequence_icepop, sequence_is, token_icepop, token_is
-from jaxmoe.rl.algorithm import Algorithm, compute_correction, objective_arrays, select_old_logp
-from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import select_arrays
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.loss import sum_terms
 
 WORDS, POLICIES = 3, 16
 GEO = partial(rejection, statistic="seq_mean_k1", low=0.999, high=1.001)
@@ -66,23 +67,20 @@ def log_probs(logits_TPV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 def row_gradient(a: Algorithm, logits, engine, tokens_T, advantage):
     """(the gradient that one sequence asks for, the share of its tokens that were kept)."""
     tokens_BT, mask_BT = tokens_T[None], jnp.ones((1, len(tokens_T)), bool)
-    batch = Batch(None, None, None, mask_BT, log_probs(engine, tokens_BT), None)
-    scored = Scored(advantages_BT=jnp.full(mask_BT.shape, advantage))
+    batch = Batch(
+        None, None, mask_BT.astype(jnp.int32), mask_BT, log_probs(engine, tokens_BT), None
+    )
+    batch = replace(
+        batch, advantages_BT=jnp.full(mask_BT.shape, advantage),
+        loss_weights_BT=jnp.ones(mask_BT.shape), shared={"total": jnp.float32(mask_BT.size)},
+    )  # fmt: skip
 
     def loss(logits):
         logp_BT = log_probs(logits, tokens_BT)
-        now_BT = jax.lax.stop_gradient(logp_BT)
-        old_BT = select_old_logp(a, batch, scored, now_BT)
-        arrays = objective_arrays(batch, scored, logp_BT, old_BT, now_BT)
-        terms_BT = a.objective(**select_arrays(a.objective, arrays))
-        found = compute_correction(
-            a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
-        )
-        keep_BT = mask_BT if found.keep_BT is None else mask_BT & found.keep_BT
-        if found.weights_BT is not None:
-            terms_BT = terms_BT * found.weights_BT
-        kept = jnp.mean(keep_BT.astype(jnp.float32))
-        return -jnp.sum(jnp.where(keep_BT, terms_BT, 0.0)), kept
+        total, aux = sum_terms(a, batch, {"logp_BT": logp_BT, "entropy_BT": logp_BT})
+        keep_BT = aux.rows["correction"].keep_BT
+        keep_BT = mask_BT if keep_BT is None else mask_BT & keep_BT
+        return -total, jnp.mean(keep_BT.astype(jnp.float32))
 
     grad, kept = jax.grad(loss, has_aux=True)(logits)
     return grad.reshape(-1), kept

@@ -76,9 +76,12 @@ def run_jax(case: Case, dtype: str, ops):
     positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
 
     def sum_loss(params):
-        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, ops, positions_BT=positions_BT)
+        hidden_BTD, _, recorded = forward(params, tokens_BT, cfg, ops, positions_BT=positions_BT)
         logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)
-        return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (hidden_BTD, chosen)
+        return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (
+            hidden_BTD,
+            recorded["experts_BTA"],
+        )
 
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), case.params)
     (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(sum_loss, has_aux=True))(params)

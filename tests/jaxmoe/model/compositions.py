@@ -43,9 +43,9 @@ def compute_fields(
     params: Any, tokens_BT: Any, cfg: Any, ops: Any, **layout: Any
 ) -> dict[str, Any]:
     """[B, T, …] of what a forward says of each token."""
-    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg, ops, **layout)
+    hidden_BTD, _, recorded = forward(params, tokens_BT, cfg, ops, **layout)
     logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops, temperature=TEMPERATURE)
-    experts = jnp.moveaxis(experts_LBTA, 0, 2)
+    experts = jnp.moveaxis(recorded["experts_BTA"], 0, 2)
     return {"hidden": hidden_BTD, "logp": logp_BT, "experts": experts}
 
 
@@ -66,11 +66,11 @@ class Readings:
         def step(
             params: Any, tokens_BT: Any, positions_BT: Any, segments_BT: Any, cache: Any
         ) -> Any:
-            hidden_BTD, cache, experts = forward(
+            hidden_BTD, cache, recorded = forward(
                 params, tokens_BT, cfg, ops, positions_BT=positions_BT,
                 segment_ids_BT=segments_BT, cache=cache,
             )  # fmt: skip
-            return hidden_BTD, jnp.moveaxis(experts, 0, 2), cache
+            return hidden_BTD, jnp.moveaxis(recorded["experts_BTA"], 0, 2), cache
 
         self.step = jax.jit(step)
         self.sampled_logprobs = jax.jit(

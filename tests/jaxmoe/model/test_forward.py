@@ -86,7 +86,7 @@ def test_a_later_token_changes_nothing_before_it(params):
 @pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (3, 4, 16)])
 def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
     tokens = tokens_of(9, B, T)
-    want, _, chosen = RUN(params, tokens, CFG, OPS)
+    want, _, recorded = RUN(params, tokens, CFG, OPS)
     cache, parts, experts = init_cache(CFG, B, 29), [], []
     edges = [0, *cuts, *range(cuts[-1] + 1, T + 1)]
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -95,9 +95,9 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
             params, tokens[:, start:stop], CFG, OPS, positions_BT=positions, cache=cache
         )
         parts.append(hidden)
-        experts.append(picked)
+        experts.append(picked["experts_BTA"])
     assert_close(jnp.concatenate(parts, axis=1), want)
-    np.testing.assert_array_equal(jnp.concatenate(experts, axis=2), chosen)
+    np.testing.assert_array_equal(jnp.concatenate(experts, axis=2), recorded["experts_BTA"])
     assert cache is not None and int(cache.used) == T
 
 

@@ -24,8 +24,8 @@ TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
 
 @partial(jax.jit, static_argnames="cfg")
 def compute_logp(params, cfg=CFG):
-    hidden, _, routed = forward(params, TOKENS, cfg, OPS)
-    return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], routed
+    hidden, _, recorded = forward(params, TOKENS, cfg, OPS)
+    return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], recorded["experts_BTA"]
 
 
 def merge_all(base, adapters, lora=LORA):

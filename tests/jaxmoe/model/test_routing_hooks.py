@@ -11,8 +11,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.params import map_specs
-from jaxmoe.model.router import record_experts as chosen_experts
-from jaxmoe.model.router import replay_routing, route_top_k, router_logits
+from jaxmoe.model.router import record_experts, replay_routing, route_top_k, router_logits
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -28,11 +27,12 @@ def make_params():
 
 
 @partial(jax.jit, static_argnames=("router", "record"))
-def run_forward(params, replayed_experts=None, router=route_top_k, record=chosen_experts):
+def run_forward(params, replayed_experts=None, router=route_top_k, record=record_experts):
     ops = replace(OPS, router=router, record=record)
     if replayed_experts is not None:
         replayed_experts = jnp.moveaxis(replayed_experts, 0, 2)
-    return forward(params, TOKENS, CFG, ops, routed_experts_BTLA=replayed_experts)[::2]
+    hidden, _, recorded = forward(params, TOKENS, CFG, ops, routed_experts_BTLA=replayed_experts)
+    return hidden, recorded["experts_BTA"] if record is record_experts else recorded
 
 
 def test_replaying_its_own_experts_changes_nothing():

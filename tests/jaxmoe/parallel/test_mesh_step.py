@@ -32,6 +32,7 @@ from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
+from jaxmoe.rl.terms import kl_term, value_term
 from jaxmoe.rl.update import rl_step
 from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 
@@ -42,8 +43,8 @@ CFG = ModelConfig(
 B, T = 16, 40
 # by a smaller eps Adam makes whole steps of gradients that are rounding alone, and experts switch
 TX = make_optimizer(OptimConfig(lr=1e-3, eps=1e-5), steps=100)
-GRPO = Algorithm(old_logp="recomputed", kl_coef=0.1)
-PPO = Algorithm(advantages=partial(gae, trace=0.9), critic="own", value_clip=0.5)
+GRPO = Algorithm(old_logp="recomputed", terms=(kl_term(0.1),))
+PPO = Algorithm(advantages=partial(gae, trace=0.9), critic="own", terms=(value_term(),))
 TWOS = [dict.fromkeys(three, 2) for three in combinations(AXES, 3)]
 EIGHTS = [{axis: 8} for axis in AXES]
 
@@ -93,7 +94,7 @@ def make_state(a):
     if a.critic != "none":
         critic = init_critic(params, CFG, "float32", own_backbone=True)
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
-    reference = jax.tree.map(lambda x: 1.1 * x, params) if a.kl_coef else None
+    reference = jax.tree.map(lambda x: 1.1 * x, params) if a.needs_reference else None
     return init_state(Trained(params, critic), TX, Frozen(reference))
 
 

@@ -51,8 +51,10 @@ def test_unchanged_it_is_the_trainer():
 
     @jax.jit
     def trainer_logp(params):
-        hidden, _, chosen = forward(params, tokens, CFG, OPS, segment_ids_BT=segments)
-        return sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)[0], chosen
+        hidden, _, recorded = forward(params, tokens, CFG, OPS, segment_ids_BT=segments)
+        return sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)[0], recorded[
+            "experts_BTA"
+        ]
 
     logp, chosen = trainer_logp(make_weights(0))
     gap = np.abs(np.asarray(actual) - np.asarray(logp))[rows.sampled_BT]

@@ -16,10 +16,11 @@ from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.algorithm import Algorithm, compute_correction, objective_arrays, select_old_logp
-from jaxmoe.rl.batch import Batch, Scored
+from jaxmoe.rl.algorithm import Algorithm, compute_correction
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.function_specs import select_arrays
+from jaxmoe.rl.loss import sum_terms
+from jaxmoe.rl.terms import entropy_term, kl_term, value_term
 from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
@@ -51,8 +52,11 @@ def test_a_config_s_fields_reach_the_algorithm():
     assert algorithm.rollout_correction[0] is losses.veto and algorithm.rollout_correction[
         1
     ].keywords == {"high": 3.0}
-    assert algorithm.kl is losses.kl_k2 and (algorithm.kl_coef, algorithm.kl_in) == (0.25, "reward")
-    assert (algorithm.critic, algorithm.entropy_coef, algorithm.updates) == ("own", 0.125, 8)
+    entropy, kl, value = algorithm.terms
+    assert entropy == entropy_term(0.125) and value.fn.keywords == value_term().fn.keywords
+    assert (kl.name, kl.weight, kl.fn.keywords) == ("policy/kl_ref", 0.0, {"kl": losses.kl_k2})
+    assert algorithm.reward_kl.weight == 0.25 and algorithm.reward_kl.fn is kl.fn
+    assert (algorithm.critic, algorithm.updates) == ("own", 8)
     assert algorithm.old_logp == "recomputed"
 
 
@@ -220,23 +224,18 @@ def gradient_on_stale_tokens(**loss):
         else algorithm_from_config(config(**loss))
     )
     mask = jnp.ones((4, 1), bool)
-    batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None)
-    batch_scored = Scored(advantages_BT=GAINS[:, None])
+    rollout_logp, advantages = jnp.log(jnp.asarray(MU))[DRAWN][:, None], GAINS[:, None]
+    batch = Batch(
+        None, None, mask.astype(jnp.int32), mask, rollout_logp, None, advantages_BT=advantages,
+        loss_weights_BT=jnp.full(mask.shape, 1 / 4), shared={"total": jnp.float32(4)},
+    )  # fmt: skip
 
     def loss_at(logits):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
-        detached_logp = jax.lax.stop_gradient(logp)
-        scored = replace(
-            batch_scored, old_logp_BT=detached_logp
-        )  # recomputed by the newest trainer
-        old = select_old_logp(a, batch, scored, detached_logp)
-        arrays = objective_arrays(batch, scored, logp, old, detached_logp)
-        terms = a.objective(**select_arrays(a.objective, arrays))
-        basis = detached_logp if a.old_logp != "recomputed" else scored.old_logp_BT
-        correction = compute_correction(
-            a, basis, batch.rollout_logp_BT, batch_scored.advantages_BT, mask, mask
-        )
-        return jnp.mean(terms if correction.weights_BT is None else terms * correction.weights_BT)
+        old = jax.lax.stop_gradient(logp)  # recomputed by the newest trainer
+        correction = compute_correction(a, old, rollout_logp, advantages, mask, mask)
+        scored = replace(batch, old_logp_BT=old, correction=correction)
+        return sum_terms(a, scored, {"logp_BT": logp, "entropy_BT": old})[0]
 
     return -jax.grad(loss_at)(POLICY_LOGP)
 
@@ -303,4 +302,4 @@ def scalar_kl(logp_BT, logq_BT):
 
 def test_a_divergence_must_be_of_each_token():
     with pytest.raises(ConfigError, match=r"loss: scalar_kl must return \[B, T\]"):
-        check_algorithm(Algorithm(kl=scalar_kl, kl_coef=0.1), 2)
+        check_algorithm(Algorithm(terms=(kl_term(0.1, scalar_kl),)), 2)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import Algorithm, compute_advantages
+from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
@@ -108,7 +109,7 @@ def test_returns_of_gae_come_through():
 def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
     kl = numbers(np.random.default_rng(2).random(MASK.shape))
     rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
-    a = Algorithm(advantages=GROUPED["unscaled"], kl_coef=0.5)
+    a = Algorithm(advantages=GROUPED["unscaled"], reward_kl=kl_term(0.5))
     actual = np.asarray(compute_advantages(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
     paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
     want = paid - paid.reshape(P, R).mean(1).repeat(R)

@@ -18,6 +18,7 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import Minibatches, split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.terms import kl_term, value_term
 from jaxmoe.rl.update import rl_step
 
 BATCH = make_batch()
@@ -29,6 +30,8 @@ def custom_objective(logp_BT, advantages_BT, mask_BT):
 
 
 GRPO = Algorithm()
+WITH_KL = Algorithm(terms=(kl_term(0.1),))
+PPO = Algorithm(advantages=gae, critic="own", terms=(value_term(),))
 
 
 def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
@@ -75,9 +78,9 @@ INVALID = {
     "others' minibatches": ({}, dict(a=MINI, minibatches=MINIBATCHES), "got 3"),
     "minibatches of one update": ({}, dict(minibatches=MINIBATCHES), "got 3"),
     "microbatches": ({}, dict(microbatches=3), r"microbatches \(3\) must divide the batch's 8"),
-    "no reference": ({}, dict(a=Algorithm(kl_coef=0.1)), "kl_coef=0.1 needs a reference"),
+    "no reference": ({}, dict(a=WITH_KL), "takes ref_logp_BT needs a reference"),
     "no critic": (
-        {}, dict(a=Algorithm(advantages=gae, critic="own")), "critic=own needs a critic's param",
+        {}, dict(a=PPO), "critic=own needs a critic's param",
     ),
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ import pytest
 from adapted import CFG, LORA, OPS, base_of, dense
 
 from jaxmoe.config import OptimConfig
-from jaxmoe.losses import kl_k3
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.profiling import count_compilations
@@ -21,6 +20,7 @@ from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 
@@ -84,7 +84,7 @@ def steps(count, lora=LORA, rows=0, **fields):
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXTENDED)])
 def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count):
     copy, base_buffers = jax.tree.map(np.array, base()), buffers(base())
-    state, results = steps(count, kl=kl_k3, kl_coef=0.1)
+    state, results = steps(count, terms=(kl_term(0.1),))
     assert buffers(base()) == base_buffers
     jax.tree.map(np.testing.assert_array_equal, base(), copy)
     assert state.frozen.base is None and state.frozen.reference is None
@@ -111,7 +111,7 @@ def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
 def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
     lora = replace(LORA, modules_to_save="router,sinks,norms,head")
     copy = jax.tree.map(np.array, base())
-    state, results = steps(3, lora, kl=kl_k3, kl_coef=0.1)
+    state, results = steps(3, lora, terms=(kl_term(0.1),))
     jax.tree.map(np.testing.assert_array_equal, base(), copy)
     assert results[0]["policy/kl_ref"] < 1e-12 < results[-1]["policy/kl_ref"]
     assert max(x["train_rollout_logprob_abs_diff"] for x in results) < 1e-5

@@ -26,7 +26,7 @@ from jaxmoe.model import forward, init_critic, plain_ops
 from jaxmoe.model.router import replay_routing, route_top_k
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch
-from jaxmoe.rl.metrics import expert_load, expert_switches
+from jaxmoe.rl.metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.microbatches import _pack_microbatch
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -41,19 +41,19 @@ REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing))
 class Routed(Bigram):
     """Without layers, and so without minutes of compiling: a token knows its experts."""
 
-    def hidden_states(self, params, batch):
+    def run_forward(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD = params["embed"][rows.tokens_BT]
         if rows.routed_experts_BTLA is not None:
             weight_LA = jnp.arange(1.0, 5.0).reshape(1, 1, 2, 2, 1)  # which place it has, too
             experts = params["embed"][rows.routed_experts_BTLA.astype(jnp.int32)]
             hidden_BTD = hidden_BTD + (weight_LA * experts).sum((2, 3))
-        return jnp.tanh(hidden_BTD)
+        return jnp.tanh(hidden_BTD), {}
 
 
 def step(batch, a, minibatches=None, **options):
     run = step_of(a, scorer=Routed(CFG, OPS, critic=a.critic), **options)
-    return run(start(a, reference=PARAMS if a.kl_coef else None), batch, minibatches)
+    return run(start(a, reference=PARAMS if a.needs_reference else None), batch, minibatches)
 
 
 def assert_near(actual, want):
@@ -90,7 +90,7 @@ def test_the_experts_given_are_the_experts_used():
     batch = jax.tree.map(jnp.asarray, routed_batch())
     run = jax.jit(lambda tokens, routed: forward(
         MODEL, tokens, CFG, REPLAY.ops, routed_experts_BTLA=routed
-    )[2])  # fmt: skip
+    )[2]["experts_BTA"])  # fmt: skip
     used = run(batch.tokens_BT, batch.routed_experts_BTLA)
     np.testing.assert_array_equal(np.moveaxis(np.asarray(used), 0, 2), batch.routed_experts_BTLA)
 
@@ -121,7 +121,7 @@ def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
     batch = Batch(
         None, None, np.array([[1, 1, 1], [1, 1, 0]]), None, None, None, routed_experts_BTLA=routed
     )
-    metrics = expert_load(batch, 4)
+    metrics = expert_load(count_expert_tokens(batch, 4))
     counts = np.array([[3, 2, 1, 0], [2, 2, 1, 1]])
     mean = counts.mean(axis=1)
     assert float(metrics["router/load_max_over_mean"]) == pytest.approx(
@@ -129,15 +129,16 @@ def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
     )
     assert float(metrics["router/load_cv"]) == pytest.approx((counts.std(1) / mean).mean())
     assert float(metrics["router/unused_experts"]) == 1 / 8
-    assert expert_load(replace(batch, routed_experts_BTLA=None), 4) == {}
+    assert count_expert_tokens(replace(batch, routed_experts_BTLA=None), 4) is None
+    assert expert_load(None) == {}
 
 
 def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_experts():
     # the engine has read all tokens but the last, whose value the bootstrap takes
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, CFG.vocab_size, (2, 7)).astype(np.int32)
-    _, _, experts_LBTA = forward(MODEL, jnp.asarray(tokens), CFG, plain_ops())
-    experts_BTLA = np.moveaxis(np.asarray(experts_LBTA), 0, 2).astype(np.int8)
+    _, _, recorded = forward(MODEL, jnp.asarray(tokens), CFG, plain_ops())
+    experts_BTLA = np.moveaxis(np.asarray(recorded["experts_BTA"]), 0, 2).astype(np.int8)
     prompts = [Prompt(i, "", tuple(tokens[i, :3].tolist()), None) for i in range(2)]
     rollouts = [
         Rollout(
@@ -175,7 +176,7 @@ def test_counts_of_experts_do_not_end_at_the_integers_of_float32():
     batch = Batch(
         None, None, np.ones((rows, length), np.int8), None, None, None, routed_experts_BTLA=routed
     )
-    metrics = jax.jit(lambda: expert_load(batch, 2))()
+    metrics = jax.jit(lambda: expert_load(count_expert_tokens(batch, 2)))()
     assert float(metrics["router/load_max_over_mean"]) == pytest.approx(1.5, rel=1e-6)
     assert float(metrics["router/load_cv"]) == pytest.approx(0.5, rel=1e-5)
     assert rows * length * 3 // 4 > 2**24
@@ -232,14 +233,15 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
         """Experts that a forward used, and those that its routers would choose."""
 
         def trained(h_BTD, layer, used_BTA, weights_BTA):
-            return used_BTA, route_top_k(h_BTD, layer, active=CFG.experts_per_token)[0]
+            chosen_BTA = route_top_k(h_BTD, layer, active=CFG.experts_per_token)[0]
+            return {"used_BTA": used_BTA, "chosen_BTA": chosen_BTA}
 
         ops = replace(REPLAY.ops, record=trained)
         recorded = forward(
             MODEL, batch.tokens_BT, CFG, ops, positions_BT=batch.positions_BT,
             segment_ids_BT=batch.segment_ids_BT, routed_experts_BTLA=batch.routed_experts_BTLA,
         )[2]  # fmt: skip
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), recorded)
+        return [jnp.moveaxis(recorded[name], 0, 2) for name in ("used_BTA", "chosen_BTA")]
 
     used, own_routing = map(np.asarray, experts(batch))
     reported = batch.routed_experts_BTLA

@@ -111,9 +111,9 @@ def test_columns_of_padding_do_not_change_the_update(full_update, spread):
 def test_three_steps_compile_once_and_donate_the_state():
     calls = []
 
-    def traced(*arguments, total):
+    def traced(*arguments):
         calls.append(1)
-        return supervised_loss_fn(*arguments, total=total, scorer=SCORER)
+        return supervised_loss_fn(*arguments, scorer=SCORER)
 
     tx = optax.adam(1e-2)
     step = jax.jit(partial(train_step, tx=tx, loss_fn=traced), donate_argnums=0)
@@ -129,8 +129,9 @@ def test_three_steps_compile_once_and_donate_the_state():
 
 
 def test_another_objective_is_another_function():
-    def quadratic(params, frozen, batch, scored, *, total):
-        return jnp.sum(params.policy["final_norm"] ** 2) / 2, LossAux(sums={"mine": total})
+    def quadratic(params, frozen, batch):
+        aux = LossAux(sums={"mine": batch.shared["total"]})
+        return jnp.sum(params.policy["final_norm"] ** 2) / 2, aux
 
     state, metrics = step_of(quadratic)(start(), make_batch())
     assert not np.any(np.asarray(state.params.policy["final_norm"]))  # x - 1.0 * x
@@ -141,13 +142,13 @@ def test_another_objective_is_another_function():
 def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
     """x_min of 3 and 3 is 3 however it is called; the largest of negative numbers is negative."""
 
-    def loss(params, frozen, batch, scored, *, total):
+    def loss(params, frozen, batch):
         tokens = jnp.sum(jnp.asarray(batch.loss_mask_BT).astype(jnp.float32))
         aux = LossAux(
             sums={"sum_min": tokens}, maxima={"x_min": 3.0 + 0.0 * tokens, "below": -tokens},
             minima={"x_max": tokens}, rows={"row": jnp.asarray(batch.loss_mask_BT)},
         )  # fmt: skip
-        return jnp.sum(params.policy["final_norm"]) * tokens / total, aux
+        return jnp.sum(params.policy["final_norm"]) * tokens / batch.shared["total"], aux
 
     batch = make_batch()
     if cut == "packed":

@@ -50,24 +50,28 @@ from jaxmoe.losses import (
 )
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import map_rows
+from jaxmoe.rl.loss import estimate_advantages
 from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import NO_GATE, estimate_advantages, score_batch, update_minibatch
+from jaxmoe.rl.terms import entropy_term, kl_term, value_term
+from jaxmoe.rl.update import NO_GATE, score_batch, update_minibatch
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
         objective=partial(gspo, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
         old_logp="recomputed", rollout_correction=(partial(sequence_is, high=2.0), normalize),
-        kl_coef=0.1, entropy_coef=0.02,
+        terms=(entropy_term(0.02), kl_term(0.1)),
     ),
     "ppo, shared critic, detached": dict(
-        advantages=partial(gae, trace=0.9), critic="shared", value_clip=0.01,
+        advantages=partial(gae, trace=0.9), critic="shared",
+        terms=(value_term(clip=0.01),),
         rollout_correction=(geometric_is, partial(veto, high=3.0)),
     ),
     "reinforce++, kl in the reward": dict(
-        objective=reinforce, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
-        kl_in="reward", old_logp="recomputed", aggregation=kept_token_mean,
+        objective=reinforce, advantages=reinforce_pp_advantages, reward_kl=kl_term(0.1, kl_k1),
+        old_logp="recomputed", aggregation=kept_token_mean,
         rollout_correction=(partial(rejection, statistic="seq_mean_k3", high=0.3), token_is),
     ),
     "grpo": {},
@@ -79,13 +83,13 @@ ALGORITHMS = {
         rollout_correction=(partial(rejection, statistic="token_k1", low=0.5, high=2.0),),
     ),
     "cispo": dict(objective=cispo, aggregation=seq_mean_token_mean),
-    "ppo, own critic": dict(advantages=gae, critic="own"),
+    "ppo, own critic": dict(advantages=gae, critic="own", terms=(value_term(),)),
 }  # fmt: skip
 GPT_OSS = "gspo, of the model itself"
 
 
 def reference_of(a, params=PARAMS):
-    return jax.tree.map(lambda x: 1.1 * x, params) if a.kl_coef else None
+    return jax.tree.map(lambda x: 1.1 * x, params) if a.needs_reference else None
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,7 @@ def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
 
 @partial(jax.jit, static_argnames="a")
 def scored_by_hand(state, batch, a):
-    return estimate_advantages(
-        batch, score_batch(state, batch, a, Bigram(CFG, OPS), 1, policy=True), a
-    )
+    return estimate_advantages(score_batch(state, batch, a, Bigram(CFG, OPS), 1, policy=True), a)
 
 
 def test_minibatches_are_updates_one_after_the_other():
@@ -211,10 +213,10 @@ def test_minibatches_are_updates_one_after_the_other():
     arrays = jax.tree.map(jnp.asarray, batch)
 
     @jax.jit
-    def updated(state, rows, *arrays, gap):
-        half = jax.tree.map(lambda x: x[rows], arrays)
+    def updated(state, rows, scored, gap):
+        half = map_rows(lambda x: x[rows], scored)
         state, update_metrics, _ = update_minibatch(
-            state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=NO_GATE, gap=gap, microbatches=1
+            state, half, tx=SGD, algorithm=a, scorer=scorer, gate=NO_GATE, gap=gap, microbatches=1
         )
         return state, update_metrics.to_dict()
 
@@ -222,7 +224,7 @@ def test_minibatches_are_updates_one_after_the_other():
     gap = engine_gap(scored.old_logp_BT, arrays)
     state, norms, smallest = start(a), [], []
     for rows in minibatches.rows_UB:
-        state, update_metrics = updated(state, rows, arrays, scored, gap=gap)
+        state, update_metrics = updated(state, rows, scored, gap)
         norms.append(float(update_metrics["grad/norm"]))
         smallest.append(float(update_metrics["rollout_corr/rollout_is_min"]))
     assert smallest[0] != smallest[1]

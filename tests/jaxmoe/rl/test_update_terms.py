@@ -37,20 +37,18 @@ from jaxmoe.losses import (
     bootstrapped_gae,
     gae,
     kept_token_mean,
-    kl_k3,
     rejection,
 )
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.batch import Scored
+from jaxmoe.rl.loss import estimate_advantages
 from jaxmoe.rl.metrics import update_metrics
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.terms import entropy_term, kl_term, value_term
 from jaxmoe.rl.update import (
     NO_GATE,
-    estimate_advantages,
     is_gate_closed,
-    reference_kl,
     score_batch,
     update_minibatch,
 )
@@ -177,7 +175,10 @@ def test_the_policy_stands_still_while_the_critic_is_pretrained():
         optim=OptimConfig(lr=1e-2, weight_decay=0.1),
         critic=CriticConfig(backbone="own", lr=1e-2, pretrain_steps=2),
     )  # fmt: skip
-    a, tx = algorithm(advantages=gae, critic="own", value_clip=1e9), rl_optimizer(cfg)
+    a, tx = (
+        algorithm(advantages=gae, critic="own", terms=(value_term(clip=1e9),)),
+        rl_optimizer(cfg),
+    )
     state, step, losses = start(a, tx), step_of(a, tx=tx), []
     for i in range(1, 5):
         policy = state.params.policy
@@ -198,7 +199,7 @@ def test_the_policy_stands_still_while_the_critic_is_pretrained():
 def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
     for kind in ("own", "shared"):
         # no advantage: what moves the policy is the value loss alone
-        a = algorithm(objective=silent, advantages=gae, critic=kind, value_clip=1e9, value_coef=1.0)
+        a = algorithm(objective=silent, advantages=gae, critic=kind, terms=(value_term(1.0, 1e9),))
         before = start(a)
         after, _ = step_of(a)(before, make_batch())
         moved = any(
@@ -213,10 +214,10 @@ def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_the_value_of_the_last_state_bootstraps_a_cut_off_answer_cut_or_packed(kind):
-    a = algorithm(advantages=bootstrapped_gae, critic=kind)
+    a = algorithm(advantages=bootstrapped_gae, critic=kind, terms=(value_term(),))
     cut = replace(make_batch(), truncated_B=np.arange(B) % 2 == 0)
     scorer, state = Bigram(CFG, OPS, critic=kind), start(a)
-    hidden = np.asarray(scorer.hidden_states(state.params.policy, cut), np.float64)
+    hidden = np.asarray(scorer.run_forward(state.params.policy, cut)[0], np.float64)
     worth = hidden @ np.float64(state.params.critic["value_head"]["w_value"])
     last = np.array([np.flatnonzero(row)[-1] for row in cut.loss_mask_BT])
     want = np.where(cut.truncated_B, worth[np.arange(B), last], 0.0)
@@ -286,7 +287,7 @@ def test_tokens_kept_are_counted_also_where_they_are_known_with_the_gradient_onl
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-KL = dict(kl_coef=0.1, entropy_coef=0.1)
+KL = dict(terms=(entropy_term(0.1), kl_term(0.1)))
 
 
 def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
@@ -294,15 +295,21 @@ def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
     mask = jnp.asarray([[True, True, False]] * 3 + [[False] * 3])
     keep = jnp.asarray([[True, False, True], [True, True, False], [False, True, True], [False] * 3])
     x = jnp.zeros(mask.shape)
-    batch = replace(jax.tree.map(jnp.asarray, make_batch()), loss_mask_BT=mask, rollout_logp_BT=x)
-    rows = {"logp_BT": x, "entropy_BT": x, "correction": Correction(keep_BT=keep)}
-    means = update_metrics(batch, Scored(advantages_BT=x), rows, algorithm()).means
+    batch = replace(
+        jax.tree.map(jnp.asarray, make_batch()), loss_mask_BT=mask, rollout_logp_BT=x,
+        advantages_BT=x,
+    )  # fmt: skip
+    rows = {
+        "logp_BT": x, "entropy_BT": x, "correction": Correction(keep_BT=keep),
+        "no_gradient_BT": mask,
+    }  # fmt: skip
+    means = update_metrics(batch, rows, algorithm()).means
     assert float(means["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
     assert float(means["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
 
 
 def test_the_kl_term_is_its_weight_times_its_mean():
-    bare, with_kl = algorithm(), algorithm(kl_coef=0.5)
+    bare, with_kl = algorithm(), algorithm(terms=(kl_term(0.5),))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     _, want = step_of(bare)(start(bare), make_batch())
     _, metrics = step_of(with_kl)(start(with_kl, reference=reference), make_batch())
@@ -312,26 +319,26 @@ def test_the_kl_term_is_its_weight_times_its_mean():
 
 
 def test_a_reference_that_is_broken_at_false_tokens_never_matters():
-    a = algorithm(kl_coef=0.5)
+    a = algorithm(terms=(kl_term(0.5),))
     batch = jax.tree.map(jnp.asarray, make_batch())
-    scored = estimate_advantages(batch, Scored(ref_logp_BT=batch.rollout_logp_BT), a)
+    scored = estimate_advantages(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
     broken = jnp.where(batch.loss_mask_BT, scored.ref_logp_BT, jnp.nan)
     step = partial(
         update_minibatch, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=NO_GATE, gap=None,
         microbatches=1,
     )  # fmt: skip
-    want, *_ = step(start(a), batch, scored)
-    state, *_ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
+    want, *_ = step(start(a), scored)
+    state, *_ = step(start(a), replace(scored, ref_logp_BT=broken))
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_kl():
-    a, mask = algorithm(kl_coef=0.5, kl=kl_k3), jnp.asarray([[True, False]])
+    term, mask = kl_term(0.5), jnp.asarray([[True, False]])
     ref = jnp.asarray([[-1.0, jnp.nan]])
 
     def total(logp_BT):
-        return jnp.sum(jnp.where(mask, reference_kl(a, logp_BT, ref, ref, mask), 0.0))
+        return jnp.sum(jnp.where(mask, term.fn(logp_BT, ref, ref, mask), 0.0))
 
     for bad in (jnp.nan, -jnp.inf):
         grad = jax.grad(total)(jnp.asarray([[-2.0, bad]]))
@@ -339,7 +346,7 @@ def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_
 
 
 def test_the_entropy_bonus_is_its_weight_times_its_mean():
-    bare, with_bonus = algorithm(), algorithm(entropy_coef=0.5)
+    bare, with_bonus = algorithm(), algorithm(terms=(entropy_term(0.5),))
     _, want = step_of(bare)(start(bare), make_batch())
     _, metrics = step_of(with_bonus)(start(with_bonus), make_batch())
     entropy = float(metrics["policy/entropy"])

@@ -320,7 +320,7 @@ def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_k
     for row, r in enumerate(out):
         ids = [*r.prompt.tokens, *r.tokens.tolist()]
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    want = jax.jit(lambda p, t, s: forward(p, t, CFG, OPS, segment_ids_BT=s)[2])(
+    want = jax.jit(lambda p, t, s: forward(p, t, CFG, OPS, segment_ids_BT=s)[2]["experts_BTA"])(
         weights(), tokens, segments
     )
     differ = total = 0

@@ -30,10 +30,10 @@ ROWS = 4  # sequences computed at once
 
 
 def _compute(params, tokens_BT, cfg):
-    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg, plain_ops())
+    hidden_BTD, _, recorded = forward(params, tokens_BT, cfg, plain_ops())
     shape = hidden_BTD.shape
     logits_MV = next_token_logits(params, hidden_BTD.reshape(-1, shape[-1]), cfg, plain_ops(), 1.0)
-    return logits_MV.reshape(*shape[:2], -1), experts_LBTA
+    return logits_MV.reshape(*shape[:2], -1), recorded["experts_BTA"]
 
 
 # runs some thousand times in these tests: worth its optimising, which tests/conftest.py turns off

@@ -133,14 +133,14 @@ class Served:
         def record(h_BTD, layer, indices_BTA, weights_BTA):
             logits = h_BTD @ layer["w_router"] + layer["b_router"][None, None]
             top = jax.lax.top_k(logits, self.cfg.experts_per_token + 1)[0]
-            return indices_BTA, top[..., -2] - top[..., -1]
+            return {"experts_BTA": indices_BTA, "margin_BT": top[..., -2] - top[..., -1]}
 
         ops = replace(plain_ops(), record=record)
         segments = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
-        hidden, _, (experts, margin) = forward(
-            params, tokens_BT, self.cfg, ops, segment_ids_BT=segments
-        )
-        shape = (self.cfg.n_layers, *tokens_BT.shape)
+        hidden, _, recorded = forward(params, tokens_BT, self.cfg, ops, segment_ids_BT=segments)
+        shape, experts, margin = (
+            (self.cfg.n_layers, *tokens_BT.shape), recorded["experts_BTA"], recorded["margin_BT"],
+        )  # fmt: skip
         logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg, ops)[0]
         return logp, experts.reshape(*shape, -1), margin.reshape(shape)
 

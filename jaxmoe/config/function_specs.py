@@ -1,46 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse functions as a config names them: "ppo_clip(clip_high=0.28)".
 
-A name is a function of jaxmoe.losses, or "module:function" for one of the user's own. Keyword
-arguments are literals. Positional parameters are arrays, passed by name; so a new algorithm is one
-function and one line of config. Next: jaxmoe/rl/algorithm.py lists the arrays of each kind.
+A name is one of the functions that a key offers, such as those of jaxmoe.losses, or
+"module:function" for one of the user's own. Keyword arguments are literals. Positional parameters
+are arrays, passed by name; so a new algorithm is one function and one line of config. Next:
+jaxmoe/rl/algorithm.py lists the arrays of each kind.
 """
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxmoe import losses
-from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_function, parse_call
+from jaxmoe.config.errors import ConfigError
+
+Functions = Mapping[str, Callable[..., Any]]
 
 
 def parse_function(
-    text: str, key: str, arrays: Sequence[str], choices: Sequence[str] = losses.__all__
-) -> Callable[..., Any]:
+    text: str, key: str, arrays: Sequence[str], builtins: Functions,
+    choices: Sequence[str] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Return the function of one call, with its keyword arguments bound.
 
     Args:
         text: the call, as a config has it.
         key: the config's key, for error messages.
         arrays: names that the function may take by position.
-        choices: functions of jaxmoe.losses that an error message suggests.
+        builtins: functions that need no module, by name.
+        choices: those of `builtins` that an error message suggests; by default all.
     Raises ConfigError for anything that is not such a call.
     """
-    name, options = parse_call(text, key)
-    function = import_function(name, key) if ":" in name else _resolve_builtin(name, key, choices)
+    return bind_function(*parse_call(text, key), key, arrays, builtins, choices)
+
+
+def bind_function(
+    name: str, options: Mapping[str, Any], key: str, arrays: Sequence[str], builtins: Functions,
+    choices: Sequence[str] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the function of that name with options bound; see `parse_function`."""
+    function = (
+        import_function(name, key)
+        if ":" in name
+        else (_resolve_builtin(name, key, builtins, builtins if choices is None else choices))
+    )
     _check_signature(function, options, key, arrays)
     return partial(function, **options) if options else function
 
 
 def parse_functions(
-    text: str, key: str, arrays: Sequence[str], choices: Sequence[str] = losses.__all__
-) -> tuple[Callable[..., Any], ...]:
+    text: str, key: str, arrays: Sequence[str], builtins: Functions,
+    choices: Sequence[str] | None = None,
+) -> tuple[Callable[..., Any], ...]:  # fmt: skip
     """Return the functions of calls joined by "+"; an empty tuple for an empty text."""
     calls = split_calls(text) if text.strip() else []
-    return tuple(parse_function(call, key, arrays, choices) for call in calls)
+    return tuple(parse_function(call, key, arrays, builtins, choices) for call in calls)
 
 
 def select_arrays(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,17 +85,21 @@ def split_calls(text: str) -> list[str]:
     return parts
 
 
-def _resolve_builtin(name: str, key: str, choices: Sequence[str]) -> Callable[..., Any]:
-    if name not in losses.__all__:
+def _resolve_builtin(
+    name: str, key: str, builtins: Functions, choices: Iterable[str]
+) -> Callable[..., Any]:
+    if name not in builtins:
         matches = difflib.get_close_matches(name, choices, 1)
-        hint = f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(choices)}"
+        hint = (
+            f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(choices) or 'none'}"
+        )
         custom = "" if matches else "; a function of your own is module:function."
-        raise ConfigError(f"{key}: jaxmoe.losses has no function {name!r}. {hint}{custom}")
-    return getattr(losses, name)
+        raise ConfigError(f"{key}: there is no function {name!r}. {hint}{custom}")
+    return builtins[name]
 
 
 def _check_signature(
-    function: Callable[..., Any], options: dict[str, Any], key: str, arrays: Sequence[str]
+    function: Callable[..., Any], options: Mapping[str, Any], key: str, arrays: Sequence[str]
 ) -> None:
     name = getattr(function, "__name__", str(function))
     allowed = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
@@ -102,7 +122,7 @@ def _check_signature(
         )
     missing = [
         n for n, p in inspect.signature(bound).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and n not in arrays
     ]  # fmt: skip
     if missing:
         raise ConfigError(

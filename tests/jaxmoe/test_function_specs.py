@@ -7,17 +7,14 @@ from functools import partial
 import pytest
 
 from jaxmoe import losses
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, function_specs
+from jaxmoe.config.function_specs import array_parameters, select_arrays
 from jaxmoe.config_file import load_config, override
-from jaxmoe.rl.algorithm import ARRAYS, CHOICES
+from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.function_specs import (
-    array_parameters,
-    parse_function,
-    parse_functions,
-    select_arrays,
-)
 
+parse_function = partial(function_specs.parse_function, builtins=LOSSES)
+parse_functions = partial(function_specs.parse_functions, builtins=LOSSES)
 OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["rollout_correction"]
 
 
@@ -119,9 +116,9 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         ("", CALL),
         # a name that is not there
         ("ppo_clp", "'ppo_clp'. Did you mean ppo_clip?"),
-        ("zzz(a=1)", "jaxmoe.losses has no function 'zzz'. Known: bootstrapped_gae, "),
+        ("zzz(a=1)", "there is no function 'zzz'. Known: bootstrapped_gae, "),
         ("seq_mean_token_sum", "Did you mean seq_mean_token_sum_norm?"),
-        ("jnp", "jaxmoe.losses has no function 'jnp'."),  # imported there, and not offered
+        ("jnp", "there is no function 'jnp'."),  # imported there, and not offered
         ("no_such_module:f", "no_such_module:f must be a function that can be imported; No module"),
         ("my_losses:f", "my_losses:f must be a function that can be imported; module 'my_losses'"),
         ("my_losses:tau", "my_losses:tau must be a function written in Python with def, got float"),
@@ -167,7 +164,7 @@ def test_each_mistake_is_one_line_that_says_where_and_what_to_type(my_losses, te
         ("token_is + ", CALL),
         ("+ token_is", CALL),
         ("token_is * veto", CALL),
-        ("token_is + vetto", "has no function 'vetto'. Did you mean veto?"),
+        ("token_is + vetto", "there is no function 'vetto'. Did you mean veto?"),
     ],
 )
 def test_each_mistake_in_a_sum_is_found(text, answer):

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of the loss on [B, T] arrays, without a model: what is computed before a gradient,
+and the sum of objective and terms.
+
+    estimate_advantages -> compute_loss_weights -> sum_terms
+
+jaxmoe/rl/validate.py traces these functions on abstract arrays before a run. Next:
+jaxmoe/rl/update.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config.function_specs import array_parameters, select_arrays
+from jaxmoe.losses import masked_mean, masked_sum
+from jaxmoe.model.check_ops import function_name
+from jaxmoe.rl.algorithm import Algorithm, compute_advantages, compute_correction, select_old_logp
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.microbatches import LossAux
+from jaxmoe.rl.terms import Term, check_token_shape, select_term_arrays
+
+
+def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
+    """Compute advantages, returns if there is a critic, and the correction if it is known.
+
+    This is done for the complete batch, before it is split into minibatches.
+    """
+    mask_BT, kl_BT = batch.loss_mask_BT, None
+    if a.reward_kl is not None:
+        fn = a.reward_kl.fn
+        kl_BT = fn(**select_term_arrays(fn, {
+            "logp_BT": batch.old_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
+            "old_logp_BT": batch.old_logp_BT, "mask_BT": mask_BT,
+        }))  # fmt: skip
+    advantages_BT, returns_BT = compute_advantages(
+        a, batch.rewards_B, mask_BT, kl_BT, batch.old_values_BT, batch.bootstrap_B,
+        samples=batch.samples_per_prompt,
+    )  # fmt: skip
+    advantages_BT = lax.stop_gradient(advantages_BT)
+    correction = None
+    if a.old_logp == "recomputed":
+        correction = compute_correction(
+            a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
+        )
+    return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction)
+
+
+def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:
+    """Compute the loss weights of a minibatch.
+
+    If the correction is not known yet no token is dropped, and `update_minibatch` rescales.
+    """
+    keep_BT = mask_BT = batch.loss_mask_BT
+    if batch.correction is not None and batch.correction.keep_BT is not None:
+        keep_BT = mask_BT & batch.correction.keep_BT
+    arrays = {"mask_BT": mask_BT, "keep_BT": keep_BT}
+    loss_weights_BT = a.aggregation(**select_arrays(a.aggregation, arrays))
+    check_token_shape(loss_weights_BT, mask_BT, a.aggregation)
+    return replace(batch, loss_weights_BT=lax.stop_gradient(loss_weights_BT))
+
+
+def needs_late_normalization(a: Algorithm) -> bool:
+    """True if the loss divides by retained tokens that are known only after the gradient."""
+    return a.old_logp != "recomputed" and "keep_BT" in array_parameters(a.aggregation)
+
+
+def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Array, LossAux]:
+    """Return the loss of one (micro)batch, and the arrays that its metrics need.
+
+    L = Σ_t m_t·w_t·l_t + Σ_terms weight·f
+
+    with l the objective, w the importance weights, and m the loss weights, which are 0 at dropped
+    tokens and were computed for the complete minibatch. `out` are the results of the forward, by
+    name: logp_BT, entropy_BT, values_BT of a critic, and arrays that `Ops.record` recorded.
+    """
+    mask_BT, logp_BT = batch.loss_mask_BT, out["logp_BT"]
+    detached_logp_BT = lax.stop_gradient(logp_BT)
+    old_logp_BT = select_old_logp(a, batch, detached_logp_BT)
+    arrays = {
+        **batch.extra, **batch.shared, **out, "old_logp_BT": old_logp_BT,
+        "rollout_logp_BT": batch.rollout_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
+        "advantages_BT": batch.advantages_BT, "returns_BT": batch.returns_BT,
+        "old_values_BT": batch.old_values_BT, "mask_BT": mask_BT,
+        "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
+        "routed_experts_BTLA": batch.routed_experts_BTLA,
+    }  # fmt: skip
+    terms_BT = a.objective(**select_term_arrays(a.objective, arrays))
+    check_token_shape(terms_BT, mask_BT, a.objective)
+    correction = batch.correction
+    if a.old_logp != "recomputed":  # compare the engine with the policy of this forward
+        correction = compute_correction(
+            a, detached_logp_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None
+        )
+    loss_weights_BT = batch.loss_weights_BT
+    if correction.keep_BT is not None:
+        loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
+    weighted_BT = terms_BT if correction.weights_BT is None else terms_BT * correction.weights_BT
+    loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
+    aux = LossAux(
+        rows={
+            "logp_BT": detached_logp_BT, "entropy_BT": out["entropy_BT"], "correction": correction,
+            "no_gradient_BT": find_tokens_without_gradient(a, arrays),
+        }
+    )  # fmt: skip
+    if needs_late_normalization(a):
+        aux.sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
+    for term in a.terms:
+        summand, term_aux, is_scalar = evaluate_term(term, arrays, loss_weights_BT)
+        if is_scalar and term.weight and needs_late_normalization(a):
+            # The rescaling of the gradient would rescale this term, too.
+            raise KeyError("keep_BT")
+        aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
+        if term.weight != 0.0:
+            loss = loss + term.weight * summand
+    if a.critic != "none":
+        aux.rows["values_BT"] = out["values_BT"]
+    return loss, jax.tree.map(lax.stop_gradient, aux)
+
+
+def evaluate_term(
+    term: Term, arrays: Mapping[str, Any], loss_weights_BT: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], LossAux, bool]:
+    """Return the value of a term that the loss adds, before its weight, its metrics, and True if
+    the term's function returned a scalar.
+
+    Raises ConfigError for a value that is neither [B, T] nor a scalar.
+    """
+    mask_BT, total = arrays["mask_BT"], arrays["total"]
+    value = term.fn(**select_term_arrays(term.fn, arrays))
+    value, metrics = value if isinstance(value, tuple) else (value, {})
+    name = f"loss.terms: {function_name(term.fn)}"
+    is_scalar = jnp.shape(value) == ()
+    if is_scalar:
+        summand = mean = jnp.asarray(value)
+    elif jnp.shape(value) == mask_BT.shape:
+        summand = masked_sum(value * loss_weights_BT, mask_BT)
+        mean = masked_mean(value, mask_BT, total)
+    else:
+        raise ConfigError(
+            f"{name} must return [B, T] = {mask_BT.shape} or a scalar, got {jnp.shape(value)}."
+        )
+    totals = {}
+    for key, x in metrics.items():
+        if jnp.shape(x) not in ((), mask_BT.shape):
+            raise ConfigError(f"{name} must return metrics of shape [B, T] or scalars; {key} has "
+                              f"shape {jnp.shape(x)}.")  # fmt: skip
+        x = jnp.asarray(x, jnp.float32)
+        totals[key] = masked_sum(x, mask_BT) if x.ndim else x * total
+    sums = {term.name: mean} if term.name else {}
+    return summand, LossAux(sums=sums, totals=totals), is_scalar
+
+
+def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Bool[Array, "B T"]:
+    """Return True at unmasked tokens whose log-prob gets no gradient from the objective.
+
+    Computed by differentiating the objective, so it is right for any.
+    """
+    selected = select_term_arrays(a.objective, arrays)
+    selected = jax.tree.map(lax.stop_gradient, selected)
+    if "logp_BT" not in selected:
+        return jnp.zeros_like(arrays["mask_BT"])
+
+    def total(logp_BT: Array) -> Array:
+        return masked_sum(a.objective(**(selected | {"logp_BT": logp_BT})), arrays["mask_BT"])
+
+    return arrays["mask_BT"] & (jax.grad(total)(selected["logp_BT"]) == 0.0)

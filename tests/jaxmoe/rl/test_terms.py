@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terms of the loss: one of your own, arrays of the complete batch, and what routing tells it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bigram import CFG, MODEL, PARAMS, SGD, Bigram, R, make_batch, routed_batch, start, step_of
+
+from jaxmoe.config import ConfigError
+from jaxmoe.losses import masked_sum
+from jaxmoe.model import plain_ops
+from jaxmoe.model.router import record_all, record_router_logits
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import map_rows
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.terms import Term, entropy_term, kl_term
+from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.validate import check_algorithm
+
+LOAD_LE = jnp.asarray(np.random.default_rng(3).random((CFG.n_layers, CFG.n_experts)), jnp.float32)
+OPS = replace(plain_ops(), record=partial(record_all, (record_router_logits,)))
+
+
+def load_balance(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
+    """Σ_le bias·P: P is the mean probability of each expert over all tokens of the update."""
+    probs_BTLE = jax.nn.softmax(router_logits_BTLE, axis=-1)
+    masked_BTLE = jnp.where(token_mask_BT[:, :, None, None], probs_BTLE, 0.0)
+    return jnp.sum(jnp.sum(masked_BTLE, axis=(0, 1)) * bias_LE) / n_tokens
+
+
+def weighted_surprise(logp_BT, weight_B, advantages_BT):
+    return -logp_BT * weight_B[:, None] + 0.0 * advantages_BT
+
+
+BALANCE = Algorithm(terms=(Term(load_balance, 0.5, "loss/balance"),))
+
+
+def step_parts(parts):
+    """The batch, its minibatches and rl_step's options for one way to split the batch."""
+    a, options = BALANCE, {}
+    batch = replace(make_batch(), shared={"bias_LE": LOAD_LE})
+    if parts == "microbatches":
+        options = {"microbatches": 4}
+    batch, minibatches = split_minibatches(
+        batch, a, seed=(0,), tokens_per_microbatch=24 if parts == "packed" else 0
+    )
+    return batch, minibatches, options
+
+
+@pytest.fixture(scope="module")
+def whole_batch_step():
+    batch, _, _ = step_parts("whole")
+    scorer = Scorer(CFG, OPS)
+    return step_of(BALANCE, scorer=scorer)(start(BALANCE, params=MODEL), batch)
+
+
+@pytest.mark.parametrize("parts", ["microbatches", "packed"])
+def test_a_term_with_an_array_of_all_layers_and_experts_is_that_of_the_complete_batch(
+    parts, whole_batch_step
+):
+    batch, minibatches, options = step_parts(parts)
+    step = step_of(BALANCE, scorer=Scorer(CFG, OPS), **options)
+    state, metrics = step(start(BALANCE, params=MODEL), batch, minibatches)
+    expected, expected_metrics = whole_batch_step
+    assert float(metrics["loss/balance"]) == pytest.approx(
+        float(expected_metrics["loss/balance"]), rel=1e-5
+    )
+    assert 0.1 < float(metrics["loss/balance"]) < 2.0
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
+    router = state.params.policy["layers"]["full"]["w_router"]
+    without, _ = step_of(Algorithm(), scorer=Scorer(CFG, OPS), **options)(
+        start(Algorithm(), params=MODEL), batch, minibatches
+    )
+    moved = np.abs(router - without.params.policy["layers"]["full"]["w_router"]).max()
+    assert moved > 1e-4  # the term has a gradient
+
+
+def test_every_minibatch_gets_the_arrays_of_the_complete_batch():
+    def read_load(logp_BT, bias_LE):
+        return jnp.sum(bias_LE) / 2 + 0.0 * jnp.sum(logp_BT)  # two minibatches: the mean is this
+
+    a = Algorithm(old_logp="recomputed", minibatches=2, terms=(Term(read_load, 1.0, "load"),))
+    batch, minibatches = split_minibatches(
+        replace(make_batch(), shared={"bias_LE": LOAD_LE}), a, seed=(0,)
+    )
+    _, metrics = step_of(a)(start(a), batch, minibatches)
+    assert float(metrics["load"]) == pytest.approx(float(jnp.sum(LOAD_LE)) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_rows_of_your_own_reach_a_term_and_are_split_with_the_batch(options):
+    weight_B = np.arange(8, dtype=np.float32) / 8
+    batch = replace(make_batch(), extra={"weight_B": weight_B})
+    a = Algorithm(terms=(Term(weighted_surprise, 1.0, "surprise"),))
+    state, metrics = step_of(a, **options)(start(a), batch)
+    rows = jax.tree.map(jnp.asarray, batch)
+    logp_BT = Bigram(CFG, OPS).score_policy(start(a).params, rows)["logp_BT"]
+    total = masked_sum(-logp_BT * weight_B[:, None], rows.loss_mask_BT)
+    expected = float(total) / batch.loss_mask_BT.sum()
+    assert float(metrics["surprise"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_term_of_weight_zero_is_a_metric_alone():
+    plain, watched = Algorithm(), Algorithm(terms=(replace(entropy_term(0.0), name="entropy"),))
+    expected, _ = step_of(plain)(start(plain), make_batch())
+    state, metrics = step_of(watched)(start(watched), make_batch())
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    assert float(metrics["entropy"]) == pytest.approx(float(metrics["policy/entropy"]), rel=1e-6)
+
+
+def test_a_terms_metrics_are_means_over_the_tokens_of_the_update():
+    def term(logp_BT):
+        return 0.0 * logp_BT, {"share/low": logp_BT < -3.4}
+
+    a = Algorithm(terms=(Term(term),))
+    _, whole = step_of(a)(start(a), make_batch())
+    _, split = step_of(a, microbatches=4)(start(a), make_batch())
+    rows = jax.tree.map(jnp.asarray, make_batch())
+    logp_BT = Bigram(CFG, OPS).score_policy(start(a).params, rows)["logp_BT"]
+    expected = np.mean(np.asarray(logp_BT)[rows.loss_mask_BT] < -3.4)
+    assert 0.05 < expected < 0.95
+    assert float(whole["share/low"]) == float(split["share/low"]) == pytest.approx(expected)
+
+
+def test_the_load_of_recorded_experts_is_that_of_the_complete_batch_in_each_part():
+    def read_load(logp_BT, load_LE, routed_experts_BTLA, mask_BT):
+        rows = jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32))
+        return jnp.sum(load_LE.astype(jnp.float32)) * rows / 8 + 0.0 * jnp.sum(logp_BT)
+
+    a = Algorithm(terms=(Term(read_load, 0.0, "tokens"),))
+    batch = routed_batch()
+    read = (batch.segment_ids_BT[:, 1:] > 0).sum() * CFG.n_layers * CFG.experts_per_token
+    for options in ({}, {"microbatches": 4}):
+        _, metrics = step_of(a, **options)(start(a), batch)
+        assert float(metrics["tokens"]) == read
+
+
+def one(logp_BT):
+    return logp_BT
+
+
+REFUSED = {
+    "an array that nobody has": (Term(lambda logp_BT, bias_LE: logp_BT), {}, "takes bias_LE"),
+    "a reference": (kl_term(0.1), {}, "takes ref_logp_BT needs a reference"),
+    "a shape": (Term(lambda logp_BT: logp_BT[0]), {}, r"must return \[B, T\] = .* or a scalar"),
+    "a name of the step": (Term(one), {"extra": {"logp_BT": np.zeros((8, 12))}}, "names of their"),
+    "a shared name": (Term(one), {"shared": {"total": np.float32(1)}}, "names of their own"),
+    "rows that are none": (Term(one), {"extra": {"bias_LE": np.zeros((2, 5))}}, "one row per"),
+    "a metric's shape": (
+        Term(lambda logp_BT: (logp_BT, {"x": logp_BT[0]})), {}, "metrics of shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_compiles(name):
+    term, fields, message = REFUSED[name]
+    a = Algorithm(terms=(term,))
+    with pytest.raises(ConfigError, match=message):
+        step_of(a)(start(a), replace(make_batch(), **fields))
+
+
+def test_a_swapped_axis_of_a_term_is_found_without_a_batch():
+    with pytest.raises(ConfigError, match="swapped must return"):
+
+        def swapped(logp_BT):
+            return logp_BT.T
+
+        check_algorithm(Algorithm(terms=(Term(swapped),)), R)
+
+
+def test_splitting_rows_leaves_shared_arrays_and_their_names():
+    batch = replace(make_batch(), shared={"bias_LE": LOAD_LE})
+    half = map_rows(lambda x: x[:4], batch)
+    assert half.tokens_BT.shape[0] == 4 and half.shared["bias_LE"] is LOAD_LE
+
+
+def test_a_loss_of_the_field_is_a_sum_of_terms_from_python():
+    """The README of a paper in one value: objective, KL, entropy and a term of its own."""
+    a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(one, 1e-3, "mean_logp")))
+    reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
+    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS)))
+    state, metrics, _ = step(start(a, reference=reference), make_batch())
+    assert {"policy/kl_ref", "mean_logp"} <= metrics.keys()
+    assert float(optax.tree.norm(state.params)) > 0

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router and a loss term of one's own, by the config: from the command to metrics and weights."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import lines
+
+from jaxmoe import doctor, eval, train
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load_config, override
+from jaxmoe.model import make_ops
+from jaxmoe.rl.from_config import algorithm_from_config
+
+CODE = '''
+import jax
+import jax.numpy as jnp
+from jaxmoe.model.router import router_logits
+
+
+def scheduled(h_BTD, layer, *, active, context, indices_BTA=None, product=None, scale=1.0):
+    """Top-k of logits with a bias that differs between layers and falls with the step."""
+    options = {} if product is None else {"product": product}
+    logits_BTE = router_logits(h_BTD, layer, **options)
+    experts_E = jnp.arange(logits_BTE.shape[-1], dtype=jnp.float32)
+    phase = 3.0 * (context.layer.astype(jnp.float32) + 1.0)
+    bias_E = scale * jnp.sin(phase * experts_E) / (1.0 + context.step.astype(jnp.float32))
+    if indices_BTA is None:
+        indices_BTA = jax.lax.top_k(logits_BTE + bias_E[None, None], active)[1]
+    top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
+
+
+def z_loss(router_logits_BTLE, token_mask_BT, n_tokens, load_LE):
+    lse_BTL = jax.nn.logsumexp(router_logits_BTLE, axis=-1)
+    tokens_BTL = jnp.where(token_mask_BT[:, :, None], lse_BTL**2, 0.0)
+    return jnp.sum(tokens_BTL) / (n_tokens * load_LE.shape[0])
+'''
+SMALL = (
+    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=3",
+    "eval.every_steps=3", "data.train_rows=16", "data.held_out_rows=4",
+)  # fmt: skip
+ROUTER = ("router.function=my_router:scheduled(scale=2.0)", "rollout.compare_experts=True")
+Z_LOSS = ("router.record=record_router_logits", "loss.terms=my_router:z_loss(weight=0.01)")
+
+
+@pytest.fixture(autouse=True)
+def my_router(tmp_path, monkeypatch):
+    (tmp_path / "my_router.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_router", None)
+    yield
+    sys.modules.pop("my_router", None)
+
+
+def command(work, *changes):
+    sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
+    return ["--config", "tiny.py", "--workdir", str(work), *sets]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optim.microbatches=2",),
+        pytest.param(("model.numerics=invariant", "rollout.sequences_per_step=16"),
+                     marks=pytest.mark.slow),
+        pytest.param(("rollout.router_replay=True", "optim.tokens_per_microbatch=128"),
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_router_and_a_term_of_ones_own_train_and_the_engine_routes_alike(tmp_path, options):
+    changes = (*ROUTER, *Z_LOSS, *options)
+    assert train.main(command(tmp_path / "run", *changes)) == 0
+    rows = [row for row in lines(tmp_path / "run") if row.get("grad/norm") is not None]
+    assert len(rows) >= 3
+    for row in rows[-3:]:
+        assert row["train_rollout_logprob_abs_diff"] < 1e-5
+        assert row["loss/z_loss"] > 0.1
+        assert row.get("router/expert_switches", 0.0) == 0.0
+    assert eval.main(command(tmp_path / "run", *changes)) == 0
+
+
+def test_the_step_and_the_layer_change_where_tokens_go():
+    cfg = override(load_config("tiny.py"), *SMALL, *ROUTER)
+    router = make_ops(cfg).router
+    from jaxmoe.model.router import RouterContext
+
+    m = cfg.model
+    h_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50, m.d_model)), jnp.float32)
+    layer = {
+        "w_router": jnp.zeros((m.d_model, m.n_experts)), "b_router": jnp.zeros(m.n_experts),
+    }  # fmt: skip
+    chosen = {
+        (number, step): router(
+            h_BTD, layer, active=m.experts_per_token,
+            context=RouterContext(jnp.int32(number), jnp.int32(step)),
+        )[0]
+        for number in (0, 1) for step in (0, 5)
+    }  # fmt: skip
+    assert not np.array_equal(chosen[0, 0], chosen[1, 0])
+
+
+REFUSED = [
+    (("router.function=my_router:zzz",), "must be a function that can be imported"),
+    (("router.function=top_k",), "router.function: there is no function 'top_k'. Did you mean"),
+    (("router.function=my_router:scheduled(skale=1.0)",), "has no option 'skale'. Did you mean"),
+    ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got vllm"),
+    (("loss.terms=my_router:z_loss(weight=0.01)",), "z_loss takes router_logits_BTLE"),
+    (Z_LOSS, "z_loss takes load_LE, which this step does not have. Try --set rollout.compare"),
+    ((Z_LOSS[1].replace("0.01", "'a'"),), "the weight of my_router:z_loss must be a finite"),
+    (("router.record=my_router:z_loss",), "router.record: z_loss takes router_logits_BTLE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        cfg = override(load_config("tiny.py"), *SMALL, *changes)
+        make_ops(cfg)
+        algorithm_from_config(cfg)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_doctor_says_that_it_knows_only_the_router_of_gpt_oss(tmp_path, capsys):
+    assert doctor.main(command(tmp_path / "run", *ROUTER)) == 2
+    assert "router.function is my_router:scheduled" in capsys.readouterr().err
