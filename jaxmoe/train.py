@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 

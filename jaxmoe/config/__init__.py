@@ -34,7 +34,8 @@ __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
     "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
     "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig",
-    "RouterConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine", "require", "to_json",
+    "RouterConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine",
+    "require", "to_json",
 ]  # fmt: skip
 
 

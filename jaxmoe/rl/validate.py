@@ -141,8 +141,8 @@ def _abstract_batch(
 
 def _drop_unknown_terms(a: Algorithm, out: Mapping[str, jax.Array]) -> Algorithm:
     """Return the algorithm without terms that take arrays of a batch which is not known yet."""
-    known = {*TERM_ARRAYS, *out}
-    terms = [term for term in a.terms if set(array_parameters(term.fn)) <= known]
+    available = {*TERM_ARRAYS, *out}
+    terms = [term for term in a.terms if set(array_parameters(term.fn)) <= available]
     return replace(a, terms=tuple(terms))
 
 

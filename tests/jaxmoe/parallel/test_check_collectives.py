@@ -71,13 +71,13 @@ import sys
 from jax import lax
 from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.parallel.check_collectives import check_collectives
-from jaxmoe.parallel.processes import together
+from jaxmoe.parallel.processes import joined_processes
 from jaxmoe.parallel.sharding import make_mesh
 
 def plain(x_ne, names):
     return lax.psum_scatter(x_ne, names, scatter_dimension=0, tiled=True)[0]
 
-with together():
+with joined_processes():
     mesh = make_mesh(MeshConfig(fsdp=2))
     for _ in range(int(sys.argv[2])):
         try:

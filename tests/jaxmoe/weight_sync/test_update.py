@@ -209,7 +209,7 @@ from jaxmoe.parallel.channel import Channel
 from jaxmoe.weight_sync.sharded_files import write_sharded_files
 mesh = t.make_mesh(t.MeshConfig(fsdp=2, expert=2), jax.devices())
 def put(spec, leaf):
-    cut = t.NamedSharding(mesh, t.spec_of(*t.partition(spec.axes, spec.shape, mesh.shape)))
+    cut = t.NamedSharding(mesh, t.mesh_spec(*t.partition_axes(spec.axes, spec.shape, mesh.shape)))
     return jax.make_array_from_callback(leaf.shape, cut, lambda index: leaf[index])
 params = t.map_specs(put, t.CFG, t.random_params())
 assert not params["head"].is_fully_addressable
