@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that a step is compiled for are those that it is called with."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.parallel.sharding import make_mesh, shard_batch
+from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.batch import rollout_batch, shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.programs import batch_shapes, sharded_batch_shapes
@@ -38,6 +40,7 @@ def called_with(cfg, a):
         rollouts, np.zeros(len(rollouts)), samples=r.samples_per_prompt, length=cfg.context,
         pad_id=0, n_experts=m.n_experts if r.router_replay else None,
     )  # fmt: skip
+    batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
         batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch
     )
@@ -67,7 +70,5 @@ def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
     assert shapes_of(shapes) == shapes_of((batch, minibatches))
     mesh = make_mesh(cfg.mesh)
     placed, _ = sharded_batch_shapes(*shapes, mesh)
-    for x, y in zip(
-        jax.tree.leaves(placed), jax.tree.leaves(shard_batch(batch, mesh)), strict=True
-    ):
+    for x, y in zip(jax.tree.leaves(placed), jax.tree.leaves(shard_rows(batch, mesh)), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
