@@ -19,6 +19,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.terms import kl_term, value_term
 
 NO_ROUTER = "(?!.*router).*"
 
@@ -49,10 +50,10 @@ def test_a_frozen_router_is_unchanged_after_20_steps_and_has_no_moments():
 
 @pytest.mark.parametrize("kind", ["one update", "minibatches", "packed", "own critic"])
 def test_an_rl_update_of_some_parameters_is_that_part_of_an_update_of_all(kind):
-    a = algorithm(kl_coef=0.1, old_logp="recomputed")
+    a = algorithm(terms=(kl_term(0.1),), old_logp="recomputed")
     options, arguments, batch = {}, (), make_batch()
     if kind == "own critic":
-        a = algorithm(kl_coef=0.1, advantages=gae, critic="own")
+        a = algorithm(terms=(kl_term(0.1), value_term()), advantages=gae, critic="own")
     if kind == "minibatches":
         a = replace(a, minibatches=2)
         batch, minibatches = split_minibatches(batch, a, seed=(0, 1), tokens_per_microbatch=0)
