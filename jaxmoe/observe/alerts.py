@@ -23,6 +23,7 @@ class Rule:
     is_bad: Callable[[float], bool]
     bound: str
     suspect: str
+    steps: int = 1  # the alert comes when the metric is out of bounds in this many steps in a row
 
 
 _ENGINE_WEIGHTS = "the engine's weights: does it run the newest weights, in the same dtype?"
@@ -49,7 +50,7 @@ RULES = (
          "loss.kl_coef and optim.lr: the policy is far from the reference policy"),
     Rule("reward/zero_std_groups_frac", lambda x: x > 0.9, "> 0.9",
          "python -m jaxmoe.samples: rows that are too hard or too easy give no gradient; "
-         "rollout.max_gen_batches > 1 samples other rows"),
+         "rollout.max_gen_batches > 1 samples other rows", steps=3),
     Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",
          "python -m jaxmoe.samples: the policy stops almost at once"),
     Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",
@@ -66,11 +67,27 @@ RULES = (
 )  # fmt: skip
 
 
-def find_alerts(metrics: Mapping[str, float]) -> dict[str, str]:
-    """One line for each metric that is out of bounds, by metric name."""
+def count_bad_steps(metrics: Mapping[str, float], previous: Mapping[str, int]) -> dict[str, int]:
+    """Number of steps in a row, this one included, in which each metric was out of bounds.
+
+    `previous` are the counts of the step before; a metric that this step lacks begins again.
+    """
     return {
-        rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}); check first: "
-        f"{rule.suspect}"
+        rule.metric: previous.get(rule.metric, 0) + 1
         for rule in RULES
         if rule.metric in metrics and rule.is_bad(metrics[rule.metric])
+    }
+
+
+def find_alerts(metrics: Mapping[str, float], bad_steps: Mapping[str, int]) -> dict[str, str]:
+    """One line for each metric that is out of bounds in as many steps as its rule says, by name.
+
+    `bad_steps` are the counts of `count_bad_steps`.
+    """
+    return {
+        rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}"
+        + (f" in {rule.steps} steps in a row" if rule.steps > 1 else "")
+        + f"); check first: {rule.suspect}"
+        for rule in RULES
+        if bad_steps.get(rule.metric, 0) >= rule.steps
     }

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxmoe.observe.alerts import RULES, collapse_repeats, find_alerts
+from jaxmoe.observe.alerts import RULES, collapse_repeats, count_bad_steps, find_alerts
 
 UP, DOWN = math.inf, -math.inf
 ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
@@ -34,14 +34,23 @@ CASES = [
 ]
 
 
+def alerts_of(metrics, steps=3):
+    """The alerts of the last of several steps with the same metrics."""
+    bad_steps = {}
+    for _ in range(steps):
+        bad_steps = count_bad_steps(metrics, bad_steps)
+    return find_alerts(metrics, bad_steps)
+
+
 @pytest.mark.parametrize(("metric", "healthy", "last", "bad", "bound", "suspect"), CASES)
 def test_a_rule_fires_just_past_its_bound_and_says_where_to_look(
     metric, healthy, last, bad, bound, suspect
 ):
-    assert find_alerts({metric: healthy}) == {} and find_alerts({metric: last}) == {}
+    assert alerts_of({metric: healthy}) == {} and alerts_of({metric: last}) == {}
     past = math.nextafter(last, bad)
-    (text,) = find_alerts({metric: past}).values()
-    assert text.startswith(f"{metric} is {past:.3g} ({bound}); check first: {suspect}")
+    (text,) = alerts_of({metric: past}).values()
+    assert text.startswith(f"{metric} is {past:.3g} ({bound}"), text
+    assert f"); check first: {suspect}" in text
     assert "\n" not in text
 
 
@@ -51,10 +60,23 @@ def test_every_rule_is_tried_above():
 
 def test_only_what_is_out_of_bounds_and_was_measured_is_told():
     healthy = {case[0]: case[1] for case in CASES} | {"loss": 1e9}
-    assert find_alerts(healthy) == {} and find_alerts({}) == {}
-    assert list(find_alerts(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
+    assert alerts_of(healthy) == {} and alerts_of({}) == {}
+    assert list(alerts_of(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
         "policy/clip_frac", "gate/closed",
     ]  # fmt: skip
+
+
+def test_a_share_that_varies_from_batch_to_batch_alerts_in_the_third_step_in_a_row():
+    """tiny.py samples 128 groups a step; a few steps of a good run are above the bound."""
+    bad, good = {"reward/zero_std_groups_frac": 0.95}, {"reward/zero_std_groups_frac": 0.8}
+    assert alerts_of(bad, steps=2) == {}
+    (text,) = alerts_of(bad, steps=3).values()
+    assert "is 0.95 (> 0.9 in 3 steps in a row); check first" in text
+    bad_steps = {}
+    for metrics in (bad, bad, good, bad, bad, {}, bad, bad):
+        bad_steps = count_bad_steps(metrics, bad_steps)
+        assert find_alerts(metrics, bad_steps) == {}
+    assert alerts_of({"gate/closed": 1.0}, steps=1)
 
 
 def test_a_line_that_came_often_is_told_once_with_how_often():
