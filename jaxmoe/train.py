@@ -209,7 +209,7 @@ def train_rl(job: Job) -> None:
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.time_phase("train"):
-                    batch = replace(batch, shared={"step": np.int32(step - 1)})
+                    batch = replace(batch, shared=batch.shared | {"step": np.int32(step - 1)})
                     placed = shard_rows(batch, parts.mesh)
                     state, metrics, stats = step_fn(
                         state, placed, minibatches, job.base_for_batch(batch)

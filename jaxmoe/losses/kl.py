@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-token estimators of KL(p‖q) from log-probs of tokens sampled from p.
 
-Next: jaxmoe/losses/objectives.py adds them to the surrogate.
+Next: jaxmoe/rl/terms.py makes a term of the loss of them.
 """
 
 import jax.numpy as jnp

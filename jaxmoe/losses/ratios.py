@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance weights and masks for tokens sampled by another policy: the engine, or older weights.
 
-The ratio is ρ = π_old/π_rollout, log ρ = old_logp − rollout_logp. Bounds are always bounds of ρ.
+The ratio is r = π_old/π_rollout, trainer over engine: log r = old_logp − rollout_logp. With
+`loss.old_logp=recomputed` π_old is the trainer before the update, otherwise the current forward
+without gradient. Bounds are always bounds of r.
 Each of three levels (token, sequence, geometric) gives a ratio per token. Truncating or masking
 the ratio gives a weight; testing it gives a keep mask. They compose:
 
-    w = truncate(token_ratio(log_ratio_BT), high=2.0)
-    keep = within(geometric_ratio(log_ratio_BT, mask_BT), low=0.999, high=1.001)
+    w = truncate_ratio(token_ratio(log_ratio_BT), high=2.0)
+    keep = within_bounds(geometric_ratio(log_ratio_BT, mask_BT), low=0.999, high=1.001)
 
 A row is one sequence. No result has a gradient. Next: jaxmoe/losses/mismatch.py has the metrics.
 """
@@ -25,7 +27,7 @@ def log_ratios(
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Float[Array, "B T"]:
-    """Return log ρ = old_logp − rollout_logp in nats; 0 at masked tokens, even if NaN there.
+    """Return log r = old_logp − rollout_logp in nats; 0 at masked tokens, even if NaN there.
 
     Numerics: float32, no gradient, not clamped (each exponential clamps its argument).
     """
@@ -35,16 +37,16 @@ def log_ratios(
 
 
 def token_ratio(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return ρ_t of each token. Source: verl's rollout_is="token"."""
+    """Return r_t of each token. Source: verl's rollout_is="token"."""
     return _exp(log_ratio_BT)
 
 
 def sequence_ratio(
     log_ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return Π_t ρ_t of the sequence, the same at each of its tokens.
+    """Return Π_t r_t of the sequence, the same at each of its tokens.
 
-    Unbiased before truncation, but the variance grows with the length. Numerics: the sum of log ρ
+    Unbiased before truncation, but the variance grows with the length. Numerics: the sum of log r
     is clamped at 20.
     """
     return jnp.broadcast_to(_exp(sequence_sum(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
@@ -53,14 +55,14 @@ def sequence_ratio(
 def geometric_ratio(
     log_ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return exp(mean_t log ρ_t) of the sequence, which does not grow with its length."""
+    """Return exp(mean_t log r_t) of the sequence, which does not grow with its length."""
     return jnp.broadcast_to(_exp(sequence_mean(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 
 def truncate_ratio(
     ratio_BT: Float[Array, "B T"], *, high: float, low: float = 0.0
 ) -> Float[Array, "B T"]:
-    """Return clip(ρ, low, high): truncated importance sampling (TIS); `low` 0 is no lower bound.
+    """Return clip(r, low, high): truncated importance sampling (TIS); `low` 0 is no lower bound.
 
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
@@ -69,11 +71,11 @@ def truncate_ratio(
 
 
 def within_bounds(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Array, "B T"]:
-    """Return True where low ≤ ρ ≤ high.
+    """Return True where low ≤ r ≤ high.
 
     This is k1 rejection: of tokens with token_ratio, verl's seq_sum_k1 with sequence_ratio, its
-    seq_mean_k1 with geometric_ratio. `where(within_bounds, ρ, 0)` is IcePop (masked weights).
-    Departs: verl tests −log ρ against [log low, log high], which swaps unequal bounds.
+    seq_mean_k1 with geometric_ratio. `where(within_bounds, r, 0)` is IcePop (masked weights).
+    Departs: verl tests −log r against [log low, log high], which swaps unequal bounds.
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
     check_bounds(low, high)
@@ -87,7 +89,7 @@ def check_bounds(low: float, high: float) -> None:
 
 
 def k2_from_log_ratio(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return ½(log ρ)² in nats²."""
+    """Return ½(log r)² in nats²."""
     return 0.5 * jnp.square(clamp_log_ratio(log_ratio_BT))
 
 
@@ -115,7 +117,7 @@ def outlier_keep_mask(
     low: float = 1e-4,
     high: float = 1e4,
 ) -> Bool[Array, "B 1"]:
-    """Return False for rows with any unmasked token whose ρ is outside [low, high].
+    """Return False for rows with any unmasked token whose r is outside [low, high].
 
     Source: SkyRL's outlier_token_is_threshold_low/high and slime's rs_veto_threshold (1e-4).
     """

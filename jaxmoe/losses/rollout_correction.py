@@ -3,9 +3,9 @@
 
 A config joins them with " + ", in order: "rejection(statistic='seq_mean_k1', low=0.999,
 high=1.001) + token_is(high=2.0)". Weights multiply a token's loss; a dropped token has no loss.
-Arguments are arrays by name; options are keywords. All bounds are bounds of ρ = π_old/π_rollout,
-except those of k2 and k3, which are in nats. Built from ratios.py. Next: jaxmoe/rl/update.py
-applies them.
+Arguments are arrays by name; options are keywords. All bounds are bounds of r = π_old/π_rollout,
+except those of k2 and k3, which are in nats. Built from ratios.py. Next:
+`compute_correction` in jaxmoe/rl/algorithm.py calls them in order.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Correction(NamedTuple):
 def token_is(
     log_ratio_BT: Float[Array, "B T"], *, high: float = 2.0, low: float = 0.0
 ) -> Correction:
-    """Token-level truncated importance sampling: w_t = clip(ρ_t, low, high).
+    """Token-level truncated importance sampling: w_t = clip(r_t, low, high).
 
     Source: verl's rollout_is="token"; `low` is slime's tis_clip_low, 0 is off.
     """
@@ -47,7 +47,7 @@ def sequence_is(
     high: float = 2.0,
     low: float = 0.0,
 ) -> Correction:
-    """Sequence-level truncated importance sampling: w = clip(Π ρ_t, low, high) at every token.
+    """Sequence-level truncated importance sampling: w = clip(Π r_t, low, high) at every token.
 
     Source: verl's rollout_is="sequence".
     """
@@ -61,7 +61,7 @@ def geometric_is(
     high: float = 2.0,
     low: float = 0.0,
 ) -> Correction:
-    """Truncated geometric mean: w = clip(exp(mean log ρ_t), low, high) at every token.
+    """Truncated geometric mean: w = clip(exp(mean log r_t), low, high) at every token.
 
     Source: AReaL's sequence level.
     """
@@ -71,7 +71,7 @@ def geometric_is(
 def token_icepop(
     log_ratio_BT: Float[Array, "B T"], *, low: float = 0.5, high: float = 5.0
 ) -> Correction:
-    """Return w_t = ρ_t inside [low, high], else 0; the token stays in the denominator.
+    """Return w_t = r_t inside [low, high], else 0; the token stays in the denominator.
 
     Source: IcePop, as verl's rollout_is_threshold="0.5_5.0".
     """
@@ -85,7 +85,7 @@ def sequence_icepop(
     low: float = 0.0,
     high: float = 3.0,
 ) -> Correction:
-    """Return w = Π ρ_t inside [low, high], else 0. Source: TRL's default, "sequence_mask" at 3."""
+    """Return w = Π r_t inside [low, high], else 0. Source: TRL's default, "sequence_mask" at 3."""
     return _icepop(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
 
 
@@ -119,10 +119,10 @@ def rejection(
     Args:
         statistic: token_k1, token_k2, token_k3; seq_sum_ or seq_mean_ of these; seq_max_k2,
             seq_max_k3.
-        high, low: bounds of ρ for k1 (of the token, the product or the geometric mean), in nats
+        high, low: bounds of r for k1 (of the token, the product or the geometric mean), in nats
             for k2 and k3, where `low` must be 0.
     Raises ValueError for another statistic, bounds out of order, or a `low` with k2 or k3.
-    Source: verl's rollout_rs. Departs: verl's k1 tests 1/ρ against bounds written for ρ.
+    Source: verl's rollout_rs. Departs: verl's k1 tests 1/r against bounds written for r.
     """
     level, _, estimator = statistic.rpartition("_")
     if (level, estimator) not in STATISTICS:
@@ -141,7 +141,7 @@ def veto(
     low: float = 1e-4,
     high: float = 1e4,
 ) -> Correction:
-    """Drop every sequence with at least one token whose ρ is outside [low, high].
+    """Drop every sequence with at least one token whose r is outside [low, high].
 
     Source: SkyRL's outlier_token_is_threshold, slime's rs_veto_threshold.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
+"""Convert rollouts to the arrays of one step. Next: jaxmoe/rl/update.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace

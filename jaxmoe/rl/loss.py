@@ -4,8 +4,8 @@ and the sum of objective and terms.
 
     estimate_advantages -> compute_loss_weights -> sum_terms
 
-jaxmoe/rl/validate.py traces these functions on abstract arrays before a run. Next:
-jaxmoe/rl/update.py.
+jaxmoe/rl/validate.py traces these functions on abstract arrays before a run. jaxmoe/rl/update.py
+differentiates them. Next: jaxmoe/losses/objectives.py.
 """
 
 from collections.abc import Mapping
@@ -91,8 +91,8 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
         "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
         "routed_experts_BTLA": batch.routed_experts_BTLA,
     }  # fmt: skip
-    terms_BT = a.objective(**select_term_arrays(a.objective, arrays))
-    check_token_shape(terms_BT, mask_BT, a.objective)
+    objective_BT = a.objective(**select_term_arrays(a.objective, arrays))
+    check_token_shape(objective_BT, mask_BT, a.objective)
     correction = batch.correction
     if a.old_logp != "recomputed":  # compare the engine with the policy of this forward
         correction = compute_correction(
@@ -101,7 +101,9 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     loss_weights_BT = batch.loss_weights_BT
     if correction.keep_BT is not None:
         loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
-    weighted_BT = terms_BT if correction.weights_BT is None else terms_BT * correction.weights_BT
+    weighted_BT = (
+        objective_BT if correction.weights_BT is None else objective_BT * correction.weights_BT
+    )
     loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
     aux = LossAux(
         rows={
@@ -114,8 +116,11 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     for term in a.terms:
         summand, term_aux, is_scalar = evaluate_term(term, arrays, loss_weights_BT)
         if is_scalar and term.weight and needs_late_normalization(a):
-            # The rescaling of the gradient would rescale this term, too.
-            raise KeyError("keep_BT")
+            raise ConfigError(
+                f"loss.terms: {function_name(term.fn)} returns a scalar, and loss.aggregation "
+                "rescales the complete loss when it knows which tokens are dropped. Return [B, T], "
+                "or try --set loss.old_logp=recomputed."
+            )
         aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
         if term.weight != 0.0:
             loss = loss + term.weight * summand
@@ -160,6 +165,7 @@ def evaluate_term(
 def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Bool[Array, "B T"]:
     """Return True at unmasked tokens whose log-prob gets no gradient from the objective.
 
+    For the metric policy/clip_frac alone; the gradient of training is taken in jaxmoe/rl/update.py.
     Computed by differentiating the objective, so it is right for any.
     """
     selected = select_term_arrays(a.objective, arrays)

@@ -3,7 +3,7 @@
 
 A batch is split into equal parts, or packed by tokens: several sequences share one row of the
 model's context, separated by segment ids. Packing changes only what the model reads. The losses
-always see [B, T] arrays in which a row is one sequence. Next: jaxmoe/rl/step.py.
+always see [B, T] arrays in which a row is one sequence. Next: jaxmoe/rl/update.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -82,6 +82,7 @@ def apply_preset(loss: LossConfig) -> LossConfig:
         loss = replace(loss, old_logp=default.old_logp)
     if loss.aggregation != default.aggregation:
         fields.pop("aggregation", None)
+    fields["old_logp"] = fields["old_logp"].replace("trainer", "recomputed")
     for name, value in fields.items():
         configured = getattr(loss, name)
         require(

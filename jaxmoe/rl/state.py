@@ -5,7 +5,7 @@ Parameters that `optim.trainable` does not match are frozen: they are in the sta
 differentiated with respect to them.
 
 Random numbers need no state: each step derives them from the run's seed and its number.
-Next: jaxmoe/rl/step.py.
+Next: jaxmoe/rl/update.py.
 """
 
 from dataclasses import replace

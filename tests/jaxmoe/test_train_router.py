@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A router and a loss term of one's own, by the config: from the command to metrics and weights."""
 
+import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,3 +131,25 @@ def test_what_cannot_work_is_refused_in_one_line(changes, message):
 def test_the_doctor_says_that_it_knows_only_the_router_of_gpt_oss(tmp_path, capsys):
     assert doctor.main(command(tmp_path / "run", *ROUTER)) == 2
     assert "router.function is my_router:scheduled" in capsys.readouterr().err
+
+
+def bias_loss(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
+    probs_BTLE = jax.nn.softmax(router_logits_BTLE, axis=-1)
+    masked_BTLE = jnp.where(token_mask_BT[:, :, None, None], probs_BTLE, 0.0)
+    return jnp.sum(masked_BTLE * bias_LE) / n_tokens
+
+
+@pytest.mark.slow
+def test_an_array_of_ones_own_reaches_a_term_through_a_run_as_the_docs_say(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S)
+               if "def train_with_bias" in block]  # fmt: skip
+    namespace = {}
+    exec(compile(code, "docs/extending.md", "exec"), namespace)
+    m = load_config("tiny.py").model
+    settings = (*SMALL, "steps=1", f"workdir={tmp_path / 'run'}")
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        namespace["train_with_bias"](bias_loss, np.ones((m.n_layers, m.n_experts)), *settings)
+    rows = [row for row in lines(tmp_path / "run") if "loss/bias" in row]
+    # probabilities sum to 1 in each layer
+    assert [row["loss/bias"] for row in rows] == [pytest.approx(m.n_layers, rel=1e-4)]

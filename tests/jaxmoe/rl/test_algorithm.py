@@ -104,7 +104,7 @@ REFUSED = [
      "before the gradient only if the batch is scored first. Try --set "
      "loss.old_logp=recomputed."),
     ({"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
-     "a function takes keep_BT, which is known "),
+     "value_loss returns a scalar, and loss.aggregation rescales the complete loss"),
     ({CORR: "token_mean"}, "loss.rollout_correction: token_mean must return a "
      "Correction, as token_is does."),
     ({CORR: "rejection(statistic='token_k4', high=2.0)"},
