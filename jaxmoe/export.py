@@ -112,6 +112,12 @@ def export_checkpoint(
     with report_phase(f"writing {out}"):
         save_params(policy, cfg.model, out, dtype=dtype, add_files=add_files)
     print(f"{out}: {origin}, {description}")
+    if cfg.router.is_custom:
+        print(
+            f"! router.function is {cfg.router.function}: transformers and vLLM route by the top-k "
+            "of the logits, and are another policy with these weights",
+            file=sys.stderr,
+        )
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, object]:

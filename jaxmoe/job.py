@@ -154,8 +154,9 @@ class Job:
         tokens = np.asarray(batch.tokens_BT[row][:length])
         prompt = int(np.argmax(mask_BT[row]))
         difference = find_first_difference(
-            self.policy_params(), tokens, prompt, self.cfg.model, self.ops
-        )
+            self.policy_params(), tokens, prompt, self.cfg.model, self.ops,
+            step=int(batch.shared.get("step", 0)),
+        )  # fmt: skip
         prefix = f"First in rollout {row}, token {column}: "
         if difference:
             return f"{prefix}{difference}."

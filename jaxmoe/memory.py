@@ -20,6 +20,7 @@ from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
 from jaxmoe.parallel.sharding import RULES
+from jaxmoe.rl.from_config import find_recorded_sizes
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,11 @@ def plan_memory(cfg: Config) -> Memory:
     host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
+    # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
+    recorded = (
+        sum(math.prod(x) for x in find_recorded_sizes(cfg).values()) if cfg.router.record else 0
+    )
+    saved_activations += 3 * 4 * recorded * tokens
     engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
     has_host_table = cfg.lora.embedding_rows > 0

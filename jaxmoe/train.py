@@ -158,6 +158,7 @@ def warm_start(job: Job) -> None:
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
             )
+            batch = replace(batch, shared={"step": np.int32(0)})  # RL steps behind the weights
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
                 state, metrics = step_fn(state, shard_rows(batch, mesh))

@@ -114,7 +114,8 @@ def check_use(
     for name, old, new in _find_differences(saved_config, cfg):
         if name in digests.unchanged_keys:
             continue
-        if name.startswith("model.") and name not in ("model.dtype", "model.numerics"):
+        is_model = name.startswith("model.") and name not in ("model.dtype", "model.numerics")
+        if is_model or name == "router.function":
             raise _refusal_error(work, name, old, f"be used with {new}")
         drops = "drop" in (cfg.data.overlong_prompts, saved_config["data"].get("overlong_prompts"))
         if same_task and _matches_key(name, (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS):

@@ -17,6 +17,8 @@ from jaxmoe.config.calls import import_function, parse_call
 from jaxmoe.config.errors import ConfigError
 
 Functions = Mapping[str, Callable[..., Any]]
+# What a router may omit: the caller passes them by keyword where it has them.
+OPTIONAL_ARRAYS = ("indices_BTA", "context", "product")
 
 
 def parse_function(
@@ -119,6 +121,16 @@ def _check_signature(
                 if positional
                 else f"; it takes no array. A function may take {', '.join(arrays)}."
             )
+        )
+    optional = [
+        n for n, p in inspect.signature(bound).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty and n in arrays
+        and n not in OPTIONAL_ARRAYS
+    ]  # fmt: skip
+    if optional:
+        raise ConfigError(
+            f"{key}: {name} must take {optional[0]} without a default: arrays with a default are "
+            "never passed."
         )
     missing = [
         n for n, p in inspect.signature(bound).parameters.items()

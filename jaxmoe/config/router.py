@@ -21,7 +21,7 @@ class RouterConfig:
     @property
     def is_custom(self) -> bool:
         """True if the experts are not the top-k of GPT-OSS."""
-        return self.function.partition("(")[0].strip() != "route_top_k"
+        return self.function.strip() != "route_top_k"
 
 
 def check_router_config(cfg: "Config") -> None:

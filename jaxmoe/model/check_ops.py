@@ -22,6 +22,7 @@ from jaxmoe.model.router import (
     route_top_k,
     takes_parameter,
 )
+from jaxmoe.records import UNKNOWN_EXPERT
 
 N_TRIAL_TOKENS = 64  # of the input on which a router is checked
 
@@ -99,7 +100,17 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
             options["context"] = RouterContext(jnp.int32(0), jnp.int32(0))
         indices, weights = router(h_BTD, layer, active=active, **options)
         check_routing(indices, weights, h_BTD, active, router)
-        indices, weights = np.asarray(indices), np.asarray(weights)
+        reversed_experts, _ = router(h_BTD[:, ::-1], layer, active=active, **options)
+        replays = takes_parameter(router, "indices_BTA")
+        given, replayed, live = indices, indices, indices
+        if replays:
+            given = (jnp.asarray(indices) + 1) % n_experts
+            replayed, _ = router(h_BTD, layer, active=active, indices_BTA=given, **options)
+            unknown = jnp.full_like(given, UNKNOWN_EXPERT)
+            live, _ = router(h_BTD, layer, active=active, indices_BTA=unknown, **options)
+        indices, weights, reversed_experts, given, replayed, live = map(
+            np.asarray, (indices, weights, reversed_experts, given, replayed, live)
+        )
     name = f"ops.router: {function_name(router)}"
     if indices.min() < 0 or indices.max() >= n_experts:
         raise ConfigError(
@@ -110,6 +121,20 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         raise ConfigError(f"{name} must return {active} different experts for each token.")
     if not np.isfinite(weights).all():
         raise ConfigError(f"{name} must return finite weights.")
+    if not _same_experts(reversed_experts[:, ::-1], indices):
+        raise ConfigError(
+            f"{name} must choose a token's experts by that token alone; they change with its place "
+            "in the batch, which differs between training and sampling."
+        )
+    if replays and not (_same_experts(replayed, given) and _same_experts(live, indices)):
+        raise ConfigError(
+            f"{name} takes indices_BTA, and must return those experts, and its own where they are "
+            f"{UNKNOWN_EXPERT}. Try jnp.where(indices_BTA < 0, own_BTA, indices_BTA)."
+        )
+
+
+def _same_experts(actual: Any, expected: Any) -> bool:
+    return np.array_equal(np.sort(actual, axis=-1), np.sort(expected, axis=-1))
 
 
 def function_name(function: Any) -> str:

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import invariant, invariant_on_chip
+from jaxmoe.model.check_ops import check_router
 from jaxmoe.model.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.layers import (
     add_residual,
@@ -111,6 +112,8 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         record=record_from_config(cfg.router),
         remat=remat_fn(cfg.optim),
     )
+    if cfg.router.is_custom:
+        check_router(ops.router, cfg.model)
     if cfg.model.numerics == "invariant":
         ops = invariant_ops(ops, impls["sink_attention"])
     if cfg.optim.expert_tokens:

@@ -27,14 +27,13 @@ RECORD_ARRAYS = ("h_BTD", "layer", "indices_BTA", "weights_BTA")
 
 @struct.dataclass
 class RouterContext:
-    """Where and when a router runs; equal in the trainer and in the native engine."""
+    """Where and when a router runs; equal in the trainer and in the native engine.
+
+    It has no random key: the shapes of decode and training differ, and so would the numbers.
+    """
 
     layer: Leaf  # int32 []: number of the layer, from 0
     step: Leaf  # int32 []: RL steps behind the weights
-
-    def random_key(self, seed: int) -> Array:
-        """Return a key that differs between layers and steps."""
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), self.step), self.layer)
 
 
 class WrappedOp(partial[Any]):
@@ -165,7 +164,15 @@ def record_all(
     }  # fmt: skip
     recorded = record_experts(h_BTD, layer, indices_BTA, weights_BTA)
     for function in functions:
-        recorded |= function(**select_arrays(function, arrays))
+        added = function(**select_arrays(function, arrays))
+        if not isinstance(added, dict) or recorded.keys() & added.keys():
+            raise ConfigError(
+                "router.record: every function must return a dict of arrays with names of their "
+                f"own; {getattr(function, '__name__', 'one')} returns "
+                f"{sorted(added) if isinstance(added, dict) else type(added).__name__}, and "
+                f"{sorted(recorded)} are recorded."
+            )
+        recorded |= added
     return recorded
 
 

@@ -28,15 +28,16 @@ PARTS = {  # recorded tensors of a layer in order, with the ops that make them
 
 def find_first_difference(
     params: Params, tokens: np.ndarray, prompt_tokens: int, cfg: ModelConfig, ops: Ops, *,
-    engine_ops: Ops | None = None,
+    engine_ops: Ops | None = None, step: int = 0,
 ) -> str | None:  # fmt: skip
     """Return a description of the first token, and its first tensor, whose bits differ.
 
     None if all are equal: then the cause is the other rows of a batch, or the sums of the log-prob.
-    `engine_ops` are the decoding side's ops, if they differ.
+    `engine_ops` are the decoding side's ops, if they differ; `step` is the number of RL steps
+    behind the params, for a router that takes a context.
     """
-    trainer = _run_sequence(params, tokens, cfg, ops)
-    engine = _run_by_token(params, tokens, prompt_tokens, cfg, engine_ops or ops)
+    trainer = _run_sequence(params, tokens, cfg, ops, step)
+    engine = _run_by_token(params, tokens, prompt_tokens, cfg, engine_ops or ops, step)
     for t in range(len(tokens)):
         for layer in range(cfg.n_layers):
             for name, cause in PARTS.items():
@@ -54,11 +55,11 @@ def _record_layer(
 
 
 def _run_sequence(
-    params: Params, tokens: np.ndarray, cfg: ModelConfig, ops: Ops
+    params: Params, tokens: np.ndarray, cfg: ModelConfig, ops: Ops, step: int
 ) -> dict[str, np.ndarray]:
     def run_forward(params: Params, tokens_BT: Array) -> Any:
         hidden_BTD, _, recorded = forward(
-            params, tokens_BT, cfg, replace(ops, record=_record_layer)
+            params, tokens_BT, cfg, replace(ops, record=_record_layer), step=jnp.int32(step)
         )
         return recorded | {"hidden": hidden_BTD}
 
@@ -66,21 +67,21 @@ def _run_sequence(
 
 
 def _run_by_token(
-    params: Params, tokens: np.ndarray, prompt_tokens: int, cfg: ModelConfig, ops: Ops
+    params: Params, tokens: np.ndarray, prompt_tokens: int, cfg: ModelConfig, ops: Ops, step: int
 ) -> dict[str, np.ndarray]:
     def run_step(params: Params, tokens_BT: Array, positions_BT: Array, cache: KVCache) -> Any:
         hidden_BTD, cache_after, recorded = forward(
             params, tokens_BT, cfg, replace(ops, record=_record_layer), positions_BT=positions_BT,
-            cache=cache,
+            cache=cache, step=jnp.int32(step),
         )  # fmt: skip
         return recorded | {"hidden": hidden_BTD}, cache_after
 
-    step, parts = jax.jit(run_step), []
+    run, parts = jax.jit(run_step), []
     cache: Any = jax.jit(partial(init_cache, cfg, 1, len(tokens)))()
     ends = [prompt_tokens, *range(prompt_tokens + 1, len(tokens) + 1)]
     for start, end in zip([0, *ends], ends, strict=False):
         positions = np.arange(start, end, dtype=np.int32)[None]
-        recorded, cache = step(params, jnp.asarray(tokens[start:end])[None], positions, cache)
+        recorded, cache = run(params, jnp.asarray(tokens[start:end])[None], positions, cache)
         parts.append(_drop_batch_axis(recorded))
     return {
         name: np.concatenate([p[name] for p in parts], axis=0 if name == "hidden" else 1)

@@ -38,9 +38,10 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     not available, groups that are too small, two corrections of the same mismatch.
     """
     loss, recorded = apply_preset(cfg.loss), find_recorded_sizes(cfg)
+    arrays = ARRAYS | {"objective": (*ARRAYS["objective"], *recorded)}
     functions = {
         name: parse_function(
-            getattr(loss, name), f"loss.{name}", ARRAYS[name], LOSSES, CHOICES[name]
+            getattr(loss, name), f"loss.{name}", arrays[name], LOSSES, CHOICES[name]
         )
         for name in ("objective", "advantages", "aggregation")
     }
@@ -71,7 +72,9 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         for name in array_parameters(fn):
             if not available.get(name, True):
                 raise missing_array(fn, name)
-    check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded)
+    m = cfg.model
+    routing = (m.n_layers, m.n_experts, m.experts_per_token)
+    check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
 

@@ -8,7 +8,7 @@ jaxmoe/rl/validate.py traces these functions on abstract arrays before a run. ja
 differentiates them. Next: jaxmoe/losses/objectives.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +83,9 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     mask_BT, logp_BT = batch.loss_mask_BT, out["logp_BT"]
     detached_logp_BT = lax.stop_gradient(logp_BT)
     old_logp_BT = select_old_logp(a, batch, detached_logp_BT)
+    _check_new_names(
+        {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
+    )
     arrays = {
         **batch.extra, **batch.shared, **out, "old_logp_BT": old_logp_BT,
         "rollout_logp_BT": batch.rollout_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
@@ -121,6 +124,8 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
                 "rescales the complete loss when it knows which tokens are dropped. Return [B, T], "
                 "or try --set loss.old_logp=recomputed."
             )
+        reported, added = aux.sums | aux.totals, term_aux.sums | term_aux.totals
+        _check_new_names(reported.keys() & added.keys(), "the metrics of two terms")
         aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
         if term.weight != 0.0:
             loss = loss + term.weight * summand
@@ -160,6 +165,13 @@ def evaluate_term(
         totals[key] = masked_sum(x, mask_BT) if x.ndim else x * total
     sums = {term.name: mean} if term.name else {}
     return summand, LossAux(sums=sums, totals=totals), is_scalar
+
+
+def _check_new_names(repeated: Set[str], subject: str) -> None:
+    if repeated:
+        raise ConfigError(
+            f"loss: {subject} must have different names, got {sorted(repeated)} twice."
+        )
 
 
 def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Bool[Array, "B T"]:

@@ -23,8 +23,8 @@ from jaxmoe.model.check_ops import function_name
 
 Function = Callable[..., Any]
 
-# The arrays that the objective and the terms may take, in addition to recorded ones (`Ops.record`),
-# and those in `Batch.extra` and `Batch.shared`.
+# The arrays that the objective and the terms may take, in addition to recorded ones (`Ops.record`).
+# Terms, not the objective, may take those in `Batch.extra` and `Batch.shared`, too.
 TERM_ARRAYS = (
     "logp_BT", "old_logp_BT", "rollout_logp_BT", "ref_logp_BT", "entropy_BT", "advantages_BT",
     "mask_BT", "token_mask_BT", "values_BT", "old_values_BT", "returns_BT", "routed_experts_BTLA",
@@ -32,7 +32,7 @@ TERM_ARRAYS = (
 )  # fmt: skip
 
 _HINTS = {
-    "ref_logp_BT": "Try --set loss.kl_coef=0.001, which keeps a reference.",
+    "ref_logp_BT": "Try --set loss.kl_coef=0.001, which keeps a reference and adds 0.001·KL.",
     "routed_experts_BTLA": "Try --set rollout.compare_experts=True.",
     "load_LE": "Try --set rollout.compare_experts=True.",
 } | dict.fromkeys(
@@ -47,7 +47,7 @@ class Term:
     `fn(arrays)` returns [B, T], or a scalar that is a sum over the rows of its microbatch: divide
     by `total`, the trained tokens of the update, or `n_tokens`, all tokens that the model reads,
     and microbatches add up to the batch. It may return (value, metrics), with metrics of shape
-    [B, T] or scalars by name.
+    [B, T] or scalars by name; a scalar metric is added over microbatches, as the value is.
     """
 
     fn: Function
@@ -123,8 +123,8 @@ def missing_array(function: Function, name: str) -> ConfigError:
     """Return the error for a function of the loss that takes an array which a step lacks."""
     hint = _HINTS.get(
         name,
-        "In Python, pass it in Batch(extra={…}) or Batch(shared={…}), or return it from "
-        "Ops.record.",
+        "In Python, return it from Ops.record, or give a term its array in Batch(extra={…}) or "
+        "Batch(shared={…}).",
     )
     return ConfigError(
         f"loss: {function_name(function)} takes {name}, which this step does not have. {hint}"

@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmoe.config import GateConfig
+from jaxmoe.config import GateConfig, require
 from jaxmoe.losses.rewards import last_token_mask
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, map_rows
@@ -189,7 +189,12 @@ def update_minibatch(
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
     metrics = update_metrics(batch, aux.rows, algorithm)
     sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
-    metrics |= UpdateMetrics(mean_metrics(aux, batch) | sums)
+    term_metrics = mean_metrics(aux, batch)
+    require(
+        not term_metrics.keys() & {*metrics.to_dict(), *sums},
+        f"a term's metric must have a name of its own, got {sorted(term_metrics)}.",
+    )
+    metrics |= UpdateMetrics(term_metrics | sums)
     if algorithm.critic != "none":
         metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
     metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap

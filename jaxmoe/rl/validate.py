@@ -29,7 +29,10 @@ _LAYERS, _EXPERTS, _ACTIVE = 11, 7, 5
 
 
 def check_algorithm(
-    a: Algorithm, samples: int, recorded: Mapping[str, tuple[int, ...]] | None = None
+    a: Algorithm,
+    samples: int,
+    recorded: Mapping[str, tuple[int, ...]] | None = None,
+    routing: tuple[int, int, int] = (_LAYERS, _EXPERTS, _ACTIVE),
 ) -> None:
     """Check an algorithm by tracing the step's arithmetic on abstract arrays.
 
@@ -38,6 +41,7 @@ def check_algorithm(
         recorded: arrays that `Ops.record` returns, [B, T, …], by name: the sizes after B and T.
             By default they are not known, and a term that takes an array of an unknown name is
             checked only when a step is traced.
+        routing: number of layers, experts, and active experts.
     Raises ConfigError with the message of a function that fails, or if functions do not fit
     together.
     """
@@ -53,6 +57,10 @@ def check_algorithm(
         f"critic.backbone={a.critic} needs advantages that take values_BT; "
         f"{function_name(a.advantages)} does not. Try --set loss.advantages=gae, or --set "
         "critic.backbone=none.",
+    )
+    require(
+        a.critic == "none" or any("values_BT" in array_parameters(term.fn) for term in a.terms),
+        f"critic={a.critic} needs a term that trains it. Try terms=(value_term(),).",
     )
     require(
         a.updates == 1
@@ -86,7 +94,7 @@ def check_algorithm(
 
     def trace_step() -> bool:
         """Return True if the correction weights tokens."""
-        batch, out = _abstract_batch(a, r, recorded or {})
+        batch, out = _abstract_batch(a, r, recorded or {}, routing)
         batch = compute_loss_weights(share_scalars(estimate_advantages(batch, a), jnp.int32(0)), a)
         _, aux = sum_terms(_drop_unknown_terms(a, out), batch, out)
         return aux.rows["correction"].weights_BT is not None
@@ -117,18 +125,18 @@ def _is_kl_k1(term: Term) -> bool:
 
 
 def _abstract_batch(
-    a: Algorithm, r: int, recorded: Mapping[str, tuple[int, ...]]
+    a: Algorithm, r: int, recorded: Mapping[str, tuple[int, ...]], routing: tuple[int, int, int]
 ) -> tuple[Batch, dict[str, jax.Array]]:
     """Return a scored batch and the results of a forward, with sizes that all differ."""
-    p = 3 if r == 2 else 2
+    (layers, experts, active), p = routing, 3 if r == 2 else 2
     t = p * r + 1
     x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
     has_critic = a.critic != "none"
     batch = Batch(
         tokens_BT=x_BT, positions_BT=x_BT, segment_ids_BT=x_BT, loss_mask_BT=mask_BT,
         rollout_logp_BT=x_BT, rewards_B=x_BT[:, 0], samples_per_prompt=r,
-        routed_experts_BTLA=jnp.zeros((p * r, t, _LAYERS, _ACTIVE), jnp.int32),
-        shared={"load_LE": jnp.zeros((_LAYERS, _EXPERTS), jnp.int32)},
+        routed_experts_BTLA=jnp.zeros((p * r, t, layers, active), jnp.int32),
+        shared={"load_LE": jnp.zeros((layers, experts), jnp.int32)},
         old_logp_BT=x_BT if a.needs_scoring else None,
         ref_logp_BT=x_BT if a.needs_reference else None,
         old_values_BT=x_BT if has_critic else None,

@@ -31,14 +31,37 @@ def scheduled(h_BTD, layer, *, active, context, indices_BTA=None, product=None, 
     experts_E = jnp.arange(logits_BTE.shape[-1], dtype=jnp.float32)
     phase = 3.0 * (context.layer.astype(jnp.float32) + 1.0)
     bias_E = scale * jnp.sin(phase * experts_E) / (1.0 + context.step.astype(jnp.float32))
+    own_BTA = jax.lax.top_k(logits_BTE + bias_E[None, None], active)[1]
     if indices_BTA is None:
-        indices_BTA = jax.lax.top_k(logits_BTE + bias_E[None, None], active)[1]
+        indices_BTA = own_BTA
+    indices_BTA = jnp.where(indices_BTA < 0, own_BTA, indices_BTA)
     top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
     return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
 
 
+def ignores(h_BTD, layer, *, active, indices_BTA=None):
+    top_BTA, indices_BTA = jax.lax.top_k(router_logits(h_BTD, layer), active)
+    return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
+
+
+def by_place(h_BTD, layer, *, active):
+    logits_BTE = router_logits(h_BTD, layer)
+    noise_BTE = jax.random.normal(jax.random.key(0), logits_BTE.shape)
+    top_BTA, indices_BTA = jax.lax.top_k(logits_BTE + noise_BTE, active)
+    return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
+
+
+def shadow(indices_BTA):
+    return {"experts_BTA": indices_BTA}
+
+
+def defaulted(logp_BT, ref_logp_BT=None):
+    return logp_BT
+
+
 def z_loss(router_logits_BTLE, token_mask_BT, n_tokens, load_LE):
     lse_BTL = jax.nn.logsumexp(router_logits_BTLE, axis=-1)
+    lse_BTL = lse_BTL + 0.0 * jnp.sum(router_logits_BTLE * load_LE[None, None], axis=-1)
     tokens_BTL = jnp.where(token_mask_BT[:, :, None], lse_BTL**2, 0.0)
     return jnp.sum(tokens_BTL) / (n_tokens * load_LE.shape[0])
 '''
@@ -95,7 +118,11 @@ def test_the_step_and_the_layer_change_where_tokens_go():
     m = cfg.model
     h_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50, m.d_model)), jnp.float32)
     layer = {
-        "w_router": jnp.zeros((m.d_model, m.n_experts)), "b_router": jnp.zeros(m.n_experts),
+        "w_router": jnp.asarray(
+            np.random.default_rng(1).normal(size=(m.d_model, m.n_experts)) / m.d_model**0.5,
+            jnp.float32,
+        ),
+        "b_router": jnp.zeros(m.n_experts),
     }  # fmt: skip
     chosen = {
         (number, step): router(
@@ -105,12 +132,18 @@ def test_the_step_and_the_layer_change_where_tokens_go():
         for number in (0, 1) for step in (0, 5)
     }  # fmt: skip
     assert not np.array_equal(chosen[0, 0], chosen[1, 0])
+    assert not np.array_equal(chosen[0, 0], chosen[0, 5])
 
 
 REFUSED = [
     (("router.function=my_router:zzz",), "must be a function that can be imported"),
     (("router.function=top_k",), "router.function: there is no function 'top_k'. Did you mean"),
     (("router.function=my_router:scheduled(skale=1.0)",), "has no option 'skale'. Did you mean"),
+    (("router.function=route_top_k(active=1)",), "route_top_k has no option 'active'"),
+    (("router.function=my_router:ignores", "rollout.router_replay=True"), "return those experts"),
+    (("router.function=my_router:by_place",), "must choose a token's experts by that token alone"),
+    (("router.record=my_router:shadow",), "with names of their own; shadow returns ['experts_BTA"),
+    (("loss.terms=my_router:defaulted",), "defaulted must take ref_logp_BT without a default"),
     ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got vllm"),
     (("loss.terms=my_router:z_loss(weight=0.01)",), "z_loss takes router_logits_BTLE"),
     (Z_LOSS, "z_loss takes load_LE, which this step does not have. Try --set rollout.compare"),
@@ -136,7 +169,7 @@ def test_the_doctor_says_that_it_knows_only_the_router_of_gpt_oss(tmp_path, caps
 def bias_loss(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
     probs_BTLE = jax.nn.softmax(router_logits_BTLE, axis=-1)
     masked_BTLE = jnp.where(token_mask_BT[:, :, None, None], probs_BTLE, 0.0)
-    return jnp.sum(masked_BTLE * bias_LE) / n_tokens
+    return jnp.sum(masked_BTLE * bias_LE[None, None]) / n_tokens
 
 
 @pytest.mark.slow

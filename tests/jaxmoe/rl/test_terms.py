@@ -12,7 +12,7 @@ import pytest
 from bigram import CFG, MODEL, PARAMS, SGD, Bigram, R, make_batch, routed_batch, start, step_of
 
 from jaxmoe.config import ConfigError
-from jaxmoe.losses import masked_sum
+from jaxmoe.losses import gae, kept_token_mean, masked_sum, rejection
 from jaxmoe.model import plain_ops
 from jaxmoe.model.router import record_all, record_router_logits
 from jaxmoe.rl.algorithm import Algorithm
@@ -147,6 +147,13 @@ def one(logp_BT):
 
 
 REFUSED = {
+    "a name that the step needs": (
+        Term(one, 0.0, "kept"), {}, "different names, got .'kept'. twice",
+    ),
+    "a metric of the step": (Term(one, 1.0, "policy/entropy"), {}, "a name of its own"),
+    "results of the forward": (
+        Term(one), {"extra": {"experts_BTLA": np.zeros((8, 12, 2, 2))}}, "different names",
+    ),
     "an array that nobody has": (Term(lambda logp_BT, bias_LE: logp_BT), {}, "takes bias_LE"),
     "a reference": (kl_term(0.1), {}, "takes ref_logp_BT needs a reference"),
     "a shape": (Term(lambda logp_BT: logp_BT[0]), {}, r"must return \[B, T\] = .* or a scalar"),
@@ -163,8 +170,19 @@ REFUSED = {
 def test_what_cannot_work_is_refused_before_anything_compiles(name):
     term, fields, message = REFUSED[name]
     a = Algorithm(terms=(term,))
+    if name == "a name that the step needs":
+        drop = partial(rejection, statistic="token_k1", low=0.9, high=1.1)
+        a = replace(a, aggregation=kept_token_mean, rollout_correction=(drop,))
+    scorer = Scorer(CFG, OPS) if name == "results of the forward" else None
     with pytest.raises(ConfigError, match=message):
-        step_of(a)(start(a), replace(make_batch(), **fields))
+        step_of(a, scorer=scorer)(
+            start(a, params=PARAMS if scorer is None else MODEL), replace(make_batch(), **fields)
+        )
+
+
+def test_a_critic_without_a_term_that_trains_it_is_refused():
+    with pytest.raises(ConfigError, match="critic=own needs a term that trains it"):
+        check_algorithm(Algorithm(advantages=gae, critic="own"), R)
 
 
 def test_a_swapped_axis_of_a_term_is_found_without_a_batch():
@@ -183,10 +201,12 @@ def test_splitting_rows_leaves_shared_arrays_and_their_names():
 
 
 def test_a_loss_of_the_field_is_a_sum_of_terms_from_python():
-    """The README of a paper in one value: objective, KL, entropy and a term of its own."""
+    """Objective, KL, entropy and a term of its own."""
     a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(one, 1e-3, "mean_logp")))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS)))
     state, metrics, _ = step(start(a, reference=reference), make_batch())
     assert {"policy/kl_ref", "mean_logp"} <= metrics.keys()
-    assert float(optax.tree.norm(state.params)) > 0
+    plain, _ = step_of(Algorithm())(start(Algorithm()), make_batch())
+    moved = jax.tree.map(jnp.subtract, state.params.policy, plain.params.policy)
+    assert float(optax.tree.norm(moved)) > 1e-5
