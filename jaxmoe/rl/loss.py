@@ -124,8 +124,8 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
                 "rescales the complete loss when it knows which tokens are dropped. Return [B, T], "
                 "or try --set loss.old_logp=recomputed."
             )
-        reported, added = aux.sums | aux.totals, term_aux.sums | term_aux.totals
-        _check_new_names(reported.keys() & added.keys(), "the metrics of two terms")
+        repeated = {*aux.sums, *aux.totals} & {*term_aux.sums, *term_aux.totals}
+        _check_new_names(repeated, "the metrics of two terms")
         aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
         if term.weight != 0.0:
             loss = loss + term.weight * summand
