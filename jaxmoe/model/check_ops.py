@@ -102,14 +102,14 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         check_routing(indices, weights, h_BTD, active, router)
         reversed_experts, _ = router(h_BTD[:, ::-1], layer, active=active, **options)
         replays = takes_parameter(router, "indices_BTA")
-        other, replayed, live = indices, indices, indices
+        shifted, replayed, live = indices, indices, indices
         if replays:
-            other = (jnp.asarray(indices) + 1) % n_experts
-            replayed, _ = router(h_BTD, layer, active=active, indices_BTA=other, **options)
-            unknown = jnp.full_like(other, UNKNOWN_EXPERT)
+            shifted = (jnp.asarray(indices) + 1) % n_experts
+            replayed, _ = router(h_BTD, layer, active=active, indices_BTA=shifted, **options)
+            unknown = jnp.full_like(shifted, UNKNOWN_EXPERT)
             live, _ = router(h_BTD, layer, active=active, indices_BTA=unknown, **options)
-        indices, weights, reversed_experts, other, replayed, live = map(
-            np.asarray, (indices, weights, reversed_experts, other, replayed, live)
+        indices, weights, reversed_experts, shifted, replayed, live = map(
+            np.asarray, (indices, weights, reversed_experts, shifted, replayed, live)
         )
     name = f"ops.router: {function_name(router)}"
     if indices.min() < 0 or indices.max() >= n_experts:
@@ -126,7 +126,7 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
             f"{name} must choose a token's experts by that token alone; they change with its place "
             "in the batch, which differs between training and sampling."
         )
-    if replays and not (_same_experts(replayed, other) and _same_experts(live, indices)):
+    if replays and not (_same_experts(replayed, shifted) and _same_experts(live, indices)):
         raise ConfigError(
             f"{name} takes indices_BTA, and must return those experts, and its own where they are "
             f"{UNKNOWN_EXPERT}. Try jnp.where(indices_BTA < 0, own_BTA, indices_BTA)."
