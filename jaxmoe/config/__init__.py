@@ -286,8 +286,12 @@ class Config:
             self.context <= self.model.max_context,
             f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) must be at most "
             f"model.max_context ({self.model.max_context}). Try "
-            f"--set data.max_prompt_tokens={self.model.max_context // 2} "
-            f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
+            + (
+                f"--set data.max_prompt_tokens={self.model.max_context // 2} "
+                f"--set rollout.max_new_tokens={self.model.max_context // 2}."
+                if self.model.max_context > 1
+                else f"--set model.max_context={self.context}."
+            ),
         )
         check_engine(self)
         check_lora(self)

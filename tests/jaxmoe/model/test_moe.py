@@ -126,9 +126,9 @@ def test_the_block_adds_to_its_input_and_names_the_experts():
         shapes.append(indices_BTA)
         return jnp.zeros_like(h_BTD)
 
-    y, chosen = moe_block(x, p, CFG, replace(plain_ops(), experts=no_experts), routed_BTA=None)
+    y, recorded = moe_block(x, p, CFG, replace(plain_ops(), experts=no_experts), routed_BTA=None)
     np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(chosen, shapes[0])
+    np.testing.assert_array_equal(recorded["experts_BTA"], shapes[0])
 
 
 TOKENS = 8  # of a chunk: four of them, and three tokens too many in the last
