@@ -11,7 +11,8 @@ def count_compilations(jitted: Any) -> int:
 
 def assert_compiled_once(step_fn: Any, calls: int) -> None:
     """Raise AssertionError if a step was compiled again, which costs minutes at full size."""
-    if calls >= 2 and count_compilations(step_fn) != 1:
+    # 0: jax reuses the program of an equal function of this process, and does not count it here.
+    if calls >= 2 and count_compilations(step_fn) > 1:
         raise AssertionError(
             f"the train step was compiled {count_compilations(step_fn)} times, not once"
         )
