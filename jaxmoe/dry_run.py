@@ -15,6 +15,7 @@ from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import describe_kernels
 from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
 from jaxmoe.model.params import count_params
+from jaxmoe.model.router import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rl.from_config import algorithm_from_config
@@ -47,9 +48,10 @@ def dry_run(cfg: Config, *stages: str) -> None:
 def format_plan(cfg: Config) -> str:
     """Return the text of config, parameters, bytes per device, and the steps of the run.
 
-    Raises ConfigError for an algorithm that train would refuse.
+    Raises ConfigError for an algorithm or a router that train would refuse.
     """
     algorithm_from_config(cfg)
+    router_from_config(cfg.router, replay=cfg.rollout.router_replay)
     total, active = count_params(cfg.model)
     n_trained, n_params = count_trained(cfg)
     mem, r = plan_memory(cfg), cfg.rollout
@@ -134,6 +136,11 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
     if loss.rollout_correction or cfg.loss.preset:
         source = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
         lines["correction"] = (loss.rollout_correction or "none") + source
+    if loss.terms:
+        lines["terms"] = loss.terms
+    if cfg.router.is_custom or cfg.router.record:
+        recording = f", recording {cfg.router.record}" if cfg.router.record else ""
+        lines["router"] = cfg.router.function + recording
     if loss.updates > 1:
         lines["updates"] = f"{loss.epochs} x {loss.minibatches} per step (epochs x minibatches)"
     return lines

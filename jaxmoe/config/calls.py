@@ -5,6 +5,7 @@ Next: jaxmoe/config/engine.py and jaxmoe/config/function_specs.py call them.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -34,18 +35,7 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
 
     Raises ConfigError if it cannot be imported, or is not a function written in Python.
     """
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = (
-            f"Name the module without .py, {module[:-3]}:{name}"
-            if module.endswith(".py")
-            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
-        )
-        raise ConfigError(
-            f"{key}: {path} must be a function that can be imported; {error}. {hint}."
-        ) from error
+    function = import_attribute(path, key, "a function")
     # The function is called at once, some on abstract arrays. A program such as shutil.rmtree, or
     # a class that starts one, must not be accepted here.
     if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
@@ -56,6 +46,25 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
             "Wrap it in one that takes its arguments by name."
         )
     return function
+
+
+def import_attribute(path: str, key: str, kind: str) -> Any:
+    """Return the object "module:name" or "module:name.attribute".
+
+    Raises ConfigError, which says that it must be `kind`, if it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        hint = (
+            f"Name the module without .py, {module[:-3]}:{name}"
+            if module.endswith(".py")
+            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
+        )
+        raise ConfigError(
+            f"{key}: {path} must be {kind} that can be imported; {error}. {hint}."
+        ) from error
 
 
 def _parse_options(call: str) -> dict[str, Any] | None:

@@ -6,12 +6,12 @@ Next: jaxmoe/envs/conventions.py decides how they are called.
 
 import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import import_attribute
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -21,21 +21,9 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
 
     Raises: ConfigError if it cannot be imported, is not written in Python, or lacks an option.
     """
-    module, _, name = path.partition(":")
-    try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = (
-            f"Name the module without .py, {module[:-3]}:{name}"
-            if module.endswith(".py")
-            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
-        )
-        raise ConfigError(
-            f"data.rewards: {path} must be a reward function that can be imported; {error}. {hint}."
-        ) from error
+    function = import_attribute(path, "data.rewards", "a reward function")
     if not _is_written_in_python(function):
+        name = path.partition(":")[2]
         kind = "a class" if isinstance(function, type) else type(function).__name__
         hint = (
             f"{name} = {name}(), and name that" if isinstance(function, type) else "a def around it"

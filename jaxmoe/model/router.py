@@ -27,7 +27,7 @@ RECORD_ARRAYS = ("h_BTD", "layer", "indices_BTA", "weights_BTA")
 
 @struct.dataclass
 class RouterContext:
-    """Where and when a router runs; equal in the trainer and in the native engine.
+    """Layer and step of a router's call; equal in the trainer and in the native engine.
 
     It has no random key: the shapes of decode and training differ, and so would the numbers.
     """

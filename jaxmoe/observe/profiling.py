@@ -11,7 +11,8 @@ def count_compilations(jitted: Any) -> int:
 
 def assert_compiled_once(step_fn: Any, calls: int) -> None:
     """Raise AssertionError if a step was compiled again, which costs minutes at full size."""
-    # 0: jax reuses the program of an equal function of this process, and does not count it here.
+    # 0 is no second compilation: all functions of a process share jax's cache of programs, which
+    # may not count this one. In a run the count is 1.
     if calls >= 2 and count_compilations(step_fn) > 1:
         raise AssertionError(
             f"the train step was compiled {count_compilations(step_fn)} times, not once"

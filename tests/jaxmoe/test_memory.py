@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from printed_plan import what_runs
 
 import jaxmoe.memory
 from jaxmoe.checkpoint.run import initial_params
@@ -325,77 +326,3 @@ def test_a_device_that_says_its_limit_is_asked(monkeypatch):
     assert device_bytes() is None  # what the host has is not the chip's
     Chip.platform = "cpu"
     assert device_bytes() == pytest.approx(count_free_bytes(), rel=0.2)
-
-
-def test_tiny_says_its_parameters_and_its_warm_start():
-    cfg = load_config("tiny.py")
-    text = format_plan(cfg)
-    assert f"parameters   {count_params(cfg.model)[0]:,} (" in text
-    warm, r = cfg.warmup, cfg.rollout
-    assert f"{warm.steps} supervised steps of {warm.sequences_per_step} answers" in text
-    assert f"({r.prompts_per_step} prompts x {r.samples_per_prompt})" in text
-
-
-def test_a_plan_names_the_mesh():
-    cfg = load_config("tiny.py")
-    assert "devices      1 (no mesh)" in format_plan(cfg)
-    four = format_plan(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
-    assert "devices      4 (fsdp 2 x expert 2)" in four
-
-
-def what_runs(cfg, *changes):
-    text = format_plan(override(cfg, *changes)).partition("would run\n")[2]
-    return {line[2:15].strip(): line[15:] for line in text.splitlines()}
-
-
-def test_the_algorithm_is_named_as_the_config_writes_it():
-    lines = what_runs(load_config("tiny.py"))
-    assert lines["objective"] == "ppo_clip, group_advantages, old_logp detached"
-    assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
-    lines = what_runs(
-        load_config("tiny.py"), "loss.objective=gspo(clip_high=4e-4)", "loss.old_logp=recomputed",
-        "loss.rollout_correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
-    )  # fmt: skip
-    assert lines["objective"] == ("gspo(clip_high=4e-4), group_advantages, old_logp recomputed")
-    assert lines["correction"] == "token_is(high=2.0) + veto"
-    assert lines["updates"] == "2 x 4 per step (epochs x minibatches)"
-
-
-def test_a_preset_is_named_with_what_it_sets():
-    lines = what_runs(load_config("tiny.py"), "loss.preset=bypass_pg_is")
-    assert lines["objective"] == "reinforce, group_advantages, old_logp detached"
-    assert lines["correction"] == "sequence_is(high=2.0) (preset bypass_pg_is)"
-    assert what_runs(load_config("tiny.py"), "loss.preset=disabled")["correction"] == (
-        "none (preset disabled)"
-    )
-
-
-def test_the_critic_is_named():
-    assert what_runs(load_config("gptoss20b_ppo.py"))["critic"] == (
-        "own backbone, lr 2e-06, pretrained for 20 steps"
-    )
-    lines = what_runs(load_config("tiny.py"), GAE, "critic.backbone=shared", "critic.lr=1e-4")
-    assert lines["critic"] == "shared backbone, lr 0.0001"
-
-
-def test_the_engine_is_named_and_where_it_runs():
-    assert what_runs(load_config("tiny.py"))["rollouts"] == "native engine"
-    cfg = load_config("tiny_vllm.py")
-    aside = " (its memory is not in this table)"
-    assert what_runs(cfg)["rollouts"] == "vLLM, 1 started by the run" + aside
-    assert what_runs(cfg, "rollout.vllm.launch=0")["rollouts"] == "vLLM, in this process" + aside
-    ahead = (
-        "rollout.max_staleness=2",
-        "rollout.vllm.url=http://a:1",
-        "loss.preset=decoupled_token_is",
-    )
-    assert what_runs(cfg, *ahead)["rollouts"] == (
-        f"vLLM at http://a:1{aside}, up to 2 steps ahead of the weights"
-    )
-
-
-def test_a_plan_refuses_the_algorithms_that_train_refuses():
-    with pytest.raises(ConfigError, match="takes values_BT"):
-        format_plan(override(load_config("tiny.py"), GAE))
-    with pytest.raises(ConfigError, match="Did you mean ppo_clip"):
-        format_plan(override(load_config("tiny.py"), "loss.objective=ppo_clp"))

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from process_environ import free_port, make_environ
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.observe.metrics import read_metrics
@@ -35,16 +35,6 @@ from jaxmoe.parallel.processes import (
 )
 
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def make_environ(address="127.0.0.1:1", count="2", number="1"):
-    return dict(zip(PROCESS_VARIABLES, (address, count, number), strict=True))
 
 
 def test_one_process_meets_nobody_and_agrees_with_itself():
@@ -380,36 +370,3 @@ def test_processes_score_together_and_the_first_alone_tells(tmp_path):
         return [line for line in text.splitlines() if line.startswith(("  ", "accuracy"))]
 
     assert errors(first) == errors(output_of_one) and len(errors(first)) > 5
-
-
-BEFORE_THE_CHECK = """
-import os
-from jax._src import xla_bridge
-from jaxmoe.parallel.processes import check_same_everywhere, joined_processes
-with joined_processes():
-    check_same_everywhere(config='a')
-    check_same_everywhere(config='b')
-    assert not xla_bridge.backends_are_initialized()
-    if os.environ.get("JAX_PROCESS_ID") == "0" and "JAX_COORDINATOR_ADDRESS" in os.environ:
-        port = int(os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])
-        lines = [x.split() for n in ("tcp", "tcp6") for x in open(f"/proc/net/{n}")]
-        at = [x[1].split(":")[0] for x in lines if x[1].endswith(f":{port:04X}") and x[3] == "0A"]
-        loopback = ["0100007F"], ["0" * 16 + "FFFF00000100007F"]  # 127.0.0.1 alone, or as IPv6
-        assert at in loopback, at
-"""
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_processes_leave_the_device_to_the_check_of_kernels(count):
-    """A TPU is one process's at a time: what comes before the check must not open it."""
-    address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEFORE_THE_CHECK], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-            env=values | (make_environ(address, str(count), str(number)) if count > 1 else {}),
-        )
-        for number in range(count)
-    ]  # fmt: skip
-    for process in started:
-        output = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, output

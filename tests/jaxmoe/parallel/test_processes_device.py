@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that meet before the check of kernels leave the device and the network alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from process_environ import free_port, make_environ
+
+ROOT = Path(__file__).parents[3]
+
+
+BEFORE_THE_CHECK = """
+import os
+from jax._src import xla_bridge
+from jaxmoe.parallel.processes import check_same_everywhere, joined_processes
+with joined_processes():
+    check_same_everywhere(config='a')
+    check_same_everywhere(config='b')
+    assert not xla_bridge.backends_are_initialized()
+    if os.environ.get("JAX_PROCESS_ID") == "0" and "JAX_COORDINATOR_ADDRESS" in os.environ:
+        port = int(os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])
+        lines = [x.split() for n in ("tcp", "tcp6") for x in open(f"/proc/net/{n}")]
+        at = [x[1].split(":")[0] for x in lines if x[1].endswith(f":{port:04X}") and x[3] == "0A"]
+        loopback = ["0100007F"], ["0" * 16 + "FFFF00000100007F"]  # 127.0.0.1 alone, or as IPv6
+        assert at in loopback, at
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_leave_the_device_to_the_check_of_kernels(count):
+    """A TPU is one process's at a time: what comes before the check must not open it."""
+    address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEFORE_THE_CHECK], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            env=values | (make_environ(address, str(count), str(number)) if count > 1 else {}),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    for process in started:
+        output = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, output
