@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output head: the only place where targets are shifted and the temperature is applied.
 
-Trainer and engine both call it. Next: jaxmoe/rl/scorer.py takes the gradient.
+Trainer and engine both call it. Next: jaxmoe/rl/scorer.py.
 """
 
 import jax

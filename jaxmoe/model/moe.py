@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.check_ops import check_recorded, check_routing
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.router import RouterContext, takes_parameter
+from jaxmoe.model.router import RouterContext
 from jaxmoe.shapes import Params
 
 
@@ -27,13 +27,13 @@ def moe_block(
 ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
     """Return x + experts(norm(x)), and the arrays of `ops.record`, by default the experts.
 
-    `routed_BTA`, if given, are experts that `ops.router` is to use. `context` reaches it if it has
-    such a parameter.
+    `routed_BTA`, if given, are experts that `ops.router` is to use. `context` is for a router
+    that has such a parameter.
     """
     with jax.named_scope("moe"):
         h_BTD = ops.norm(x_BTD, layer["moe_norm"], cfg.rms_eps)
         options: dict[str, Any] = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
-        if takes_parameter(ops.router, "context"):
+        if context is not None:
             options["context"] = context
         indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **options)
         check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)

@@ -183,7 +183,7 @@ def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Boo
     selected = select_term_arrays(a.objective, arrays)
     selected = jax.tree.map(lax.stop_gradient, selected)
     if "logp_BT" not in selected:
-        return jnp.zeros_like(arrays["mask_BT"])
+        return arrays["mask_BT"]
 
     def total(logp_BT: Array) -> Array:
         return masked_sum(a.objective(**(selected | {"logp_BT": logp_BT})), arrays["mask_BT"])

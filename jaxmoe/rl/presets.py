@@ -2,7 +2,7 @@
 """verl's rollout-correction presets under their names, as fields of LossConfig.
 
 "decoupled" compares three policies (engine, trainer before the update, current trainer), "bypass"
-two (engine, current trainer). Bounds of k1 are bounds of ρ here. verl tests 1/ρ against them,
+two (engine, current trainer). Bounds of k1 are bounds of r here. verl tests 1/r against them,
 which is the same for the symmetric bounds below.
 
 Denominators: verl's decoupled presets drop tokens from the mask before they count it, so those
@@ -28,7 +28,7 @@ _ICEPOP = "token_icepop(low=0.5, high=5.0)"
 
 def _decoupled_fields(correction: str) -> dict[str, str]:
     aggregation = {"aggregation": "kept_token_mean"} if "rejection" in correction else {}
-    return {"old_logp": "trainer", "rollout_correction": correction} | aggregation
+    return {"old_logp": "recomputed", "rollout_correction": correction} | aggregation
 
 
 def _bypass_fields(correction: str) -> dict[str, str]:
@@ -76,13 +76,12 @@ def apply_preset(loss: LossConfig) -> LossConfig:
         return loss
     fields = preset_fields(loss.preset)
     default = LossConfig()
-    if fields["old_logp"] == "trainer" and loss.old_logp != "rollout":
+    if fields["old_logp"] == "recomputed" and loss.old_logp != "rollout":
         # With one update per batch, detached log-probs are the same and save a forward.
         fields["old_logp"] = "recomputed" if loss.updates > 1 else loss.old_logp
         loss = replace(loss, old_logp=default.old_logp)
     if loss.aggregation != default.aggregation:
         fields.pop("aggregation", None)
-    fields["old_logp"] = fields["old_logp"].replace("trainer", "recomputed")
     for name, value in fields.items():
         configured = getattr(loss, name)
         require(
