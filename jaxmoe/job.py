@@ -27,7 +27,12 @@ from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.observe.alerts import collapse_repeats, count_bad_steps, find_alerts
+from jaxmoe.observe.alerts import (
+    collapse_repeats,
+    count_bad_steps,
+    count_logged_bad_steps,
+    find_alerts,
+)
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
@@ -58,7 +63,7 @@ class Job:
     saved_number: int = field(init=False)  # number of the newest position that needs no saving
     step_start_s: float = 0.0  # clock at the start of this step
     n_reported_incidents: int = 0  # number of the engine's incidents that are logged
-    bad_steps: dict[str, int] = field(default_factory=dict)  # steps in a row, by metric
+    bad_steps: dict[str, int] = field(init=False)  # steps in a row, by metric
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
     progress: Progress | None = None  # the progress bar on the terminal
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
@@ -67,6 +72,7 @@ class Job:
         self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
         self.first_step = self.position.step
         self.n_reported_incidents = len(self.engine.incidents)
+        self.bad_steps = count_logged_bad_steps(read_metrics(self.work / "metrics.jsonl"))
 
     @property
     def work(self) -> Path:

@@ -8,6 +8,7 @@ deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| a
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 def collapse_repeats(lines: Iterable[str]) -> list[str]:
@@ -77,6 +78,20 @@ def count_bad_steps(metrics: Mapping[str, float], previous: Mapping[str, int]) -
         for rule in RULES
         if rule.metric in metrics and rule.is_bad(metrics[rule.metric])
     }
+
+
+def count_logged_bad_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The counts of `count_bad_steps` after the last RL step in the rows of metrics.jsonl, which
+    a resumed run continues."""
+    metrics_of_steps: dict[int, dict[str, float]] = {}
+    for row in rows:  # an evaluation that is repeated after a resume has a row of its own
+        if row["stage"] == "rl":
+            numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
+            metrics_of_steps.setdefault(row["step"], {}).update(numbers)
+    counts: dict[str, int] = {}
+    for step in sorted(metrics_of_steps):
+        counts = count_bad_steps(metrics_of_steps[step], counts)
+    return counts
 
 
 def find_alerts(metrics: Mapping[str, float], bad_steps: Mapping[str, int]) -> dict[str, str]:

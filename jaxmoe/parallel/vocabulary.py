@@ -32,6 +32,7 @@ from pallas_kernels.token_logprobs import (
     token_logprobs,
     token_statistics,
 )
+from pallas_kernels.token_logprobs.slices import STATISTICS
 
 # Elements of the head that are gathered at a time: 32 MiB of bfloat16, the same for their gradient,
 # and twice that in float32.
@@ -126,13 +127,19 @@ def target_logprobs_sharded(
 
 
 def logprobs_impl(logprobs: Callable[..., Any]) -> Impl | None:
-    """Return the `impl` of the default `Ops.logprobs`; None for a custom one, which needs the full
-    head."""
+    """Return the `impl` of the default `Ops.logprobs`, or None if it needs the full head.
+
+    A custom function needs it, and so do implementations without `token_statistics`: the
+    batch-invariant ones.
+    """
     call = partial(logprobs)
     per_token = partial(call.keywords.get("per_token", token_logprobs))
     is_default = call.func is layers.target_logprobs and per_token.func is token_logprobs
     is_known = call.keywords.keys() <= {"per_token"} and per_token.keywords.keys() <= {"impl"}
-    return per_token.keywords.get("impl", "auto") if is_default and is_known else None
+    impl = per_token.keywords.get("impl", "auto")
+    names = {impl} if isinstance(impl, str) else {*impl}
+    has_slices = names <= {"auto", *STATISTICS}
+    return impl if is_default and is_known and has_slices else None
 
 
 class HeadChunk(NamedTuple):

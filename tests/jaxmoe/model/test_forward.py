@@ -190,11 +190,11 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
     }[name]  # fmt: skip
     inner = getattr(module, part)
 
-    def count_calls(*args):
+    def count_calls(*args, **options):
         def attention_forward(out):
             return jax.tree.map(jnp.negative, out)
 
-        return jax.jit(attention_forward)(inner(*args))
+        return jax.jit(attention_forward)(inner(*args, **options))
 
     monkeypatch.setattr(module, part, count_calls)
 

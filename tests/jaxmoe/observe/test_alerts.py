@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from jaxmoe.observe.alerts import RULES, collapse_repeats, count_bad_steps, find_alerts
+from jaxmoe.observe.alerts import (
+    RULES,
+    collapse_repeats,
+    count_bad_steps,
+    count_logged_bad_steps,
+    find_alerts,
+)
 
 UP, DOWN = math.inf, -math.inf
 ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
@@ -77,6 +83,19 @@ def test_a_share_that_varies_from_batch_to_batch_alerts_in_the_third_step_in_a_r
         bad_steps = count_bad_steps(metrics, bad_steps)
         assert find_alerts(metrics, bad_steps) == {}
     assert alerts_of({"gate/closed": 1.0}, steps=1)
+
+
+def test_a_resumed_run_counts_on_from_the_lines_of_its_log():
+    name = "reward/zero_std_groups_frac"
+    rows: list[dict] = [
+        {"stage": "rl", "step": step, "alerts": [], "gate/closed": None, name: value}
+        for step, value in enumerate((0.95, 0.8, 0.95, 0.95), 1)
+    ]
+    rows.insert(0, {"stage": "warmup", "step": 9, name: 0.95})
+    assert count_logged_bad_steps(rows) == {name: 2} and count_logged_bad_steps([]) == {}
+    repeated_evaluation = {"stage": "rl", "step": 4, "eval/accuracy": 0.5}
+    assert count_logged_bad_steps([*rows, repeated_evaluation]) == {name: 2}
+    assert count_logged_bad_steps(rows[:3]) == {}
 
 
 def test_a_line_that_came_often_is_told_once_with_how_often():
