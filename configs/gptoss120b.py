@@ -3,7 +3,7 @@
 
 COMMAND  python -m jaxmoe.train --config gptoss120b.py --dry-run
 EXPECT   56.5 GB per device in training, 28.0 GB while sampling, by the dry run's arithmetic;
-         the compilers' figures: docs/parallel.md. It has not been trained.
+         the compilers' figures: docs/results/parallel.md. It has not been trained.
 SOURCE   gptoss20b.py and what it cites. The mesh and the microbatches, one row of packed sequences
          on a device at a time, are what fits by the dry run's arithmetic.
 """

@@ -4,7 +4,8 @@
 COMMAND  python -m jaxmoe.train --config gptoss20b_lora.py --dry-run
 EXPECT   12.7 GB of weights, 0.2 GB of adapters; 15.0 GB in training, 15.4 GB while sampling, 1.4 GB
          on the host, by the dry run's arithmetic: within the 15.8 GB of a card of 16 GB. The
-         compiler of an H100 needs less for the step (docs/lora.md). It has not been trained.
+         compiler of an H100 needs less for the step (docs/results/lora.md). It has not been
+         trained.
 SOURCE   gptoss20b.py and what it cites; ten times its learning rate, as is usual for LoRA, not
          measured here.
 """

@@ -3,7 +3,7 @@
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_ppo.py --dry-run
 EXPECT   70.4 GB per device in training, 35.5 GB while sampling, by the dry run's arithmetic;
-         the compilers' figures: docs/parallel.md. It has not been trained.
+         the compilers' figures: docs/results/parallel.md. It has not been trained.
 SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 critic-only steps: verl's ReTool
          recipe for gpt-oss, retool/run_gpt_oss_ppo.sh.
          Clip 0.2/0.28: arXiv:2503.14476 section 3.1; dual clip 3: arXiv:1912.09729. 4 minibatches

@@ -4,8 +4,8 @@
 A token's bits depend on its own prefix alone. A prefill, a decode step and the forward inside a
 gradient then give it the same hidden states, experts and log-probs to the bit, whatever batch,
 padding or packing it is in. These are the ops of `plain_ops` applied to arrays of fixed shapes;
-there is no second formula. Gradients are those of the plain ops. docs/invariance.md lists,
-operation by operation, what would break the invariance.
+there is no second formula. Gradients are those of the plain ops. docs/results/invariance.md
+lists, operation by operation, what would break the invariance.
 Next: pallas_kernels/tiles.py.
 """
 

@@ -5,7 +5,7 @@ One kernel's blocks own queries and sum dq over keys. The other's own keys and s
 the queries of all heads that share them. The order is fixed, so results are bitwise repeatable.
 Both recompute the weights from lse. Together they take seven products. Five would suffice in one
 kernel, but it would add to dq from many blocks at once, in no fixed order, or one block after
-another: see docs/kernels.md.
+another: see docs/results/kernels.md.
 Next: pallas_kernels/hopper.py for the products.
 """
 

@@ -38,7 +38,7 @@ def compiler_params() -> pltpu.CompilerParams:
     """Compiler parameters of a grid (B, K, blocks), whose last axis runs in order.
 
     libtpu gives a kernel 16 MiB of VMEM by default. The limit is set to 7/8 of a core's VMEM;
-    docs/kernels.md lists the memory that kernels use.
+    docs/results/kernels.md lists the memory that kernels use.
     """
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device holds while adapters are trained over four-bit experts, by the chips' compilers.
 
-    python tests/bench/device_memory.py                         # the table of docs/lora.md
+    python tests/bench/device_memory.py                         # the table of docs/results/lora.md
     python tests/bench/device_memory.py --chip v6e --tokens 4096 --model 20b step
 
 Nothing is executed. A row compiles the step of RL that train jits, for eight sequences in eight

@@ -4,7 +4,7 @@
 GPT-OSS 20B's width and vocabulary, one pair of layers, two sequences of 4,096 tokens; for a TPU of
 512, and with XLA's least effort: at its usual one libtpu had not come to an end after 15 minutes,
 of which it spends 3 on a single sum of rows. Kernels are Mosaic's to compile, at any effort.
-Nothing is executed. `-s` prints what docs/kernels.md says of it.
+Nothing is executed. `-s` prints what docs/results/kernels.md says of it.
 """
 
 import contextlib

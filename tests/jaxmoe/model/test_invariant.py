@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant numerics: how a token is read changes no bit, and undoing any one piece does.
 
-A row of the table in docs/invariance.md is a case of `UNDONE`, or of a piece by itself in
-test_invariant_pieces.py.
+A row of the table in docs/results/invariance.md is a case of `UNDONE`, or of a piece by
+itself in test_invariant_pieces.py.
 """
 
 from functools import lru_cache, partial
