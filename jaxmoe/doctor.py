@@ -25,10 +25,7 @@ from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
-from jaxmoe.dry_run import dry_run
 from jaxmoe.envs.tasks import Task, digest_contents, open_task
-from jaxmoe.kernels import choose_run_kernels
-from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import escape_unprintable
@@ -56,6 +53,9 @@ from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine, Inspectable, open_engine
+from jaxmoe.run.dry_run import dry_run
+from jaxmoe.run.kernels import choose_run_kernels
+from jaxmoe.run.memory import check_memory, scoring_stage
 from jaxmoe.run_files import replace_text
 from jaxmoe.shapes import Params
 

@@ -16,10 +16,7 @@ from jaxmoe.checkpoint.base import load_stage_base, own_base_digest
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
-from jaxmoe.dry_run import dry_run
 from jaxmoe.envs.tasks import digest_contents, evaluate_held_out, open_task, response_text
-from jaxmoe.kernels import choose_run_kernels
-from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import report_phase
@@ -31,6 +28,9 @@ from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import init_run_adapters, stage_shapes
 from jaxmoe.rollout.engine import BaseReader, open_engine
+from jaxmoe.run.dry_run import dry_run
+from jaxmoe.run.kernels import choose_run_kernels
+from jaxmoe.run.memory import check_memory, scoring_stage
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,9 +3,9 @@
 
     rollouts -> rewards -> step (advantages, corrections, updates) -> weight sync -> eval -> save
 
-The parts are made by jaxmoe/parts.py; the step is jaxmoe/rl/update.py; rollouts during a step are
-jaxmoe/rollout/async_rollouts.py; logs, timing and checkpoints are jaxmoe/job.py. To change the
-loop, copy this file.
+The parts are made by jaxmoe/run/parts.py; the step is jaxmoe/rl/update.py; rollouts during a step
+are jaxmoe/rollout/async_rollouts.py; logs, timing and checkpoints are jaxmoe/run/job.py. To change
+the loop, copy this file.
 """
 
 import shlex
@@ -30,18 +30,14 @@ from jaxmoe.checkpoint.run import (
 )
 from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
 from jaxmoe.config import Config
-from jaxmoe.dry_run import dry_run
 from jaxmoe.envs.batches import apply_overlong_penalty
 from jaxmoe.envs.tasks import answer_tokens, digest_contents
-from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.parallel.processes import exit_process, joined_processes
-from jaxmoe.parts import STAGES, Parts, make_parts
 from jaxmoe.rl.batch import shard_rows, supervised_batch
 from jaxmoe.rl.minibatches import pack_batch, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
-from jaxmoe.rl.programs import out_shardings_option, warmup_optimizer
 from jaxmoe.rl.state import (
     init_rl_state,
     init_run_adapters,
@@ -51,6 +47,10 @@ from jaxmoe.rl.state import (
 from jaxmoe.rollout.engine import BaseReader
 from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
+from jaxmoe.run.dry_run import dry_run
+from jaxmoe.run.job import Job
+from jaxmoe.run.parts import STAGES, Parts, make_parts
+from jaxmoe.run.programs import out_shardings_option, warmup_optimizer
 from jaxmoe.shapes import Params
 
 

@@ -100,7 +100,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
-    for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
+    for place in ("jaxmoe.run.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
     for name in ("my_losses", "my_rewards", "own_engine"):  # other tests have some of these names
         sys.modules.pop(name, None)

@@ -100,7 +100,7 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     """Return the ops of a run; every command calls this once.
 
     `impls` maps each operation of pallas_kernels to the implementation that a check on this
-    accelerator selected (jaxmoe/kernels.py). Without it they are those that cfg.kernels names,
+    accelerator selected (jaxmoe/run/kernels.py). Without it they are those that cfg.kernels names,
     unchecked.
     """
     if impls is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts: bounds of metrics, and what to check first. Next: jaxmoe/job.py prints them.
+"""Alerts: bounds of metrics, and what to check first. Next: jaxmoe/run/job.py prints them.
 
 Thresholds: verl's documentation of rollout correction (kl, chi2_token, ESS, weight mean and
 deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| above 1.05).

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host: its allocator, its free memory, and the threads of CPU devices.
 
-Next: jaxmoe/cli.py sets the allocator before anything is allocated; jaxmoe/memory.py compares.
+Next: jaxmoe/cli.py sets the allocator before anything is allocated; jaxmoe/run/memory.py compares.
 """
 
 import ctypes

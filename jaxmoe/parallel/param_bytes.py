@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries and bytes of parameters on one device of a config's mesh, from their shapes.
 
-Next: jaxmoe/memory.py.
+Next: jaxmoe/run/memory.py.
 """
 
 import math

@@ -19,7 +19,6 @@ import jax
 
 from jaxmoe.cli import ExitStatus, build_parser, config_from_args
 from jaxmoe.config import Config, ConfigError, describe_engine, require
-from jaxmoe.memory import format_bytes, plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
@@ -29,6 +28,7 @@ from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler, compile_sampler
 from jaxmoe.plan.schedules import libtpu_dump_folder, time_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.run.memory import format_bytes, plan_memory
 from pallas_kernels.ahead_of_time import parse_topology
 
 

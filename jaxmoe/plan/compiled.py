@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
-from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import adapter_shapes, with_adapters
@@ -27,8 +26,9 @@ from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.run.memory import plan_memory
+from jaxmoe.run.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
 from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
 from pallas_kernels.dispatch import Impl

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
-from jaxmoe.kernels import Decision, decide_kernels
-from jaxmoe.memory import microbatch_rows
+from jaxmoe.run.kernels import Decision, decide_kernels
+from jaxmoe.run.memory import microbatch_rows
 from pallas_kernels.check.verdicts import KernelVerdict
 from pallas_kernels.decode_attention import api as decoding
 from pallas_kernels.dispatch import Implementation

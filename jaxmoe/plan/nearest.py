@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import override
-from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.run.memory import plan_memory
 
 SMALLEST = "the smallest microbatches"  # `apply_changes` replaces it by a mesh's smallest
 MAX_DEVICES = 1024

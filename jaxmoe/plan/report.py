@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmoe.config import Config
-from jaxmoe.memory import Memory, format_bytes, plan_memory
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import sent_bytes
 from jaxmoe.plan.compiled import CompiledStep, TooLarge
@@ -16,6 +15,7 @@ from jaxmoe.plan.roofline import Bounds, StepWork, sampling_work, scores_policy
 from jaxmoe.plan.sampler import CompiledSampler, count_prompt_batches
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.run.memory import Memory, format_bytes, plan_memory
 
 PREALLOCATED = 0.75  # fraction of a GPU's memory that JAX takes without XLA_CLIENT_MEM_FRACTION
 

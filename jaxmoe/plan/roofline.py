@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.memory import layer_bytes, layer_flops, microbatch_rows, plan_memory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.param_bytes import copy_bytes
@@ -22,6 +21,7 @@ from jaxmoe.plan.collectives import Collective, sent_bytes
 from jaxmoe.plan.compiled import count_microbatches
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.run.memory import layer_bytes, layer_flops, microbatch_rows, plan_memory
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
-from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, mesh_spec
 from jaxmoe.plan.collectives import Collective, count_collectives
 from jaxmoe.plan.compiled import TooLarge, parse_too_large, policy_shapes
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.engine import Compilable, open_engine
+from jaxmoe.run.memory import plan_memory
 from pallas_kernels.ahead_of_time import compile_jitted
 from pallas_kernels.dispatch import Impl
 

@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
-from jaxmoe.memory import microbatch_rows
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import TpuKernel
+from jaxmoe.run.memory import microbatch_rows
 from pallas_kernels.bench import loop_counts
 from pallas_kernels.bench.schedule_tpu import FLAGS, LoopCounts, read_tpu_schedules
 from pallas_kernels.grouped_matmul.cases import MatmulCase

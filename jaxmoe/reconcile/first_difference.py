@@ -3,7 +3,7 @@
 
 One forward is the trainer's, over the full sequence. The other prefills the prompt and decodes one
 token at a time, as the native engine does. Both record every layer's routing through `Ops.record`.
-Next: jaxmoe/guards.py reports it when a run stops.
+Next: jaxmoe/run/guards.py reports it when a run stops.
 """
 
 from dataclasses import replace

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the native engine, computed from shapes. Next: jaxmoe/memory.py adds the trainer's."""
+"""Memory of the native engine, computed from shapes.
+
+Next: jaxmoe/run/memory.py adds the trainer's.
+"""
 
 from jaxmoe.config import Config
 from jaxmoe.config.engine import EngineMemory

@@ -35,9 +35,9 @@ from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import rl_program
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state
+from jaxmoe.run.programs import rl_program
 from jaxmoe.study import ResultsStore
 from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 

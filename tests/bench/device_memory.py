@@ -28,7 +28,6 @@ import jax
 
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import make_one_device_mesh
 from jaxmoe.plan.compiled import step_base_shapes
@@ -36,10 +35,11 @@ from jaxmoe.plan.kernels import choose_mesh_kernels
 from jaxmoe.plan.sampler import compile_sampler
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import batch_shapes, rl_program, warmup_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rl.update import score_batch
+from jaxmoe.run.memory import plan_memory
+from jaxmoe.run.programs import batch_shapes, rl_program, warmup_optimizer
 from pallas_kernels.ahead_of_time import chip_mesh, compile_on
 
 EMBEDDING_ROWS = 16_384  # as configs/gptoss20b_lora.py has it

@@ -22,13 +22,13 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
-from jaxmoe.job import Job
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.parts import make_parts
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.engine import open_engine
+from jaxmoe.run.job import Job
+from jaxmoe.run.parts import make_parts
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",

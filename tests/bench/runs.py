@@ -17,13 +17,13 @@ from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config import Config
 from jaxmoe.envs.tasks import Task
-from jaxmoe.job import Job
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.metrics import MetricsLog
-from jaxmoe.parts import make_parts
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.run.job import Job
+from jaxmoe.run.parts import make_parts
 
 
 def new_engine(cfg: Config, ops: Ops | None = None) -> NativeEngine:

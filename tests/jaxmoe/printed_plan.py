@@ -2,7 +2,7 @@
 """The lines of a printed plan that say what would run."""
 
 from jaxmoe.config_file import override
-from jaxmoe.dry_run import format_plan
+from jaxmoe.run.dry_run import format_plan
 
 
 def what_runs(cfg, *changes):

@@ -22,13 +22,13 @@ from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog
-from jaxmoe.parts import make_parts
 from jaxmoe.records import Rollout, StopReason
-from jaxmoe.rl.programs import rl_program
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import TokenStats
+from jaxmoe.run.job import Job
+from jaxmoe.run.parts import make_parts
+from jaxmoe.run.programs import rl_program
 from jaxmoe.train import train_rl
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3

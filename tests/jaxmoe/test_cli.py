@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe import dry_run
 from jaxmoe.cli import ExitStatus, parse_config
+from jaxmoe.run import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,10 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.kernels import decide_kernels
 from jaxmoe.model.ops import make_ops
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parts import make_parts
+from jaxmoe.run.kernels import decide_kernels
+from jaxmoe.run.parts import make_parts
 from jaxmoe.train import main, train
 from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.check import child

@@ -18,12 +18,12 @@ from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import plan_memory
 from jaxmoe.model import plain_ops
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import warmup_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters, stage_shapes
+from jaxmoe.run.memory import plan_memory
+from jaxmoe.run.programs import warmup_optimizer
 from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, random_adapters
 from tests.jaxmoe.random_weights import random_weights
 

@@ -198,7 +198,7 @@ from dataclasses import replace
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import EngineError
 from jaxmoe.envs.batches import make_batch
-from jaxmoe.parts import make_parts
+from jaxmoe.run.parts import make_parts
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.train import train
 

@@ -11,9 +11,9 @@ from scripted import SOON, STEPS, Run, Scripted, lines, stream
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import ConfigError, EngineError
-from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog, read_samples
 from jaxmoe.observe.plots import plot_run
+from jaxmoe.run.job import Job
 
 
 class Bomb(BaseException):

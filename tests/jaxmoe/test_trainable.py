@@ -14,10 +14,10 @@ import pytest
 from jaxmoe import train
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import plan_memory
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import warmup_optimizer
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.run.memory import plan_memory
+from jaxmoe.run.programs import warmup_optimizer
 
 ROOT = Path(__file__).parents[2]
 NO_ROUTER = "(?!.*router).*"

@@ -21,8 +21,8 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import join_processes
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.rl.batch import supervised_batch
-from jaxmoe.rl.programs import out_shardings_option, supervised_program, warmup_optimizer
 from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.run.programs import out_shardings_option, supervised_program, warmup_optimizer
 
 
 def main(steps: int, axis: str) -> None:

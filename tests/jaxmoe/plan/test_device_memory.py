@@ -4,7 +4,7 @@
 import jax
 import pytest
 
-from jaxmoe.memory import plan_memory
+from jaxmoe.run.memory import plan_memory
 from pallas_kernels import ahead_of_time
 from tests.bench.device_memory import Row, config, decoded, scoring, sizes, step
 

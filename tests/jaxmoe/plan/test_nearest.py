@@ -5,7 +5,6 @@ import math
 
 import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan.nearest import (
     SMALLEST,
@@ -15,6 +14,7 @@ from jaxmoe.plan.nearest import (
     memory_settings,
     mesh_settings,
 )
+from jaxmoe.run.memory import plan_memory
 
 GB = 10**9
 CFG = load_config("gptoss20b.py")  # fsdp 2 x expert 4

@@ -11,7 +11,6 @@ import jaxmoe.plan.__main__ as command
 import jaxmoe.plan.nearest as search
 from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import layer_flops, plan_memory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
@@ -30,6 +29,7 @@ from jaxmoe.plan.compiled import (
 from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.run.memory import layer_flops, plan_memory
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
 from pallas_kernels.ahead_of_time import compiler_unavailable

@@ -9,13 +9,13 @@ import pytest
 
 import jaxmoe.plan.schedules as module
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import layer_flops
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import TpuKernel, count_tpu_kernels
 from jaxmoe.plan.roofline import step_bounds, step_work
 from jaxmoe.plan.schedules import KernelTime, libtpu_dump_folder, time_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.run.memory import layer_flops
 from pallas_kernels.bench import loop_counts
 from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts, TpuSchedule
 

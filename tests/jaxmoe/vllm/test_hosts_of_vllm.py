@@ -47,7 +47,7 @@ from dataclasses import replace
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.parallel.processes import exit_process, joined_processes
-from jaxmoe.parts import make_parts
+from jaxmoe.run.parts import make_parts
 from jaxmoe.train import train
 def report_batch(cfg, task, rollouts, rewards):
     rows = [[r.prompt.id, r.tokens.tolist(), r.weight_versions.tolist()] for r in rollouts]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and FLOPs of a run, computed from shapes; a run that does not fit is refused.
 
-No weight is read or made. Next: jaxmoe/dry_run.py prints the result.
+No weight is read or made. Next: jaxmoe/run/dry_run.py prints the result.
 """
 
 import math

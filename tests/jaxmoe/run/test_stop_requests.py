@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe import job
 from jaxmoe.cli import STOP_SIGNALS, Stopped, handle_stop_signals
 from jaxmoe.parallel.processes import PROCESS_VARIABLES
+from jaxmoe.run import job
 from tests.jaxmoe.scripted import Run, Scripted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRIES = int(os.environ.get("JAXMOE_SIGNALS", "5"))
 NAMES = [number.name for number in STOP_SIGNALS]
 
@@ -73,7 +73,7 @@ STEP_AFTER_STEP = """
 import sys, time
 from types import SimpleNamespace
 from jaxmoe.cli import Stopped, handle_stop_signals
-from jaxmoe.job import Job
+from jaxmoe.run.job import Job
 from jaxmoe.parallel.processes import joined_processes
 
 class Steps(Job):

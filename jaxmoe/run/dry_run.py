@@ -12,14 +12,14 @@ from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.kernels import describe_kernels
-from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
 from jaxmoe.model.params import count_params
 from jaxmoe.model.router import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
+from jaxmoe.run.kernels import describe_kernels
+from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
 
 
 def dry_run(cfg: Config, *stages: str) -> None:

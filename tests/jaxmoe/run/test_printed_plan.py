@@ -6,8 +6,8 @@ from printed_plan import what_runs
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.dry_run import format_plan
 from jaxmoe.model.params import count_params
+from jaxmoe.run.dry_run import format_plan
 
 GAE = "loss.advantages=gae"
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.guards import check_finite
+from jaxmoe.run.guards import check_finite
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -23,7 +23,6 @@ from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import evaluate_held_out
-from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
@@ -38,13 +37,14 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import gather_from_processes, gather_to_hosts, max_over_processes
-from jaxmoe.parts import Parts
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.run.guards import check_finite, gate_error, invariance_error
+from jaxmoe.run.parts import Parts
 from jaxmoe.run_files import RunFolderError
 from jaxmoe.shapes import Metrics, Params
 

@@ -7,13 +7,14 @@ import time
 import jax
 import pytest
 
-from jaxmoe import doctor, eval, parts, train
+from jaxmoe import doctor, eval, train
 from jaxmoe.checkpoint.same_run import check_resume
 from jaxmoe.config import KERNELS, ConfigError, to_json
 from jaxmoe.config_file import load_config, override
-from jaxmoe.kernels import choose_run_kernels, decide_kernels, describe_kernels, run_cases
 from jaxmoe.model import abstract_params, forward, make_ops, plain_ops, sequence_logprobs
 from jaxmoe.model.cache import init_cache
+from jaxmoe.run import parts
+from jaxmoe.run.kernels import choose_run_kernels, decide_kernels, describe_kernels, run_cases
 from pallas_kernels.check import child, one
 from pallas_kernels.check.choice import PLATFORMS, make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
@@ -278,8 +279,8 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
 
         return judge
 
-    monkeypatch.setattr("jaxmoe.kernels.detect_chip", lambda: H200)
-    monkeypatch.setattr("jaxmoe.kernels.make_judge", judge_on)
+    monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
+    monkeypatch.setattr("jaxmoe.run.kernels.make_judge", judge_on)
     start = time.monotonic()
     found = choose_run_kernels(TINY)
     found.print_decision()

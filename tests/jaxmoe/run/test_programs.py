@@ -13,7 +13,7 @@ from jaxmoe.records import Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import rollout_batch, shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.programs import batch_shapes, sharded_batch_shapes
+from jaxmoe.run.programs import batch_shapes, sharded_batch_shapes
 
 SMALL = (
     "rollout.sequences_per_step=16", "rollout.max_new_tokens=6", "data.max_prompt_tokens=7",

@@ -6,10 +6,10 @@ import math
 import jax
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.memory import microbatch_rows, plan_memory
 from jaxmoe.model.lora import adapter_shapes
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.run.memory import microbatch_rows, plan_memory
 
 PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")

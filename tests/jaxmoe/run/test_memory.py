@@ -12,12 +12,10 @@ import jax
 import pytest
 from printed_plan import what_runs
 
-import jaxmoe.memory
+import jaxmoe.run.memory
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.dry_run import format_plan
-from jaxmoe.memory import check_memory, device_bytes, layer_flops, plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, cast_for_forward, count_params, param_specs
 from jaxmoe.parallel.host import count_free_bytes
@@ -25,6 +23,8 @@ from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes
 from jaxmoe.rollout.engine import open_engine
+from jaxmoe.run.dry_run import format_plan
+from jaxmoe.run.memory import check_memory, device_bytes, layer_flops, plan_memory
 
 PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
@@ -54,7 +54,7 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
              "gptoss20b_long.py", "gptoss120b_lora.py"],
 )  # fmt: skip
 def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
-    header = (Path(__file__).parents[2] / "configs" / name).read_text().partition("SOURCE")[0]
+    header = (Path(__file__).parents[3] / "configs" / name).read_text().partition("SOURCE")[0]
     mem, gb = plan_memory(load_config(name)), 1e9
     figures = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
     assert figures and [float(x) for x in figures.groups()] == [
@@ -207,7 +207,7 @@ def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
 
 def test_a_cpus_devices_have_no_other_memory(monkeypatch):
     cfg = override(load_config("tiny.py"), "optim.moments=host")
-    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: plan_memory(cfg).training)
+    monkeypatch.setattr(jaxmoe.run.memory, "device_bytes", lambda: plan_memory(cfg).training)
     with pytest.raises(ConfigError, match="training must fit into"):
         check_memory(cfg, "training")
 
@@ -297,9 +297,9 @@ def test_what_the_plan_holds_is_what_is_alive(tmp_path):
 def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
     cfg = load_config("tiny.py")
     need = plan_memory(cfg).training
-    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need)
+    monkeypatch.setattr(jaxmoe.run.memory, "device_bytes", lambda: need)
     check_memory(cfg, "training", "sampling")
-    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need - 1)
+    monkeypatch.setattr(jaxmoe.run.memory, "device_bytes", lambda: need - 1)
     with pytest.raises(ConfigError) as error:
         check_memory(cfg, "sampling", "training")
     text = str(error.value)
@@ -308,7 +308,7 @@ def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatc
     typed = re.findall(r"--set (\S+?),? ", text)
     assert typed and plan_memory(override(cfg, *typed)).training < need
     check_memory(override(cfg, "mesh.fsdp=2"), "training")  # other machines'
-    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: 10_000)
+    monkeypatch.setattr(jaxmoe.run.memory, "device_bytes", lambda: 10_000)
     with pytest.raises(ConfigError, match="a smaller model or a larger machine: with --set optim"):
         check_memory(cfg, "training")
 

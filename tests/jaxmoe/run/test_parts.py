@@ -13,9 +13,9 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parts import make_parts
-from jaxmoe.rl.programs import JitProgram
 from jaxmoe.rl.update import TokenStats
+from jaxmoe.run.parts import make_parts
+from jaxmoe.run.programs import JitProgram
 from jaxmoe.train import train
 
 SMALL = (

@@ -35,7 +35,7 @@ def refused(main, args, capsys):
 def test_three_billion_parameters_are_one_line_before_anything_is_made(
     main, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxmoe.memory.count_free_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 24 * 10**9)
     args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
     out, err = refused(main, args, capsys)
     assert out == "" and "24,000,000,000 bytes" in err and " GB)" in err
@@ -91,7 +91,7 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
     name, kinds, capsys, tmp_path, monkeypatch
 ):
     """Dry run with a local config.json, the byte tokenizer and generated rows."""
-    monkeypatch.setattr("jaxmoe.memory.count_free_bytes", lambda: 10**12)
+    monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
     model = to_hf(load_config(name).model, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(model))

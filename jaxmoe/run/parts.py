@@ -20,8 +20,6 @@ from jaxmoe.config import Config, to_json
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.rollouts import ScoredRollouts, open_rollouts
 from jaxmoe.envs.tasks import Task, open_task
-from jaxmoe.kernels import Decision, choose_run_kernels
-from jaxmoe.memory import check_memory
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.observe.plots import plot_run
@@ -35,10 +33,12 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import JitProgram, rl_program, supervised_program
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.engine import Engine, open_engine
+from jaxmoe.run.kernels import Decision, choose_run_kernels
+from jaxmoe.run.memory import check_memory
+from jaxmoe.run.programs import JitProgram, rl_program, supervised_program
 
 STAGES = ("training", "sampling", "syncing")  # stages of the memory check
 
