@@ -12,15 +12,15 @@ import jax
 from jaxtyping import Array
 
 from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
-from pallas_kernels.sink_attention.signature import Gradients, Result
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_with_gradients(
-    forward: Callable[..., Result], gradients: Callable[..., Gradients],
+    forward: Callable[..., sig.Result], gradients: Callable[..., sig.Gradients],
     q: Array, k: Array, v: Array, sink: Array, layout: Layout,
-) -> Result:  # fmt: skip
+) -> sig.Result:  # fmt: skip
     """forward(q, k, v, sink, layout), with the derivative that `gradients` computes.
 
     gradients(q, k, v, dout, lse, delta, layout) returns (dq, dk, dv) as `sink_attention_backward`
@@ -29,7 +29,7 @@ def attend_with_gradients(
     return forward(q, k, v, sink, layout)
 
 
-def _attend_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[Result, Any]:
+def _attend_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[sig.Result, Any]:
     o, lse = name_for_checkpoint(*forward(*arrays))
     return (o, lse), (*arrays, o, lse)
 

@@ -20,17 +20,18 @@ from jaxtyping import Array
 
 from pallas_kernels.dispatch import kernel_module, kernels_unsupported
 from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 _HERE = "pallas_kernels.sink_attention"
 BLOCK = 256  # positions; a multiple of the key block of every kernel
 
 
 def sink_attention_mosaic_invariant(
-    kernels: str, q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout,
-    window: int, scale: float, *, cache: bool | None = None, interpret: bool = False,
-) -> Result:  # fmt: skip
+    kernels: str, q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks,
+    layout: Layout, window: int, scale: float, *, cache: bool | None = None,
+    interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """Batch-invariant (o, lse) by `kernels`: a query's bits depend on its own keys alone.
 
     If the keys are no cache, that holds for sequences of a row that begin at a column that is a
@@ -71,15 +72,15 @@ decode_attention_mosaic_invariant_unsupported = partial(
 
 
 def _run_unfused(
-    forward: Callable[..., Result], q: Array, k: Array, v: Array, sink: Array, layout: Layout
-) -> Result:
+    forward: Callable[..., sig.Result], q: Array, k: Array, v: Array, sink: Array, layout: Layout
+) -> sig.Result:
     """forward(…) behind barriers: XLA must not fuse inputs or outputs with other operations."""
     barrier: Any = lax.optimization_barrier
     return barrier(forward(*barrier((q, k, v, sink)), layout))
 
 
 def order_by_position(
-    k_BSKH: Keys, v_BSKH: Keys, layout: Layout, window: int
+    k_BSKH: sig.Keys, v_BSKH: sig.Keys, layout: Layout, window: int
 ) -> tuple[Array, Array, Layout]:
     """(k, v, layout) of a cache with each key moved to the column of its position.
 

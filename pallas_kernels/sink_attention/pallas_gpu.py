@@ -27,6 +27,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores, target_device
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
@@ -40,14 +41,6 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     tiles_of_core,
 )
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import (
-    Gradients,
-    Keys,
-    Queries,
-    Result,
-    Rows,
-    Sinks,
-)
 
 ROWS = hopper.WARPGROUP_ROWS
 
@@ -68,9 +61,9 @@ def mosaic_forward_tiles(H: int, window: int, G: int) -> MosaicTiles:
 
 
 def sink_attention_mosaic_gpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
+    window: int, scale: float, *, interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `sink_attention_reference` for the formula. Differentiable."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
     statics = dict(window=window, scale=scale, interpret=interpret)
@@ -86,9 +79,10 @@ def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
 
 
 def sink_attention_backward_mosaic_gpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
-    layout: Layout, window: int, scale: float, *, interpret: bool = False,
-) -> Gradients:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float, *,
+    interpret: bool = False,
+) -> sig.Gradients:  # fmt: skip
     """(dq, dk, dv) on a Hopper GPU; see `sink_attention_backward_reference` for the formula.
 
     Each is rounded to the dtype of q.

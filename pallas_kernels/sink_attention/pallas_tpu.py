@@ -20,17 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import tpu
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_tpu_backward import attention_gradients_tpu
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import (
-    Gradients,
-    Keys,
-    Queries,
-    Result,
-    Rows,
-    Sinks,
-)
 
 COLUMNS = 1024  # maximum of heads per key head times head size; more was not compiled
 TABLE = 2**17  # maximum bytes of block tables in SMEM
@@ -129,9 +122,9 @@ def attention_forward_tpu(
 
 
 def sink_attention_mosaic_tpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
+    window: int, scale: float, interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """(o, lse) by a TPU kernel; see `sink_attention_reference` for the formula."""
     x = blocks.choose_sizes(q_BTNH.shape, k_BSKH.shape, window, q_BTNH.dtype.itemsize)
     statics = dict(window=window, scale=scale, interpret=interpret)
@@ -172,9 +165,10 @@ def _attention_gradients(q, k, v, dout, lse, delta, layout, window, scale, dtype
 
 
 def sink_attention_backward_mosaic_tpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
-    layout: Layout, window: int, scale: float, interpret: bool = False,
-) -> Gradients:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
+    interpret: bool = False,
+) -> sig.Gradients:  # fmt: skip
     """(dq, dk, dv) by a TPU kernel; see `sink_attention_backward_reference` for the formula."""
     arrays = q_BTNH, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN
     return _attention_gradients(*arrays, layout, window, scale, jnp.float32, interpret)

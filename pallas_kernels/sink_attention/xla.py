@@ -18,16 +18,9 @@ from jaxtyping import Array
 from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout, is_visible
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import (
-    Gradients,
-    Keys,
-    Queries,
-    Result,
-    Rows,
-    Sinks,
-)
 
 # Measured on one core with float32; a block of scores should fit into the cache.
 ROWS = 512  # maximum rows of a score block: queries times heads per key head
@@ -213,9 +206,9 @@ def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
 
 
 def sink_attention_xla(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float,
-) -> Result:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
+    window: int, scale: float,
+) -> sig.Result:  # fmt: skip
     """(o, lse) in blocks of keys; see `sink_attention_reference` for the formula."""
     forward = partial(_attend_in_blocks, window=window, scale=scale)
     gradients = partial(sink_attention_backward_xla, window=window, scale=scale, dtype=q_BTNH.dtype)
@@ -231,9 +224,10 @@ def _attend_in_blocks(q, k, v, sink, layout, window, scale):
 
 
 def sink_attention_backward_xla(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
-    layout: Layout, window: int, scale: float, dtype: DTypeLike = jnp.float32,
-) -> Gradients:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
+    dtype: DTypeLike = jnp.float32,
+) -> sig.Gradients:  # fmt: skip
     """(dq, dk, dv) in `dtype`; see `sink_attention_backward_reference` for the formula."""
     T, N = q_BTNH.shape[1:3]
     S, K = k_BSKH.shape[1:3]

@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.masks import Layout, is_visible
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 from pallas_kernels.sink_attention.xla import sink_attention_backward_xla
 from pallas_kernels.sink_attention.xla_invariant_blocks import (
     KEYS,
@@ -49,9 +49,9 @@ Read = Callable[[Array, Array], Array]
 
 
 def sink_attention_xla_invariant(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float, *, cache: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
+    window: int, scale: float, *, cache: bool = False,
+) -> sig.Result:  # fmt: skip
     """Batch-invariant (o, lse): the bits of a query depend on its keys alone.
 
     A segment has each position at most once. With `cache` the queries of a row are of one segment,
@@ -78,7 +78,7 @@ decode_attention_xla_invariant_unsupported = sink_attention_xla_invariant_unsupp
 def _attend_in_pairs(
     q: Array, k: Array, v: Array, sink: Array, layout: Layout, *, window: int, scale: float,
     cache: bool,
-) -> Result:  # fmt: skip
+) -> sig.Result:  # fmt: skip
     """(o, lse), PAIRS of (batch row, queries) at a time."""
     (B, T, N, H), K = q.shape, k.shape[2]
     G = N // K

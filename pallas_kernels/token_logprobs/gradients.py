@@ -8,21 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.token_logprobs.signature import (
-    Gradients,
-    Head,
-    Hidden,
-    Result,
-    Targets,
-    Temperature,
-)
+from pallas_kernels.token_logprobs import signature as sig
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def logprobs_with_gradients(
-    forward: Callable[..., Any], gradients: Callable[..., Gradients],
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-) -> Result:  # fmt: skip
+    forward: Callable[..., Any], gradients: Callable[..., sig.Gradients], hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Temperature,
+) -> sig.Result:  # fmt: skip
     """logp and entropy of forward(…) = (logp, entropy, lse), with the derivative by `gradients`.
 
     gradients(…, lse, entropy, dlogp, dentropy) returns (dhidden, dw_head), as `token_gradients`.
@@ -31,7 +24,7 @@ def logprobs_with_gradients(
     return logp_M, entropy_M
 
 
-def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[Result, Any]:
+def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[sig.Result, Any]:
     logp_M, entropy_M, lse_M = forward(*arrays)
     return (logp_M, entropy_M), (*arrays, lse_M, entropy_M)
 

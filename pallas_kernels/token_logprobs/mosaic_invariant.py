@@ -13,18 +13,18 @@ from jaxtyping import Array
 
 from pallas_kernels.dispatch import kernel_module, kernels_unsupported
 from pallas_kernels.tiles import map_tiles
+from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
-from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 _HERE = "pallas_kernels.token_logprobs"
 ROWS = 256  # tokens of a block; fewer are padded to it
 
 
 def token_logprobs_mosaic_invariant(
-    kernels: str, hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    kernels: str, hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, *, interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """Batch-invariant (logp, entropy) by `kernels`: a token's bits depend on that token alone.
 
     Numerics: as of the kernel. The reciprocal of the temperature is computed on the device, also

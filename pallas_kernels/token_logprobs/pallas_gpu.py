@@ -21,18 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores, target_device
+from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
-from pallas_kernels.token_logprobs.signature import (
-    Gradients,
-    Head,
-    Hidden,
-    PerToken,
-    Result,
-    Statistics,
-    Targets,
-    Temperature,
-)
 
 ROWS = 64  # rows of a warpgroup, those of a wgmma
 COLUMNS = 256  # the widest wgmma; 64 × 256 float32 sums are 128 registers of each thread
@@ -277,9 +268,9 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
 
 
 def token_logprobs_mosaic_gpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool = False,
-) -> Result:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
     Numerics: bfloat16 in, float32 sums and softmax, base-2 exponentials of the GPU (2 ulp);
@@ -293,9 +284,9 @@ def token_logprobs_mosaic_gpu(
 
 
 def token_statistics_mosaic_gpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool = False,
-) -> Statistics:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+) -> sig.Statistics:  # fmt: skip
     """The target's logit, lse and entropy over a slice.
 
     Numerics: as of `token_logprobs_mosaic_gpu`.
@@ -313,10 +304,11 @@ def token_statistics_mosaic_gpu(
 
 
 def token_gradients_mosaic_gpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
-) -> Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
+) -> sig.Gradients:  # fmt: skip
     """Gradients of hidden states and head, from dz (see `streamed.gradient_coefficients`) of one
     chunk of the head at a time."""
     n_tokens = hidden_MD.shape[0]

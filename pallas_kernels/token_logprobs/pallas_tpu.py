@@ -18,18 +18,9 @@ from jaxtyping import Array
 
 from pallas_kernels import tpu
 from pallas_kernels.arguments import matmul_precision
+from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
-from pallas_kernels.token_logprobs.signature import (
-    Gradients,
-    Head,
-    Hidden,
-    PerToken,
-    Result,
-    Statistics,
-    Targets,
-    Temperature,
-)
 
 ROWS = 1024  # maximum tokens of a block; the head is read once per block
 COLUMNS = 512  # maximum words of a block
@@ -117,8 +108,8 @@ def _compiler_params() -> pltpu.CompilerParams:
 
 
 def softmax_partials_tpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool, max_rows: int | None = None,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, interpret: bool, max_rows: int | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """peak, total, moment and chosen of every lane, [M, 128] each; see `streamed.merge_partials`.
 
@@ -185,9 +176,9 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
 
 
 def token_logprobs_mosaic_tpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool = False,
-) -> Result:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+) -> sig.Result:  # fmt: skip
     """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
     Numerics: float32 sums and softmax; float32 inputs are multiplied as float32 (six passes);
@@ -201,9 +192,9 @@ def token_logprobs_mosaic_tpu(
 
 
 def token_statistics_mosaic_tpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool = False,
-) -> Statistics:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+) -> sig.Statistics:  # fmt: skip
     """The target's logit, lse and entropy over a slice.
 
     Numerics: as of `token_logprobs_mosaic_tpu`.
@@ -221,10 +212,11 @@ def token_statistics_mosaic_tpu(
 
 
 def token_gradients_mosaic_tpu(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
-) -> Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
+) -> sig.Gradients:  # fmt: skip
     """Gradients of hidden states and head, from dz (see `streamed.gradient_coefficients`) of one
     chunk of the head at a time."""
     if hidden_MD.shape[0] == 0:

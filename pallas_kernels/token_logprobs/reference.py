@@ -9,22 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import dot_float32
-from pallas_kernels.token_logprobs.signature import (
-    Gradients,
-    Head,
-    Hidden,
-    PerToken,
-    Result,
-    Statistics,
-    Targets,
-    Temperature,
-)
+from pallas_kernels.token_logprobs import signature as sig
 
 
 def token_logprobs_reference(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets,
-    temperature: Temperature | float = 1.0, vocab_size: int | None = None,
-) -> Result:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature | float = 1.0, vocab_size: int | None = None,
+) -> sig.Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution.
 
     z = hidden @ w_head / temperature;  logp = z[target] − lse(z);  H = −Σ p log p
@@ -42,9 +33,9 @@ def token_logprobs_reference(
 
 
 def token_statistics_reference(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int,
-) -> Statistics:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int,
+) -> sig.Statistics:  # fmt: skip
     """The target's logit (0 if the target is not among the words), lse and entropy."""
     logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     z_MV = logits_MV / scale
@@ -55,10 +46,11 @@ def token_statistics_reference(
 
 
 def token_gradients_reference(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, dhidden_MD: Hidden | None = None,
-) -> Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+) -> sig.Gradients:  # fmt: skip
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H).
 
     p = exp(z − lse_M) and H = entropy_M.
@@ -76,8 +68,11 @@ def token_gradients_reference(
 
 
 def _word_logits(
-    hidden_MD: Hidden, w_head_DV: Head, temperature: Temperature | float, vocab_size: int | None
-) -> tuple[Float[Array, "M words"], Temperature]:
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    temperature: sig.Temperature | float,
+    vocab_size: int | None,
+) -> tuple[Float[Array, "M words"], sig.Temperature]:
     """(logits of the words, temperature by which to divide them)."""
     f32 = jnp.float32
     logits_MV = jnp.dot(
@@ -88,7 +83,7 @@ def _word_logits(
     return logits_MV, jax.lax.stop_gradient(jnp.asarray(temperature, f32))
 
 
-def _is_target(targets_M: Targets, vocab_size: int) -> Array:
+def _is_target(targets_M: sig.Targets, vocab_size: int) -> Array:
     return jnp.arange(vocab_size, dtype=jnp.int32)[None, :] == targets_M[:, None]
 
 

@@ -15,17 +15,8 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.arguments import dot_float32
+from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
-from pallas_kernels.token_logprobs.signature import (
-    Gradients,
-    Head,
-    Hidden,
-    PerToken,
-    Result,
-    Statistics,
-    Targets,
-    Temperature,
-)
 
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
@@ -136,9 +127,9 @@ def stream_vocabulary(
 
 
 def token_logprobs_xla(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int,
-) -> Result:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int,
+) -> sig.Result:  # fmt: skip
     """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past
@@ -151,9 +142,9 @@ def token_logprobs_xla(
 
 
 def token_statistics_xla(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int,
-) -> Statistics:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int,
+) -> sig.Statistics:  # fmt: skip
     """The target's logit, lse and entropy over a slice of the vocabulary.
 
     Numerics: as of `token_logprobs_xla`.
@@ -165,10 +156,11 @@ def token_statistics_xla(
 
 
 def token_gradients_xla(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, dhidden_MD: Hidden | None = None,
-) -> Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+) -> sig.Gradients:  # fmt: skip
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H), recomputed in blocks.
 
     The outer loop is over the vocabulary, so a block of the head's gradient is summed in float32

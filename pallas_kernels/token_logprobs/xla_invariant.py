@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.tiles import map_tiles
+from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import xla
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
-from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 
 def token_logprobs_xla_invariant(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int,
-) -> Result:  # fmt: skip
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+    temperature: sig.Temperature, vocab_size: int,
+) -> sig.Result:  # fmt: skip
     """Batch-invariant (logp, entropy): a token's bits depend on that token alone.
 
     Numerics: as of xla; the gradients are those of xla for this forward's lse and entropy.

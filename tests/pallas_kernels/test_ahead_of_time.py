@@ -17,11 +17,11 @@ from pallas_kernels.ahead_of_time import (
     Ptxas,
     chip_mesh,
     compile_for,
-    compiler_unavailable,
     parse_ptxas,
 )
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.sink_attention import cases
+from tests.compilers import skip_without_compiler
 
 PTXAS = """
 ptxas info    : 0 bytes gmem
@@ -43,12 +43,6 @@ def test_an_unknown_chip_is_an_error_that_names_the_known_ones():
         chip_mesh("v9")
 
 
-def needs(chip):
-    reason = compiler_unavailable(chip)
-    if reason:
-        pytest.skip(reason)
-
-
 def double(x, rows):
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
@@ -62,7 +56,7 @@ def double(x, rows):
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_chip_compiles_a_matmul_and_is_the_target_of_what_is_traced(chip):
-    needs(chip)
+    skip_without_compiler(chip)
     targets = []
 
     def program(a, b):
@@ -88,7 +82,7 @@ def test_the_triton_kernel_compiles_whatever_ptxas_stands_first(path, monkeypatc
         old.write_text("#!/bin/sh\necho 'ptxas fatal: Unsupported .version' >&2\nexit 255\n")
         old.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    needs("h200")
+    skip_without_compiler("h200")
     # sizes of their own, or a kernel compiled before stands in
     case = cases.get_attention_case("train_4k")._replace(B=1, T=256 if path == "as it is" else 320)
     q, k, v, sink, *_ = jax.eval_shape(
@@ -115,7 +109,7 @@ def test_the_wheels_tools_stand_first_and_once(monkeypatch, tmp_path):
 
 @pytest.mark.aot
 def test_a_kernel_compiled_before_still_counts_as_a_call():
-    needs("h200")
+    skip_without_compiler("h200")
     case = cases.get_attention_case("train_4k")._replace(B=1, T=192, S=192)
     q, k, v, sink, *_ = jax.eval_shape(lambda: cases.init_attention_inputs(case, "bfloat16"))
     attend = partial(sink_attention, impl="mosaic_gpu")
@@ -127,7 +121,7 @@ def test_a_kernel_compiled_before_still_counts_as_a_call():
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
 def test_a_tile_that_interpretation_accepts_is_refused(chip):
-    needs(chip)
+    skip_without_compiler(chip)
     x = jnp.ones((16, 200))
     with pytest.raises(Exception, match="divisible by 8"):
         compile_for(chip, lambda x: double(x, 4), x)
@@ -136,7 +130,7 @@ def test_a_tile_that_interpretation_accepts_is_refused(chip):
 
 @pytest.mark.aot
 def test_a_block_larger_than_the_vector_memory_is_refused():
-    needs("v5e")
+    skip_without_compiler("v5e")
     x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
     with pytest.raises(Exception, match="vmem"):
         compile_for("v5e", lambda x: double(x, 8192), x)

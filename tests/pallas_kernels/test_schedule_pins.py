@@ -12,8 +12,9 @@ import re
 import jax
 import pytest
 
-from pallas_kernels.ahead_of_time import TPUS, compiler_unavailable
+from pallas_kernels.ahead_of_time import TPUS
 from pallas_kernels.bench import schedule
+from tests.compilers import skip_without_compiler
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
 
@@ -69,9 +70,7 @@ def marked(pins):
 
 @functools.cache
 def kernels(chip, op, case):
-    reason = compiler_unavailable(chip)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_compiler(chip)
     target = "pallas_kernels.bench.schedule:make_programs"
     return schedule.compile_in_child(chip, target, op, case, "bfloat16").kernels
 

@@ -17,15 +17,8 @@ from jaxtyping import Array
 
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
-from pallas_kernels.sink_attention.signature import (
-    Gradients,
-    Keys,
-    Queries,
-    Result,
-    Rows,
-    Sinks,
-)
 from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
 
@@ -121,9 +114,9 @@ def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
 
 
 def sink_attention_triton(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float,
-) -> Result:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
+    window: int, scale: float,
+) -> sig.Result:  # fmt: skip
     """(o, lse); see `sink_attention_reference` for the formula."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
     forward, gradients = (
@@ -141,9 +134,9 @@ def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
 
 
 def sink_attention_backward_triton(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
-    layout: Layout, window: int, scale: float,
-) -> Gradients:  # fmt: skip
+    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
+) -> sig.Gradients:  # fmt: skip
     """(dq, dk, dv); see `sink_attention_backward_reference` for the formula.
 
     Each is rounded to the dtype of q.

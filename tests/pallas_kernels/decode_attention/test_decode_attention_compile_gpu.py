@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time, hopper
 from pallas_kernels.decode_attention import cases, pallas_gpu
+from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 
@@ -16,8 +17,7 @@ COMPILED = (
 
 
 def compiled(case):
-    if reason := ahead_of_time.compiler_unavailable("h200"):
-        pytest.skip(reason)
+    skip_without_compiler("h200")
     paged = isinstance(case, cases.PagedCase)
     f = (
         pallas_gpu.paged_decode_attention_mosaic_gpu

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import ahead_of_time
 from pallas_kernels.decode_attention import cases, pallas_tpu
 from pallas_kernels.masks import Layout
+from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 
@@ -21,8 +22,7 @@ SINGLE_CHIP = ("64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "64
 
 def compiled(chip, case, flat):
     """Compile a case with the cache as [.., K·H], reshaped in the call, or as [.., K, H]."""
-    if reason := ahead_of_time.compiler_unavailable(chip):
-        pytest.skip(reason)
+    skip_without_compiler(chip)
     f = pallas_tpu.paged_decode_attention_mosaic_tpu
     if not isinstance(case, cases.PagedCase):
         f = pallas_tpu.decode_attention_mosaic_tpu
@@ -51,8 +51,7 @@ def test_other_sizes_compile_for_the_smallest_chip(name):
 
 
 def test_many_new_tokens_of_wide_float32_heads_compile():
-    if reason := ahead_of_time.compiler_unavailable("v5p"):
-        pytest.skip(reason)
+    skip_without_compiler("v5p")
     shape = jax.ShapeDtypeStruct
     q, kv = (shape((2, size, n, 128), jnp.float32) for size, n in ((16, 64), (512, 8)))
     assert pallas_tpu.decode_attention_mosaic_tpu_unsupported(q, kv) is None

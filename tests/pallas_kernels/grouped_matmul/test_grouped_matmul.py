@@ -2,7 +2,6 @@
 """The tiled grouped matmul against the formula, a float64 oracle, and its own promises."""
 
 import inspect
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import cases, grouped_matmul
 from pallas_kernels.grouped_matmul.xla import tile_rows
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import NAMES, naive, values_and_gradients
+from tests.pallas_kernels.jaxprs import equations
 from tests.pallas_kernels.three_way import three_way
-
-NAMES = ("out", "dlhs", "drhs", "dbias")
 
 
 def f64(*arrays):
@@ -41,14 +40,6 @@ def oracle(lhs, rhs, sizes, bias, dout):
     return out, dlhs, drhs, dbias
 
 
-def naive(sizes, lhs, rhs, bias):
-    """Every expert on every row, in the inputs' dtype, differentiated by JAX."""
-    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
-    mine = (row < end[None, :]) & (row >= (end - sizes)[None, :])
-    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
-    return jnp.where(mine[:, :, None], every, jnp.zeros_like(every)).sum(1)
-
-
 def tiled(sizes, lhs, rhs, bias):
     return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla")
 
@@ -59,12 +50,6 @@ def invariant(sizes, lhs, rhs, bias):
 
 def formula(sizes, lhs, rhs, bias):
     return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="reference")
-
-
-@partial(jax.jit, static_argnums=0)
-def values_and_gradients(f, dout, sizes, *args):
-    out, pull = jax.vjp(partial(f, sizes), *args)
-    return out, *pull(dout)
 
 
 # Half precision where the compiled shape is shared: compiling is what these tests cost.
@@ -144,15 +129,6 @@ def test_swapping_groups_with_their_rows_swaps_the_results(sizes, swap):
     swapped = run(jnp.asarray(np.asarray(sizes)[swap], jnp.int32), *map(jnp.asarray, moved))
     exact = oracle(lhs, rhs, sizes, bias, jnp.zeros((140, 24)))[0]
     three_way(swapped, jnp.asarray(np.asarray(out)[rows]), exact[rows], "swapped groups")
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: x is None):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_no_scatter_no_ragged_dot_and_no_copy_of_the_weights_per_tile_or_row():

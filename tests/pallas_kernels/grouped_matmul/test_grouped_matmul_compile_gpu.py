@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import ahead_of_time
 from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS
+from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 CHIP = "h200"
@@ -24,9 +25,7 @@ GATE_UP = [x for x in REAL if "gate_up" in x.id]
 
 @pytest.fixture(autouse=True)
 def compiler():
-    reason = ahead_of_time.compiler_unavailable(CHIP)
-    if reason:
-        pytest.skip(reason)
+    skip_without_compiler(CHIP)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, mxfp4
+from tests.compilers import skip_without_compiler
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
 
@@ -22,9 +23,7 @@ GATE_UP_20B, DOWN_20B, GATE_UP_120B, DOWN_120B = cases.REAL_CASES
 
 @pytest.fixture(autouse=True)
 def compiler(request):
-    reason = ahead_of_time.compiler_unavailable(request.getfixturevalue("chip"))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_compiler(request.getfixturevalue("chip"))
 
 
 def of(case, packed, swiglu):

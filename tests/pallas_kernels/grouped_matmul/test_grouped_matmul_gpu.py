@@ -14,17 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import Implementation, select_implementation
-from pallas_kernels.grouped_matmul import cases, pallas_gpu, reference
+from pallas_kernels.grouped_matmul import cases, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper import (
     pallas_gpu_rows,
     pallas_gpu_tiles,
     pallas_gpu_weights,
 )
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
+    ALPHA,
+    LIMIT,
+    NAMES,
+    exact,
+    exact_swiglu,
+    forward,
+    knows_transposes,
+    mark_slow,
+    naive,
+    naive_swiglu,
+    values_and_gradients,
+)
 from tests.pallas_kernels.three_way import three_way
 
 M, D, F = 300, 256, 384  # 2 or more row tiles, 2 column tiles; of drhs 2 by 2; 4 or 6 steps
-ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
 SIZES = {
     "a tile and more, tails, none": (1, 210, 17, 0, 37, 24, 3),
     "rows past the sum": (5, 0, 33, 16, 0, 2, 9),
@@ -33,11 +45,6 @@ SIZES = {
     "none used": (0,) * 7,
     "whole tiles": (192, 0, 64, 0, 0, 0, 44),
 }
-NAMES = ("out", "dlhs", "drhs", "dbias")
-
-knows_transposes = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
-)
 
 
 def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
@@ -52,37 +59,6 @@ def mine(sizes, lhs, rhs, bias):
 
 def mine_swiglu(sizes, lhs, rhs, bias):
     return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
-
-
-def naive(sizes, lhs, rhs, bias):
-    """Every group's matrix on every row, in the inputs' dtype."""
-    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
-    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
-    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
-    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
-
-
-def naive_swiglu(sizes, lhs, rhs, bias):
-    gate, up = jnp.split(naive(sizes, lhs, rhs, bias), 2, axis=-1)
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
-
-
-def exact(sizes, lhs, rhs, bias):
-    return reference.grouped_matmul_reference(lhs, rhs, sizes, bias)
-
-
-def exact_swiglu(sizes, lhs, rhs, bias):
-    return reference.grouped_swiglu_reference(lhs, rhs, sizes, bias, ALPHA, LIMIT)
-
-
-forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
-
-
-@partial(jax.jit, static_argnums=0)
-def values_and_gradients(f, dout, sizes, *args):
-    out, pull = jax.vjp(partial(f, sizes), *args)
-    return out, *pull(dout)
 
 
 def up(*arrays):
@@ -100,18 +76,15 @@ def check_all(ours, plain, oracle, args, name):
         three_way(a, b, c, f"{name} {what}")
 
 
-def some(*fast):
-    """All of SIZES, those not named as slow tests."""
-    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in SIZES]
-
-
 @knows_transposes
-@pytest.mark.parametrize("name", some("a tile and more, tails, none", "rows past the sum"))
+@pytest.mark.parametrize(
+    "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
+)
 def test_values_and_every_gradient_are_as_good_as_the_naive_masks(name):
     check_all(mine, naive, exact, make(SIZES[name]), name)
 
 
-@pytest.mark.parametrize("name", some("a tile and more, tails, none"))
+@pytest.mark.parametrize("name", mark_slow(SIZES, "a tile and more, tails, none"))
 def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(monkeypatch, name):
     monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", (64,))  # two column tiles
     lhs, rhs, sizes, bias, _ = make(SIZES[name], width=256)
@@ -120,7 +93,7 @@ def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(monkeypatc
     three_way(got, simple, forward(exact_swiglu, sizes, *up(lhs, rhs, bias)), name)
 
 
-@pytest.mark.parametrize("name", some("whole tiles"))
+@pytest.mark.parametrize("name", mark_slow(SIZES, "whole tiles"))
 def test_the_forward_pass_alone(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
     got = forward(mine, sizes, lhs, rhs, bias)

@@ -13,9 +13,16 @@ from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
+    NAMES,
+    naive,
+    plain_swiglu,
+    values_and_gradients,
+)
 from tests.pallas_kernels.three_way import three_way
 
-NAMES = ("out", "dlhs", "drhs", "dbias")
+pytestmark = pytest.mark.usefixtures("small_tpu_tiles")
+
 ALPHA, LIMIT = 1.3, 2.5
 # Half of 384 columns is 1.5 registers, like half of 5760; 192 rows are two halves of 3 groups.
 MATMUL, SWIGLU = (131, 192, 640), (131, 192, 384)
@@ -28,29 +35,10 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_tiles():
-    """Several tiles of rows and columns, long and short products, in matrices of this size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "ROWS", 64)
-        patch.setattr(tiles, "product_sizes", lambda: (64, 32, 16))
-        patch.setattr(tiles, "COLUMNS", 128)
-        patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
-        yield
-    jax.clear_caches()
-
-
-def dense(swiglu, sizes, lhs, rhs, bias):
+def dense(swiglu, *operands):
     """Every expert on every row, in the inputs' dtype, differentiated by JAX."""
-    row, end = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None], jnp.cumsum(sizes)
-    mine = ((row < end[None, :]) & (row >= (end - sizes)[None, :]))[:, :, None]
-    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
-    h = jnp.where(mine, every, jnp.zeros_like(every)).sum(1)
-    if not swiglu:
-        return h
-    gate, up = jnp.split(h, 2, axis=1)
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+    h = naive(*operands)
+    return plain_swiglu(h, ALPHA, LIMIT) if swiglu else h
 
 
 def kernel(swiglu, sizes, lhs, rhs, bias):
@@ -61,15 +49,8 @@ def kernel(swiglu, sizes, lhs, rhs, bias):
     return pallas_tpu.grouped_matmul_mosaic_tpu(lhs, rhs, sizes, bias, interpret=True)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def values_and_gradients(f, swiglu, dout, sizes, *args):
-    """Of arrays; four-bit weights are held fixed."""
-    fixed = args[1] if isinstance(args[1], mxfp4.Mxfp4) else None
-    if fixed is not None:
-        out, pull = jax.vjp(lambda lhs, bias: f(swiglu, sizes, lhs, fixed, bias), args[0], args[2])
-    else:
-        out, pull = jax.vjp(partial(f, swiglu, sizes), *args)
-    return out, *pull(dout)
+# One function for each, so that tests share what is compiled for it.
+DENSE, KERNEL = ({swiglu: partial(f, swiglu) for swiglu in (False, True)} for f in (dense, kernel))
 
 
 def inputs(shape, sizes, dtype, swiglu):
@@ -84,14 +65,14 @@ def inputs(shape, sizes, dtype, swiglu):
 def oracle(swiglu, dout, sizes, *args):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (dout, *args)]
-        got = values_and_gradients(dense, swiglu, wide[0], sizes, *wide[1:])
+        got = values_and_gradients(DENSE[swiglu], wide[0], sizes, *wide[1:])
         return [np.asarray(x) for x in got]
 
 
 def check(swiglu, dout, sizes, *args):
     exact = oracle(swiglu, dout, sizes, *args)
-    plain = values_and_gradients(dense, swiglu, dout, sizes, *args)
-    ours = values_and_gradients(kernel, swiglu, dout, sizes, *args)
+    plain = values_and_gradients(DENSE[swiglu], dout, sizes, *args)
+    ours = values_and_gradients(KERNEL[swiglu], dout, sizes, *args)
     for name, a, b, c in zip(NAMES, ours, plain, exact, strict=True):
         assert a.dtype == dout.dtype
         three_way(a, b, c, name)
@@ -116,7 +97,7 @@ def test_gate_and_up_in_tiles_that_products_do_not_divide_are_as_good_as_the_den
     monkeypatch.setattr(tiles, "columns_at_once", lambda _: 256)
     dout, sizes, *args = inputs((131, 192, 1152), SIZES["uneven"], jnp.float32, True)
     exact = oracle(True, dout, sizes, *args)[0]
-    plain = values_and_gradients(dense, True, dout, sizes, *args)[0]
+    plain = values_and_gradients(DENSE[True], dout, sizes, *args)[0]
     three_way(jax.jit(partial(kernel, True))(sizes, *args), plain, exact, "out")
 
 
@@ -153,7 +134,7 @@ def test_two_cores_share_the_rows(monkeypatch):
     for sizes in SIZES.values():
         sizes = jnp.asarray(sizes, jnp.int32)
         exact = oracle(False, dout, sizes, lhs, rhs, bias)[0]
-        plain = values_and_gradients(dense, False, dout, sizes, lhs, rhs, bias)[0]
+        plain = values_and_gradients(DENSE[False], dout, sizes, lhs, rhs, bias)[0]
         three_way(run(sizes, lhs, rhs, bias), plain, exact, "out")
 
 
@@ -168,9 +149,9 @@ def random_mxfp4(n_groups, width, columns):
 def test_four_bit_weights_give_what_their_decoded_values_give(swiglu):
     dout, sizes, lhs, _, bias = inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, swiglu)
     packed = random_mxfp4(7, 192, 384)
-    got = values_and_gradients(kernel, swiglu, dout, sizes, lhs, packed, bias)
+    got = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, packed, bias)
     decoded = mxfp4.mxfp4_to_dense(packed, jnp.bfloat16)
-    out, dlhs, _, dbias = values_and_gradients(kernel, swiglu, dout, sizes, lhs, decoded, bias)
+    out, dlhs, _, dbias = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, decoded, bias)
     exact = oracle(swiglu, dout, sizes, lhs, decoded, bias)
     np.testing.assert_array_equal(got[0], out)
     np.testing.assert_array_equal(got[1], dlhs)
@@ -186,7 +167,7 @@ def test_a_nan_stays_in_its_own_group_and_past_the_sum_it_goes_nowhere(swiglu):
     dout, sizes, lhs, rhs, bias = inputs(shape, sizes, jnp.float32, swiglu)
     lhs = lhs.at[begin + 3].set(jnp.nan).at[used:].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
-    out, dlhs, drhs, dbias = values_and_gradients(kernel, swiglu, dout, sizes, lhs, rhs, bias)
+    out, dlhs, drhs, dbias = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, rhs, bias)
     assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [begin + 3]
     assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
     assert not np.any(out[used:]) and not np.any(dlhs[used:])
@@ -195,14 +176,14 @@ def test_a_nan_stays_in_its_own_group_and_past_the_sum_it_goes_nowhere(swiglu):
 
 def test_no_rows_give_no_rows_and_zero_gradients():
     dout, sizes, lhs, rhs, bias = inputs((0, 48, 40), (0,) * 7, jnp.float32, False)
-    got = values_and_gradients(kernel, False, dout, sizes, lhs, rhs, bias)
+    got = values_and_gradients(KERNEL[False], dout, sizes, lhs, rhs, bias)
     assert got[0].shape == (0, 40) and not np.any(got[2]) and not np.any(got[3])
 
 
 def test_fewer_rows_than_a_tile_and_no_bias():
     dout, sizes, lhs, rhs, bias = inputs((9, 48, 40), (2, 0, 1, 4, 0, 1, 1), jnp.float32, False)
     zero = jnp.zeros_like(bias)
-    plain = values_and_gradients(dense, False, dout, sizes, lhs, rhs, zero)
+    plain = values_and_gradients(DENSE[False], dout, sizes, lhs, rhs, zero)
     exact = oracle(False, dout, sizes, lhs, rhs, zero)
     f = lambda lhs, rhs: kernel(False, sizes, lhs, rhs, None)  # noqa: E731
     out, pull = jax.jit(partial(jax.vjp, f))(lhs, rhs)

@@ -11,12 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, reference
+from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
+    ALPHA,
+    LIMIT,
+    exact,
+    exact_swiglu,
+    forward,
+    knows_transposes,
+    mark_slow,
+    naive,
+    naive_swiglu,
+    values_and_gradients,
+)
 from tests.pallas_kernels.three_way import three_way
 
 M, D, F = 300, 320, 384
-ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
 SIZES = {
     "a tile and more, tails, none": (1, 210, 17, 0, 37, 24, 3),
     "rows past the sum": (5, 0, 33, 16, 0, 2, 9),
@@ -25,9 +36,6 @@ SIZES = {
 }
 
 OLD = jax.__version_info__ < (0, 11)
-knows_transposes = pytest.mark.skipif(
-    OLD, reason="jax 0.10's GPU interpreter knows no transposed operand"
-)
 
 
 def make(sizes, n_rows=M, width=F, out_width=None):
@@ -40,68 +48,33 @@ def make(sizes, n_rows=M, width=F, out_width=None):
         for i, shape in enumerate(((n_rows, D), (E, width), (n_rows, out_width or width)))
     )
     packed = mxfp4.Mxfp4(jnp.asarray(nibbles), jnp.asarray(scales))
-    return jnp.asarray(sizes, jnp.int32), packed, lhs, bias, dout
+    return lhs, packed, jnp.asarray(sizes, jnp.int32), bias, dout
 
 
-def mine(sizes, rhs, lhs, bias):
+def mine(sizes, lhs, rhs, bias):
     return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
 
 
-def mine_swiglu(sizes, rhs, lhs, bias):
+def mine_swiglu(sizes, lhs, rhs, bias):
     return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
-
-
-def naive(sizes, rhs, lhs, bias):
-    """Every group's matrix on every row, in lhs' dtype."""
-    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
-    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
-    every = jnp.einsum("md,edf->mef", lhs, mxfp4.mxfp4_to_dense(rhs, lhs.dtype)) + bias[None]
-    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
-
-
-def naive_swiglu(sizes, rhs, lhs, bias):
-    gate, up = jnp.split(naive(sizes, rhs, lhs, bias), 2, axis=-1)
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
-
-
-def exact(sizes, rhs, lhs, bias):
-    return reference.grouped_matmul_reference(lhs, rhs, sizes, bias)
-
-
-def exact_swiglu(sizes, rhs, lhs, bias):
-    return reference.grouped_swiglu_reference(lhs, rhs, sizes, bias, ALPHA, LIMIT)
-
-
-forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
-
-
-@partial(jax.jit, static_argnums=0)
-def values_and_gradients(f, dout, sizes, rhs, *args):
-    out, pull = jax.vjp(partial(f, sizes, rhs), *args)
-    return out, *pull(dout)
 
 
 def check(ours, plain, oracle, args, name):
     """Values, dlhs and dbias of `ours` against `oracle`, forgiven what `plain` gets wrong."""
-    *args, dout = args
-    *given, lhs, bias = args
+    lhs, rhs, sizes, bias, dout = args
     lhs_32, bias_32, dout_32 = (x.astype(jnp.float32) for x in (lhs, bias, dout))
-    got = values_and_gradients(ours, dout, *args)
-    simple = values_and_gradients(plain, dout, *args)
-    wanted = values_and_gradients(oracle, dout_32, *given, lhs_32, bias_32)
+    got = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
+    simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
+    wanted = values_and_gradients(oracle, dout_32, sizes, lhs_32, rhs, bias_32)
     for what, a, b, c in zip(("out", "dlhs", "dbias"), got, simple, wanted, strict=True):
         assert a.dtype == lhs.dtype
         three_way(a, b, c, f"{name} {what}")
 
 
-def some(*fast):
-    """All of SIZES, those not named as slow tests."""
-    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in SIZES]
-
-
 @knows_transposes
-@pytest.mark.parametrize("name", some("a tile and more, tails, none", "rows past the sum"))
+@pytest.mark.parametrize(
+    "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
+)
 def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_weights(name):
     check(mine, naive, exact, make(SIZES[name]), name)
 
@@ -109,10 +82,10 @@ def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_wei
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
-    *args, lhs, bias, _ = make(SIZES[name])
-    got, simple = (forward(f, *args, lhs, bias) for f in (mine_swiglu, naive_swiglu))
-    up = lhs.astype(jnp.float32), bias.astype(jnp.float32)
-    three_way(got, simple, forward(exact_swiglu, *args, *up), name)
+    lhs, rhs, sizes, bias, _ = make(SIZES[name])
+    got, simple = (forward(f, sizes, lhs, rhs, bias) for f in (mine_swiglu, naive_swiglu))
+    up = lhs.astype(jnp.float32), rhs, bias.astype(jnp.float32)
+    three_way(got, simple, forward(exact_swiglu, sizes, *up), name)
 
 
 @pytest.mark.slow
@@ -126,14 +99,14 @@ def test_both_gradients_of_the_fused_activation(name):
 @knows_transposes
 def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
     sizes = SIZES["rows past the sum"]
-    sizes_E, rhs, lhs, bias, dout = make(sizes)
+    lhs, rhs, sizes_E, bias, dout = make(sizes)
     used, row, group, column = sum(sizes), 30, 3, 7
     assert sum(sizes[:2]) <= row < sum(sizes[:3])  # of group 2
     first = sum(sizes[:group])
     scales = rhs.scales_EDF.at[group, 9, column].set(255)
     lhs = lhs.at[used:].set(jnp.nan).at[row].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
-    args = sizes_E, rhs._replace(scales_EDF=scales), lhs, bias
+    args = sizes_E, lhs, rhs._replace(scales_EDF=scales), bias
     got = values_and_gradients(mine, dout, *args)
     out, dlhs, dbias = (np.isnan(np.asarray(x, np.float32)) for x in got)
     wanted = np.zeros((M, F), bool)
@@ -150,20 +123,20 @@ def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
 
 @pytest.mark.skipif(OLD, reason="jax 0.10 takes 15 seconds to interpret it")
 def test_fewer_rows_than_a_tile_and_no_bias():
-    sizes, rhs, lhs, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
+    lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
     got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.bfloat16
     zero = jnp.zeros_like(bias)
-    simple = forward(naive, sizes, rhs, lhs, zero)
-    wanted = forward(exact, sizes, rhs, lhs.astype(jnp.float32), zero)
+    simple = forward(naive, sizes, lhs, rhs, zero)
+    wanted = forward(exact, sizes, lhs.astype(jnp.float32), rhs, zero)
     three_way(got, simple, wanted, "out")
 
 
 @knows_transposes
 def test_four_bit_weights_have_no_gradient():
-    sizes, rhs, lhs, bias, dout = make(SIZES["rows past the sum"])
-    drhs = jax.eval_shape(lambda rhs: jax.vjp(partial(mine, sizes), rhs, lhs, bias)[1](dout), rhs)[
-        0
+    lhs, rhs, sizes, bias, dout = make(SIZES["rows past the sum"])
+    drhs = jax.eval_shape(lambda rhs: jax.vjp(partial(mine, sizes), lhs, rhs, bias)[1](dout), rhs)[
+        1
     ]
     assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
 
@@ -174,7 +147,7 @@ def test_four_bit_weights_have_no_gradient():
 def test_no_warpgroup_races_with_another(races, monkeypatch, transposed):
     """Five of them, on one core; whole tiles, as two that overlap would write the same there."""
     monkeypatch.setattr(pallas_gpu_mxfp4, "count_gpu_cores", lambda: 1)
-    sizes, rhs, lhs, bias, dout = make((70, 0, 5, 0, 130), n_rows=330)
+    lhs, rhs, sizes, bias, dout = make((70, 0, 5, 0, 130), n_rows=330)
     rhs = mxfp4.Mxfp4(rhs.nibbles_EDF[:, :128], rhs.scales_EDF[:, :8])
     rows, bias = (dout, None) if transposed else (lhs[:, :256], bias)
     jax.block_until_ready(

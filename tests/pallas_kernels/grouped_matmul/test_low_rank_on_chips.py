@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import low_rank, pallas_gpu, pallas_tpu, reference
-from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_low_rank_xla
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes, plain_swiglu
 from tests.pallas_kernels.three_way import three_way
+
+pytestmark = pytest.mark.usefixtures("small_tpu_tiles")
 
 M, D, F, R = 118, 192, 256, 5
 SIZES = (0, 67, 1, 23, 9)  # an empty group, rows past the sum
 FIRST = 2  # of the matrices meant, in a stack of 8
 SCALE, ALPHA, LIMIT = 0.7, 1.3, 4.0
 NAMES = ("out", "dlhs", "da", "db")
-hopper_interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
-)
-GPU = pytest.param("gpu", marks=hopper_interpreted)
-SLOW_GPU = pytest.param("gpu", marks=[hopper_interpreted, pytest.mark.slow])
+GPU = pytest.param("gpu", marks=knows_transposes)
+SLOW_GPU = pytest.param("gpu", marks=[knows_transposes, pytest.mark.slow])
 KERNELS = {
     "gpu": (
         pallas_gpu.grouped_matmul_low_rank_mosaic_gpu,
@@ -35,18 +34,6 @@ KERNELS = {
         pallas_tpu.grouped_swiglu_low_rank_mosaic_tpu,
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_tiles():
-    """Several tiles of rows and columns in a TPU's matrices of this size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "ROWS", 64)
-        patch.setattr(tiles, "product_sizes", lambda: (64, 32, 16))
-        patch.setattr(tiles, "COLUMNS", 128)
-        patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
-        yield
-    jax.clear_caches()
 
 
 @cache
@@ -92,9 +79,7 @@ def merged(lhs, rhs, sizes, bias, a, b, scale, *options):
     h = reference.grouped_matmul_reference(lhs, whole, sizes, bias)
     if not options:
         return h
-    gate, up = jnp.split(h, 2, axis=1)
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+    return plain_swiglu(h, ALPHA, LIMIT)
 
 
 def kernel(chip, swiglu):
@@ -129,8 +114,8 @@ def check(ours, swiglu, rank=R):
 @pytest.mark.parametrize(
     "chip, swiglu",
     [
-        pytest.param("gpu", False, marks=[hopper_interpreted, pytest.mark.slow], id="gpu-matmul"),
-        pytest.param("gpu", True, marks=hopper_interpreted, id="gpu-swiglu"),
+        pytest.param("gpu", False, marks=[knows_transposes, pytest.mark.slow], id="gpu-matmul"),
+        pytest.param("gpu", True, marks=knows_transposes, id="gpu-swiglu"),
         pytest.param("tpu", False, id="tpu-matmul"),
         pytest.param("tpu", True, marks=pytest.mark.slow, id="tpu-swiglu"),
     ],

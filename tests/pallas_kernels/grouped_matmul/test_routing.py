@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import grouped_matmul, routing
+from tests.pallas_kernels.jaxprs import equations
 from tests.pallas_kernels.three_way import three_way
 
 M, A, E, D, F = 29, 4, 7, 48, 40
@@ -145,15 +146,6 @@ def test_a_whole_block_agrees_with_every_token_through_every_expert(n_owned):
     plain = jax.jit(partial(gradients, masked, indices))(dout, x, weights, gate, down)
     for name, a, b, c in zip(("y", "dx", "dw", "dgate", "ddown"), ours, plain, exact, strict=True):
         three_way(a, b, c, f"block {name}")
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: x is None):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_nothing_but_row_numbers_is_scattered():

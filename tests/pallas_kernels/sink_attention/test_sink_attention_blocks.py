@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sink_attention import cases, sink_attention, xla
+from tests.pallas_kernels.jaxprs import equations
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
@@ -22,16 +23,6 @@ def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
 def values_and_gradients(window, dout, q, k, v, sink, *places):
     (o, lse), pull = jax.vjp(lambda *args: attend(window, *args, *places), q, k, v, sink)
     return o, lse, *pull((dout, jnp.zeros_like(lse)))
-
-
-def equations(jaxpr):
-    """Every equation, those of inner programs too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = inner.jaxpr if hasattr(inner, "jaxpr") else inner
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def program(case, window=0):

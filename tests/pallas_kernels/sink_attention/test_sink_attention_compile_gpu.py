@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time, hopper
 from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward, sink_attention
+from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 
@@ -16,9 +17,7 @@ REGISTERS = 65536  # of one core; a warpgroup is 128 threads
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    reason = ahead_of_time.compiler_unavailable(CHIP)
-    if reason:
-        pytest.skip(reason)
+    skip_without_compiler(CHIP)
 
 
 def abstract(case, dtype=jnp.bfloat16):

@@ -12,6 +12,7 @@ from pallas_kernels import ahead_of_time
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 
@@ -40,9 +41,7 @@ def compiled(chip, case, dtype=jnp.bfloat16, vmem=None):
 
 @functools.cache
 def _compiled(chip, case, dtype, vmem):
-    reason = ahead_of_time.compiler_unavailable(chip)
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_compiler(chip)
 
     def step(dout, dlse, q, k, v, sink, *places):
         def attend(*args):

@@ -22,8 +22,8 @@ from pallas_kernels.token_logprobs import (
     token_statistics,
 )
 from tests.pallas_kernels.three_way import three_way
+from tests.pallas_kernels.token_logprobs.logprobs_oracle import NAMES, cotangents, naive, oracle
 
-NAMES = ("logp", "entropy", "dhidden", "dw_head")
 CASE = cases.LogprobsCase("sliced", 29, 64, 448, 358, 0.7)
 BORDERS = (0, 128, 320, 384, 448)  # the third slice has padding, the fourth has no words
 EDGES = (0, 127, 128, 319, 320, 357)
@@ -61,10 +61,6 @@ def inputs(dtype):
     return hidden, w_head, targets.at[jnp.arange(1, 25, 4)].set(jnp.array(EDGES))
 
 
-def cotangents():
-    return tuple(jax.random.normal(jax.random.key(9), (2, CASE.M)))
-
-
 def cut(w_head):
     """(first, slice, words) of each slice that has words."""
     for first, end in zip(BORDERS, BORDERS[1:], strict=False):
@@ -90,49 +86,24 @@ def merge_slices(impl, hidden, w_head, targets, dlogp, dentropy):
     return logp, entropy, dhidden, jnp.concatenate(dw, axis=1)
 
 
-def plain(dtype, hidden, words, targets):
-    """The formula with its matmul in the inputs' dtype."""
-    z = jnp.dot(hidden, words, preferred_element_type=dtype).astype(jnp.float32)
-    log_p = jax.nn.log_softmax(z / jnp.float32(CASE.temperature), axis=-1)
-    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
-    return logp, -(jnp.exp(log_p) * log_p).sum(1)
-
-
 @jax.jit
-def naive(hidden, words, targets, ct):
+def simple_results(hidden, words, targets, ct):
     """Values by logits in float32, and gradients by those in the inputs' dtype."""
-    pull = jax.vjp(lambda h, w: plain(hidden.dtype, h, w, targets), hidden, words)[1]
-    return *plain(jnp.float32, hidden, words, targets), *pull(ct)
-
-
-def oracle(hidden, words, targets, ct):
-    """Values and gradients in float64, from the written-out derivative."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
-    hidden, words, (dlogp, dent) = f64(hidden), f64(words), map(f64, ct)
-    temperature, rows = (
-        float(np.float32(CASE.temperature)),
-        (np.arange(CASE.M), np.asarray(targets)),
-    )
-    z = hidden @ words / temperature
-    log_p = z - z.max(1, keepdims=True)
-    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
-    p = np.exp(log_p)
-    entropy = -(p * log_p).sum(1)
-    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
-    dz[rows] += dlogp
-    dz /= temperature
-    return log_p[rows], entropy, dz @ words.T, hidden.T @ dz
+    temperature = jnp.float32(CASE.temperature)
+    pull = jax.vjp(lambda h, w: naive(h, w, targets, temperature, hidden.dtype), hidden, words)[1]
+    return *naive(hidden, words, targets, temperature, jnp.float32), *pull(ct)
 
 
 @pytest.mark.parametrize("impl, dtype", IMPLS)
 def test_slices_put_together_are_as_good_as_the_plain_formula_of_the_whole(impl, dtype):
     hidden, w_head, targets = inputs(dtype)
-    ct, words = cotangents(), w_head[:, : CASE.vocab_size]
+    ct, words = cotangents(CASE.M), w_head[:, : CASE.vocab_size]
     results = jax.jit(partial(merge_slices, impl))(hidden, w_head, targets, *ct)
     assert [x.dtype for x in results] == [jnp.float32, jnp.float32, jnp.float32, dtype]
     assert not np.any(results[3][:, CASE.vocab_size :])
     results = *results[:3], results[3][:, : CASE.vocab_size]
-    simple, exact = naive(hidden, words, targets, ct), oracle(hidden, words, targets, ct)
+    simple = simple_results(hidden, words, targets, ct)
+    exact = oracle(hidden, words, targets, CASE.temperature, ct)
     for name, actual, plain, expected in zip(NAMES, results, simple, exact, strict=True):
         # a CPU's float32 matmul errs more on a block than on the whole, and on a slice of it
         ulps = 8.0 if dtype == jnp.float32 else 2.0
@@ -184,7 +155,7 @@ def test_logits_of_thousands_leave_the_entropy_all_its_digits():
 def test_one_slice_is_the_whole_bit_for_bit():
     hidden, w_head, targets = inputs(jnp.float32)
     dhidden_sum = dict(temperature=CASE.temperature, vocab_size=CASE.vocab_size, impl="xla")
-    ct = cotangents()
+    ct = cotangents(CASE.M)
 
     @jax.jit
     def run(hidden, w_head):

@@ -12,48 +12,27 @@ from hypothesis import strategies as st
 
 from pallas_kernels.token_logprobs import cases, streamed, token_logprobs
 from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, even_blocks
+from tests.pallas_kernels.jaxprs import equations
 from tests.pallas_kernels.three_way import three_way
-
-NAMES = ("logp", "entropy", "dhidden", "dw_head")
-
-
-def cotangents(n_tokens):
-    return tuple(jax.random.normal(jax.random.key(9), (2, n_tokens)))
-
-
-def oracle(hidden, w_head, targets, temperature, vocab_size, cotangents):
-    """Values and both gradients in float64, from the written-out derivative."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
-    hidden, w_head, (dlogp, dent) = f64(hidden), f64(w_head), map(f64, cotangents)
-    temperature = float(np.float32(temperature))
-    rows = np.arange(len(targets))
-    z = hidden @ w_head[:, :vocab_size] / temperature
-    log_p = z - z.max(1, keepdims=True)
-    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
-    p = np.exp(log_p)
-    entropy = -(p * log_p).sum(1)
-    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
-    dz[rows, np.asarray(targets)] += dlogp
-    dz /= temperature
-    dw = np.zeros_like(w_head)
-    dw[:, :vocab_size] = hidden.T @ dz
-    return log_p[rows, np.asarray(targets)], entropy, dz @ w_head[:, :vocab_size].T, dw
+from tests.pallas_kernels.token_logprobs.logprobs_oracle import (
+    NAMES,
+    cotangents,
+    naive,
+    oracle,
+    values_and_gradients,
+)
 
 
-def naive(hidden, w_head, targets, temperature, vocab_size):
-    """The formula with its matmul in the inputs' dtype, differentiated by JAX."""
-    z = (hidden @ w_head[:, :vocab_size]).astype(jnp.float32) / temperature
-    log_p = jax.nn.log_softmax(z, axis=-1)
-    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
-    return logp, -(jnp.exp(log_p) * log_p).sum(1)
+def padded_oracle(hidden, w_head, targets, case, ct):
+    """The oracle, with gradients of 0 for the columns past the words."""
+    words = w_head[:, : case.vocab_size]
+    *results, dw = oracle(hidden, words, targets, case.temperature, ct)
+    return *results, np.pad(dw, ((0, 0), (0, case.V - case.vocab_size)))
 
 
-def values_and_gradients(f, cotangents, *args):
-    def run(cotangents, *args):
-        out, pull = jax.vjp(f, *args)
-        return *out, *pull(cotangents)
-
-    return jax.jit(run)(cotangents, *args)
+def naive_of_words(case, targets, dtype):
+    temperature = jnp.float32(case.temperature)
+    return lambda h, w: naive(h, w[:, : case.vocab_size], targets, temperature, dtype)
 
 
 def implementation(case, targets, impl="xla"):
@@ -75,11 +54,8 @@ def implementation(case, targets, impl="xla"):
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
     hidden, w_head, targets = cases.init_logprobs_inputs(case, dtype)
     ct = cotangents(case.M)
-    expected = oracle(hidden, w_head, targets, case.temperature, case.vocab_size, ct)
-    temperature = jnp.float32(case.temperature)
-    simple = values_and_gradients(
-        lambda h, w: naive(h, w, targets, temperature, case.vocab_size), ct, hidden, w_head
-    )
+    expected = padded_oracle(hidden, w_head, targets, case, ct)
+    simple = values_and_gradients(naive_of_words(case, targets, dtype), ct, hidden, w_head)
     # The formula costs compile time and takes no shape-dependent branch: one case is enough.
     impls = ("xla", "xla_invariant")
     for impl in (*impls, "reference") if case is cases.TEST_CASES[1] else impls:
@@ -128,12 +104,11 @@ def test_targets_on_both_sides_of_a_block_border_are_found():
     edge = (0, last - size - 1, last - size, size - 1, size, last - 1)
     targets = jnp.asarray(edge, jnp.int32)
     ct = cotangents(len(edge))
-    exact = oracle(hidden[:6], w_head, targets, case.temperature, case.vocab_size, ct)
+    exact = padded_oracle(hidden[:6], w_head, targets, case, ct)
     results = values_and_gradients(implementation(case, targets), ct, hidden[:6], w_head)
     plain = values_and_gradients(
-        lambda h, w: naive(h, w, targets, jnp.float32(case.temperature), case.vocab_size),
-        ct, hidden[:6], w_head,
-    )  # fmt: skip
+        naive_of_words(case, targets, w_head.dtype), ct, hidden[:6], w_head
+    )
     for name, actual, simple, expected in zip(NAMES, results, plain, exact, strict=True):
         three_way(actual, simple, expected, f"border {name}")
 
@@ -156,9 +131,10 @@ def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
     logp, _, *gradients = values_and_gradients(f, ct, hidden, w_head)
     assert logp.max() == 0.0
     plain = values_and_gradients(
-        lambda h, w: naive(h, w, targets, jnp.float32(temperature), 97), ct, hidden, w_head
-    )
-    exact = oracle(hidden, w_head, targets, temperature, 97, ct)
+        lambda h, w: naive(h, w, targets, jnp.float32(temperature), jnp.float32),
+        ct, hidden, w_head,
+    )  # fmt: skip
+    exact = oracle(hidden, w_head, targets, temperature, ct)
     three_way(logp, plain[0], exact[0], f"{impl} logp")
     for name, actual, simple, expected in zip(
         NAMES[2:], gradients, plain[2:], exact[2:], strict=True
@@ -256,15 +232,6 @@ def test_a_temperature_is_a_division_of_the_hidden_states(seed, scale, temperatu
     slack = 16 * ULP * float((jnp.abs(hidden) @ jnp.abs(w_head)).max()) / temperature * np.log(97)
     for a, b in zip(tempered, divided, strict=True):
         np.testing.assert_allclose(a, b, atol=slack + 4 * ULP)
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: x is None):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.parametrize("M, D, V, vocab_size", [(1100, 16, 97, 97), (24576, 2880, 201216, 201088)])

@@ -8,39 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ahead_of_time import TPUS, compile_for, compiler_unavailable
-from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
+from pallas_kernels.ahead_of_time import TPUS, compile_for
+from pallas_kernels.token_logprobs import cases, pallas_tpu
+from tests.compilers import skip_without_compiler
+from tests.pallas_kernels.token_logprobs.logprobs_programs import arrays, forward, gradients
 
 pytestmark = pytest.mark.aot
 LARGEST, SMALLER = cases.REAL_CASES
-
-
-def needs(chip):
-    if reason := compiler_unavailable(chip):
-        pytest.skip(reason)
-
-
-def arrays(case, dtype=jnp.bfloat16):
-    shape = jax.ShapeDtypeStruct
-    return (
-        shape((case.M, case.D), dtype), shape((case.D, case.V), dtype),
-        shape((case.M,), jnp.int32), shape((), jnp.float32),
-    )  # fmt: skip
-
-
-def forward(case, impl):
-    def run(hidden, w_head, targets, temperature):
-        return token_logprobs(
-            hidden, w_head, targets,
-            temperature=temperature, vocab_size=case.vocab_size, impl=impl,
-        )  # fmt: skip
-
-    return run
-
-
-def gradients(case, impl):
-    run = forward(case, impl)
-    return jax.grad(lambda *args: sum(x.sum() for x in run(*args)), argnums=(0, 1))
 
 
 def kernels(compiled):
@@ -49,7 +23,7 @@ def kernels(compiled):
 
 @pytest.mark.parametrize("chip", TPUS)
 def test_the_forward_compiles_and_takes_a_fifth_of_a_gigabyte(chip):
-    needs(chip)
+    skip_without_compiler(chip)
     compiled = compile_for(chip, forward(LARGEST, "mosaic_tpu"), *arrays(LARGEST))
     assert kernels(compiled) == 1
     # Four numbers a lane, and the hidden states once more where XLA lays the argument out anew.
@@ -60,7 +34,7 @@ def test_the_forward_compiles_and_takes_a_fifth_of_a_gigabyte(chip):
     "chip", [pytest.param(x, marks=() if x == "v5p" else pytest.mark.slow) for x in TPUS]
 )
 def test_the_backward_compiles_and_takes_less_than_a_gigabyte(chip):
-    needs(chip)
+    skip_without_compiler(chip)
     case = LARGEST
     compiled = compile_for(chip, gradients(case, "mosaic_tpu"), *arrays(case))
     assert kernels(compiled) == 3  # forward, and dz of a chunk and of what is left
@@ -73,7 +47,7 @@ def test_the_backward_compiles_and_takes_less_than_a_gigabyte(chip):
 
 
 def test_fewer_tokens_take_less_memory():
-    needs("v5e")
+    skip_without_compiler("v5e")
     small, large = (
         compile_for("v5e", forward(case, "mosaic_tpu"), *arrays(case)).temp_bytes
         for case in (SMALLER, LARGEST)
@@ -82,14 +56,14 @@ def test_fewer_tokens_take_less_memory():
 
 
 def test_float32_compiles_with_smaller_blocks():
-    needs("v5e")
+    skip_without_compiler("v5e")
     case = cases.LogprobsCase("float32", 1024, 2880, 8448, 8320)
     compiled = compile_for("v5e", forward(case, "mosaic_tpu"), *arrays(case, jnp.float32))
     assert kernels(compiled) == 1
 
 
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
-    needs("v5e")
+    skip_without_compiler("v5e")
     case = cases.LogprobsCase("precision", 256, 256, 1024, 1000)
     with jax.default_matmul_precision("highest"):
         compiled = compile_for("v5e", gradients(case, "mosaic_tpu"), *arrays(case))
@@ -97,7 +71,7 @@ def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
 
 
 def test_blocks_beyond_the_vector_memory_are_refused(monkeypatch):
-    needs("v5p")
+    skip_without_compiler("v5p")
     monkeypatch.setattr(pallas_tpu, "ROWS", 4096)
     monkeypatch.setattr(pallas_tpu, "BLOCK_BYTES", 2**30)
     with pytest.raises(Exception, match="vmem"):

@@ -11,9 +11,8 @@ from pallas_kernels.ahead_of_time import GPUS
 from pallas_kernels.dispatch import Target
 from pallas_kernels.token_logprobs import cases, pallas_gpu, token_logprobs
 from pallas_kernels.token_logprobs.pallas_gpu import token_logprobs_mosaic_gpu
-from tests.pallas_kernels.three_way import three_way
+from tests.pallas_kernels.token_logprobs.logprobs_oracle import check_kernel, kernel_results
 
-NAMES = ("logp", "entropy", "dhidden", "dw_head")
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
     reason=f"the GPU interpreter of jax {jax.__version__} has neither plgpu.load nor layout_cast",
@@ -42,72 +41,12 @@ def inputs(case, planted=float("nan")):
     return hidden.astype(jnp.bfloat16), w_head.astype(jnp.bfloat16), targets
 
 
-def cotangents(case):
-    return tuple(jax.random.normal(jax.random.key(9), (2, case.M)))
-
-
-def oracle(hidden, w_head, targets, temperature, vocab_size, cotangents):
-    """Values and both gradients in float64, from the written-out derivative."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
-    hidden, w_head, (dlogp, dent) = f64(hidden), f64(w_head[:, :vocab_size]), map(f64, cotangents)
-    temperature = float(np.float32(temperature))
-    rows = np.arange(len(targets)), np.asarray(targets)
-    z = hidden @ w_head / temperature
-    log_p = z - z.max(1, keepdims=True)
-    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
-    p = np.exp(log_p)
-    entropy = -(p * log_p).sum(1)
-    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
-    dz[rows] += dlogp
-    dz /= temperature
-    return log_p[rows], entropy, dz @ w_head.T, hidden.T @ dz
-
-
-def naive(hidden, w_head, targets, temperature, dtype):
-    """The formula with logits of `dtype`, differentiated by JAX."""
-    z = jnp.dot(hidden, w_head, preferred_element_type=dtype).astype(jnp.float32) / temperature
-    log_p = jax.nn.log_softmax(z, axis=-1)
-    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
-    return logp, -(jnp.exp(log_p) * log_p).sum(1)
-
-
-def values_and_gradients(f, cotangents, *args):
-    def run(cotangents, *args):
-        out, pull = jax.vjp(f, *args)
-        return *out, *pull(cotangents)
-
-    return jax.jit(run)(cotangents, *args)
-
-
-def kernel_results(case, planted=float("nan")):
-    hidden, w_head, targets = inputs(case, planted)
-    temperature = jnp.float32(case.temperature)
-    return values_and_gradients(
-        lambda h, w: token_logprobs_mosaic_gpu(
-            h, w, targets, temperature, case.vocab_size, interpret=True
-        ),
-        cotangents(case), hidden, w_head,
-    )  # fmt: skip
+def results_of(case, planted=float("nan")):
+    return kernel_results(token_logprobs_mosaic_gpu, case, *inputs(case, planted))
 
 
 def check(case):
-    hidden, w_head, targets = inputs(case)
-    words, temperature = w_head[:, : case.vocab_size], jnp.float32(case.temperature)
-    exact = oracle(hidden, w_head, targets, temperature, case.vocab_size, cotangents(case))
-    # The values are held to logits in float32, the gradients to logits and dz in bfloat16.
-    values = naive(hidden, words, targets, temperature, jnp.float32)
-    plain = values_and_gradients(
-        lambda h, w: naive(h, w, targets, temperature, jnp.bfloat16),
-        cotangents(case), hidden, words,
-    )  # fmt: skip
-    actual = kernel_results(case)
-    assert [x.dtype for x in actual] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
-    assert not np.any(actual[3][:, case.vocab_size :])
-    actual = *actual[:3], actual[3][:, : case.vocab_size]
-    for name, actual_x, simple, expected_x in zip(
-        NAMES, actual, (*values, *plain[2:]), exact, strict=True
-    ):
-        three_way(actual_x, simple, expected_x, f"{case.name} {name}")
+    check_kernel(token_logprobs_mosaic_gpu, case, *inputs(case))
 
 
 @needs_interpreter
@@ -125,24 +64,24 @@ def test_values_and_gradients_are_right_where_tiles_are_full_and_where_there_is_
 @needs_interpreter
 @pytest.mark.slow
 def test_the_order_of_the_tiles_and_the_stages_change_no_bit(small, monkeypatch):
-    before = kernel_results(RAGGED)
+    before = results_of(RAGGED)
     monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 1)
     for name, value in dict(STAGES=4, GROUP=2).items():
         monkeypatch.setattr(pallas_gpu, name, value)
-    for a, b in zip(before, kernel_results(RAGGED, planted=1e3), strict=True):
+    for a, b in zip(before, results_of(RAGGED, planted=1e3), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @needs_interpreter
 @pytest.mark.slow
 def test_no_warpgroup_races_with_another(small, races):
-    jax.block_until_ready(kernel_results(RAGGED))
+    jax.block_until_ready(results_of(RAGGED))
     assert not races()
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
     case = cases.LogprobsCase("empty", 0, 64, 128, 97)
-    logp, entropy, dhidden, dw = kernel_results(case, planted=0)
+    logp, entropy, dhidden, dw = results_of(case, planted=0)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 64)
     assert not np.any(dw)
 

@@ -8,9 +8,8 @@ import pytest
 
 from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
 from pallas_kernels.token_logprobs.pallas_tpu import token_logprobs_mosaic_tpu
-from tests.pallas_kernels.three_way import three_way
+from tests.pallas_kernels.token_logprobs.logprobs_oracle import check_kernel, kernel_results
 
-NAMES = ("logp", "entropy", "dhidden", "dw_head")
 PADDED, TALL, WIDE = cases.TEST_CASES[1:]
 RAGGED = cases.LogprobsCase("ragged", 150, 100, 650, 613, 0.7)
 EDGES = (0, 127, 128, 255, 256, 511, 512, 612)  # of lanes, of blocks, of chunks, of the words
@@ -31,52 +30,8 @@ def inputs(case, dtype, planted=float("nan")):
     return hidden.astype(dtype), w_head.astype(dtype), targets
 
 
-def cotangents(case):
-    return tuple(jax.random.normal(jax.random.key(9), (2, case.M)))
-
-
-def oracle(hidden, w_head, targets, temperature, vocab_size, cotangents):
-    """Values and both gradients in float64, from the written-out derivative."""
-    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
-    hidden, w_head, (dlogp, dent) = f64(hidden), f64(w_head[:, :vocab_size]), map(f64, cotangents)
-    temperature = float(np.float32(temperature))
-    rows = np.arange(len(targets)), np.asarray(targets)
-    z = hidden @ w_head / temperature
-    log_p = z - z.max(1, keepdims=True)
-    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
-    p = np.exp(log_p)
-    entropy = -(p * log_p).sum(1)
-    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
-    dz[rows] += dlogp
-    dz /= temperature
-    return log_p[rows], entropy, dz @ w_head.T, hidden.T @ dz
-
-
-def naive(hidden, w_head, targets, temperature, dtype):
-    """The formula with logits of `dtype`, differentiated by JAX."""
-    z = jnp.dot(hidden, w_head, preferred_element_type=dtype).astype(jnp.float32) / temperature
-    log_p = jax.nn.log_softmax(z, axis=-1)
-    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
-    return logp, -(jnp.exp(log_p) * log_p).sum(1)
-
-
-def values_and_gradients(f, cotangents, *args):
-    def run(cotangents, *args):
-        out, pull = jax.vjp(f, *args)
-        return *out, *pull(cotangents)
-
-    return jax.jit(run)(cotangents, *args)
-
-
-def kernel_results(case, dtype, planted=float("nan")):
-    hidden, w_head, targets = inputs(case, dtype, planted)
-    temperature = jnp.float32(case.temperature)
-    return values_and_gradients(
-        lambda h, w: token_logprobs_mosaic_tpu(
-            h, w, targets, temperature, case.vocab_size, interpret=True
-        ),
-        cotangents(case), hidden, w_head,
-    )  # fmt: skip
+def results_of(case, dtype, planted=float("nan")):
+    return kernel_results(token_logprobs_mosaic_tpu, case, *inputs(case, dtype, planted))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -86,36 +41,21 @@ def kernel_results(case, dtype, planted=float("nan")):
     ids=lambda case: case.name,
 )
 def test_values_and_gradients_are_right_over_blocks_chunks_and_what_does_not_fill_them(case, dtype):
-    hidden, w_head, targets = inputs(case, dtype)
-    words, temperature = w_head[:, : case.vocab_size], jnp.float32(case.temperature)
-    exact = oracle(hidden, w_head, targets, temperature, case.vocab_size, cotangents(case))
-    # The values are held to logits in float32, the gradients to logits and dz in their dtype.
-    values = naive(hidden, words, targets, temperature, jnp.float32)
-    plain = values_and_gradients(
-        lambda h, w: naive(h, w, targets, temperature, dtype), cotangents(case), hidden, words
-    )
-    results = kernel_results(case, dtype)
-    assert [x.dtype for x in results] == [jnp.float32, jnp.float32, dtype, dtype]
-    assert not np.any(results[3][:, case.vocab_size :])
-    results = *results[:3], results[3][:, : case.vocab_size]
-    for name, actual, simple, expected in zip(
-        NAMES, results, (*values, *plain[2:]), exact, strict=True
-    ):
-        # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.
-        ulps = 8.0 if dtype == jnp.float32 else 2.0
-        three_way(actual, simple, expected, f"{case.name} {name}", ulps=ulps)
+    # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.
+    ulps = 8.0 if dtype == jnp.float32 else 2.0
+    check_kernel(token_logprobs_mosaic_tpu, case, *inputs(case, dtype), ulps=ulps)
 
 
 def test_other_blocks_of_tokens_change_no_bit(monkeypatch):
-    before = kernel_results(RAGGED, jnp.bfloat16)
+    before = results_of(RAGGED, jnp.bfloat16)
     monkeypatch.setattr(pallas_tpu, "ROWS", 128)
-    for a, b in zip(before, kernel_results(RAGGED, jnp.bfloat16, planted=3e38), strict=True):
+    for a, b in zip(before, results_of(RAGGED, jnp.bfloat16, planted=3e38), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
     case = cases.LogprobsCase("empty", 0, 48, 97, 97)
-    logp, entropy, dhidden, dw = kernel_results(case, jnp.float32)
+    logp, entropy, dhidden, dw = results_of(case, jnp.float32)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
     assert not np.any(dw)
 

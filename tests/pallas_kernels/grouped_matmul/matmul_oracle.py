@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul as naive masks and as the formula, with values and gradients of either."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+
+NAMES = ("out", "dlhs", "drhs", "dbias")
+ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
+
+knows_transposes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
+)
+
+
+def naive(sizes, lhs, rhs, bias):
+    """Every group's matrix on every row, in the inputs' dtype."""
+    rhs = mxfp4_to_dense(rhs, lhs.dtype) if isinstance(rhs, Mxfp4) else rhs
+    row, end = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None], jnp.cumsum(sizes)
+    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
+    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
+    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
+
+
+def plain_swiglu(h, alpha, limit):
+    """The activation written out in the dtype of h, whose halves are gate and up."""
+    gate, up = jnp.split(h, 2, axis=-1)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def naive_swiglu(sizes, lhs, rhs, bias):
+    return plain_swiglu(naive(sizes, lhs, rhs, bias), ALPHA, LIMIT)
+
+
+def exact(sizes, lhs, rhs, bias):
+    return reference.grouped_matmul_reference(lhs, rhs, sizes, bias)
+
+
+def exact_swiglu(sizes, lhs, rhs, bias):
+    return reference.grouped_swiglu_reference(lhs, rhs, sizes, bias, ALPHA, LIMIT)
+
+
+forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(f, dout, sizes, lhs, rhs, bias):
+    """Values and the gradients of the arrays; four-bit weights are held fixed."""
+    if isinstance(rhs, Mxfp4):
+        out, pull = jax.vjp(lambda lhs, bias: f(sizes, lhs, rhs, bias), lhs, bias)
+    else:
+        out, pull = jax.vjp(partial(f, sizes), lhs, rhs, bias)
+    return out, *pull(dout)
+
+
+def mark_slow(sizes, *fast):
+    """All names of `sizes` as parameters, those not in `fast` as slow tests."""
+    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in sizes]
