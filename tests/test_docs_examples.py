@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.config_file import load_config, override
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
 
@@ -22,3 +24,17 @@ def test_the_training_loop_of_the_docs_learns():
 def test_an_example_is_short_enough_to_read():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 120, path
+
+
+def test_the_study_of_the_docs_compares_two_algorithms_on_four_seeds(tmp_path, capsys):
+    """With a double of a training: nine of them would take half an hour."""
+    calls = []
+
+    def run(config, contender, rate, seed, *, folder):
+        override(load_config(config), *contender.settings)  # refuses what is no setting
+        calls.append((contender.name, rate, seed))
+        return {"eval/accuracy": 0.5 + 0.1 * seed + (0.2 if rate == 3e-4 else 0.0)}
+
+    runpy.run_path(str(EXAMPLES / "compare_settings.py"))["main"](tmp_path, run)
+    assert len(calls) == len(set(calls)) == 9
+    assert "RLOO" in capsys.readouterr().out

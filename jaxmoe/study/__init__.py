@@ -3,7 +3,7 @@
 
     from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
-docs/extending.md has an example. Next: jaxmoe/study/contenders.py.
+docs/examples/compare_settings.py is an example. Next: jaxmoe/study/contenders.py.
 """
 
 from jaxmoe.study.contenders import Comparison, Contender, format_comparisons, run_study

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A router and a loss term of one's own, by the config: from the command to metrics and weights."""
 
-import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -174,15 +174,12 @@ def bias_loss(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
 
 @pytest.mark.slow
 def test_an_array_of_ones_own_reaches_a_term_through_a_run_as_the_docs_say(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S)
-               if "def train_with_bias" in block]  # fmt: skip
-    namespace = {}
-    exec(compile(code, "docs/extending.md", "exec"), namespace)
+    example = Path(__file__).parents[2] / "docs/examples/own_array.py"
+    train_with_bias = runpy.run_path(str(example))["train_with_bias"]
     m = load_config("tiny.py").model
     settings = (*SMALL, "steps=1", f"workdir={tmp_path / 'run'}")
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        namespace["train_with_bias"](bias_loss, np.ones((m.n_layers, m.n_experts)), *settings)
+        train_with_bias(bias_loss, np.ones((m.n_layers, m.n_experts)), *settings)
     rows = [row for row in lines(tmp_path / "run") if "loss/bias" in row]
     # probabilities sum to 1 in each layer
     assert [row["loss/bias"] for row in rows] == [pytest.approx(m.n_layers, rel=1e-4)]
