@@ -7,8 +7,8 @@
 from dataclasses import replace
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.parts import make_parts
 from jaxmoe.rl.terms import Term
+from jaxmoe.run.parts import make_parts
 from jaxmoe.train import train
 
 
