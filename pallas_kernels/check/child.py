@@ -38,17 +38,28 @@ class NoChip(Exception):
     """The device could not be opened by the child process, so there is no verdict."""
 
 
+def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a check: without autotuning of XLA's matrix products on a GPU.
+
+    Only the reference has such products, and to tune them takes minutes on a GPU, kernels none.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if "--xla_gpu_autotune_level" not in flags:
+        flags = f"{flags} --xla_gpu_autotune_level=0".strip()
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**environ, **settings, "XLA_FLAGS": flags}
+
+
 def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
     """Run one.py on the request, and kill it after `timeout_s`."""
-    environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     path, request_json, alarm = json.dumps(sys.path), json.dumps(dict(request)), int(timeout_s) + 10
     command = [sys.executable, "-c", _START, path, request_json, str(alarm)]
     with tempfile.TemporaryDirectory() as folder:  # files: a pipe may stay open in grandchildren
         out, err = Path(folder, "out"), Path(folder, "err")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                env=child_environ(os.environ), start_new_session=True,
             )  # fmt: skip
             try:
                 status = child.wait(timeout_s)

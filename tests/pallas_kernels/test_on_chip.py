@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel on an accelerator against the reference, which interpretation cannot replace.
 
-    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/pallas_kernels/test_on_chip.py
-    JAX_PLATFORMS=tpu python -m pytest -m tpu tests/pallas_kernels/test_on_chip.py
+    XLA_FLAGS=--xla_gpu_autotune_level=0 JAX_PLATFORMS=cuda python -m pytest -m gpu FILE
+    JAX_PLATFORMS=tpu python -m pytest -m tpu FILE
+
+FILE is tests/pallas_kernels/test_on_chip.py. XLA would spend minutes on tuning the reference.
 
 Hostile cases whole, real ones (131,072 tokens, 128 experts of 2880 x 5760, MXFP4) in sampled rows,
 one of 64: no tile goes unseen (`pallas_kernels/check/sampled.py`). By default the same checks run

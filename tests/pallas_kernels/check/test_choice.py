@@ -149,6 +149,14 @@ def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_
     assert verdicts["wrong_past_the_cases"].reason.startswith("case run: logp: relative error")
 
 
+def test_a_check_does_not_tune_the_references_products_unless_the_user_says_so():
+    flag = "--xla_gpu_autotune_level"
+    assert child.child_environ({"PATH": "/bin"})["XLA_FLAGS"] == f"{flag}=0"
+    kept = child.child_environ({"XLA_FLAGS": "--xla_dump_to=d"})["XLA_FLAGS"]
+    assert kept == f"--xla_dump_to=d {flag}=0"
+    assert child.child_environ({"XLA_FLAGS": f"{flag}=4"})["XLA_FLAGS"] == f"{flag}=4"
+
+
 def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
     for end in ("was killed by SIGSEGV (TPU is in use)", ""):
         monkeypatch.setattr(child, "run_child", lambda *_, end=end: child.ChildReport((), end))
