@@ -16,8 +16,8 @@ if [[ -z ${VLLM_API_KEY:-} ]]; then
 fi
 export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
 exec "${PYTHON:-python3}" -m vllm.entrypoints.openai.api_server \
-  --host "${HOST:-0.0.0.0}" --port "${PORT:-8000}" --middleware jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware \
+  --host "${HOST:-0.0.0.0}" --port "${PORT:-8000}" --middleware jaxmoe.vllm.plugin.auth_middleware.AuthMiddleware \
   --model "$model" --served-model-name jaxmoe --load-format dummy --skip-tokenizer-init \
   --enable-scale-out --logprobs-mode processed_logprobs \
   --weight-transfer-config '{"backend": "jaxmoe"}' \
-  --worker-extension-cls jaxmoe.vllm_plugin.worker.Worker --enable-return-routed-experts "$@"
+  --worker-extension-cls jaxmoe.vllm.plugin.worker.Worker --enable-return-routed-experts "$@"

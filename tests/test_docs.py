@@ -24,7 +24,7 @@ from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
 from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.vllm_plugin.compat import BACKENDS
+from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
 from pallas_kernels.bench.__main__ import parse_bench_arguments
 from pallas_kernels.check.__main__ import parse_check_arguments as checks

@@ -4,7 +4,7 @@
 `rollout.engine` is the name of a function of the config that returns the description, in ENGINES
 or "module:function(option=1)". The function is called while a config is checked, so its module
 imports neither jax nor vLLM; `open` and `memory` import what they need when they are called.
-Next: jaxmoe/rollout/native_description.py and jaxmoe/vllm/description.py.
+Next: jaxmoe/rollout/native_description.py and jaxmoe/vllm/engine/description.py.
 """
 
 import inspect
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "native": "jaxmoe.rollout.native_description:describe_native",
-    "vllm": "jaxmoe.vllm.description:describe_vllm",
+    "vllm": "jaxmoe.vllm.engine.description:describe_vllm",
 }
 _KEY = "rollout.engine"
 

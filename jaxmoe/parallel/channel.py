@@ -4,7 +4,7 @@
 A device collective is no place to wait in: launch/env.sh makes NCCL end it after five minutes. A
 channel waits as long as the other processes live, and in any thread, since its messages are not
 ordered with a device's programs. It carries what hosts make: rollouts, digests, errors.
-Next: jaxmoe/vllm/multi_process_engine.py.
+Next: jaxmoe/vllm/engine/multi_process_engine.py.
 """
 
 import json

@@ -5,7 +5,7 @@ vLLM's modules are recorded while they read some tokens. Each op of the trainer 
 inputs of vLLM's own op, and the difference of the two outputs is that op's rounding. A forward of
 the trainer to which the differences of one op are added, in every layer, gives the effect of this
 op alone on the log-probs. With the differences of all ops added it equals vLLM's by construction.
-Next: jaxmoe/vllm_plugin/recording.py.
+Next: jaxmoe/vllm/plugin/recording.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol of an engine, and what some engines offer in addition.
 
-Next: jaxmoe/rollout/native.py, which shares the trainer's forward, and jaxmoe/vllm/engine.py.
+Next: jaxmoe/rollout/native.py, which shares the trainer's forward, and
+jaxmoe/vllm/engine/vllm_engine.py.
 """
 
 from collections.abc import Callable, Sequence

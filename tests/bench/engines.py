@@ -30,7 +30,7 @@ from jaxmoe.config_file import load_config
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.vllm.engine import VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 
 OWN = ("pause", "start_update", "send_update", "finish_update", "reset_prefix_cache", "resume")
 

@@ -11,7 +11,7 @@ from jaxlib import xla_client
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.model.config import tiny
-from jaxmoe.vllm.server import build_engine_options, format_flags
+from jaxmoe.vllm.engine.server import build_engine_options, format_flags
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -83,7 +83,8 @@ def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
 
 
 def test_the_older_name_of_the_share_of_memory_is_given_to_nobody():
-    read = {"launch/env.sh", "jaxmoe/vllm/placement.py"}  # where somebody's own value is read
+    # where somebody's own value is read
+    read = {"launch/env.sh", "jaxmoe/vllm/engine/placement.py"}
     files = [p for top in ("launch", "jaxmoe", "docs") for p in (ROOT / top).rglob("*.*")]
     named = {
         p.relative_to(ROOT).as_posix()
@@ -112,7 +113,7 @@ def test_a_vllm_server_has_a_door_and_its_key_is_not_on_its_command_line(tmp_pat
     assert "s3cret" not in " ".join(typed)
     assert (
         typed[typed.index("--middleware") + 1]
-        == "jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware"
+        == "jaxmoe.vllm.plugin.auth_middleware.AuthMiddleware"
     )
     assert typed[typed.index("--model") + 1] == "/models/a b" and typed[-1] == "bfloat16"
     # what a run's own servers have, but for its sizes

@@ -6,8 +6,8 @@ import pytest
 
 from jaxmoe.observe.alerts import count_bad_steps, find_alerts
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
-from jaxmoe.rollout.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
+from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 
 N, LAYERS, ACTIVE, PROMPT, TOKENS = 7, 3, 2, 4, 9
 

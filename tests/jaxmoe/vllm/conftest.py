@@ -10,6 +10,7 @@ import pytest
 from jaxmoe.config import VllmConfig
 
 TESTS_DIR = Path(__file__).parent
+ROOMS = (TESTS_DIR / "client", TESTS_DIR / "engine")
 sys.path.insert(0, str(TESTS_DIR))  # stand_in, proxy, vllm_cases
 
 from proxy import Proxy  # noqa: E402
@@ -20,7 +21,7 @@ from vllm_cases import CFG, open_engine, weights  # noqa: E402
 def pytest_collection_modifyitems(items):
     """Ignore the warnings of vLLM's own packages."""
     for item in items:
-        if item.path.parent == TESTS_DIR and item.get_closest_marker("vllm"):
+        if item.path.parent in ROOMS and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 

@@ -11,8 +11,8 @@ import time
 from hostile import TRICKS
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.vllm.http_backend import HttpBackend
-from jaxmoe.vllm.responses import ExpectedResponse, parse_completions
+from jaxmoe.vllm.client.http_backend import HttpBackend
+from jaxmoe.vllm.client.responses import ExpectedResponse, parse_completions
 
 
 def peak_bytes():

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
-from jaxmoe.vllm.engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's responses, checked before use. An invalid field raises RequestFailed, which names it.
+
+Next: jaxmoe/vllm/client/request.py joins the completions of a sample.
+"""
+
+import base64
+import binascii
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.rollout.recorded_experts import mark_unknown_experts
+from jaxmoe.vllm.client.backend import RequestFailed
+from jaxmoe.vllm.client.strict_json import format_value
+
+MAX_LOGP = 1e-4  # a rounded log-prob may be this much above 0, nats
+MIN_LOGP = -9000.0  # vLLM writes -9999 for a log-prob that is missing or not a number
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice of a response: the tokens sampled in one request."""
+
+    tokens: list[int]
+    logp: list[float]
+    finish: str  # stop, length or abort
+    labels: list[str]  # of the weights, one per token
+    experts: np.ndarray | None  # expert_dtype [P+T-1, L, A], as of a Rollout
+
+
+@dataclass(frozen=True)
+class ExpectedResponse:
+    """The sizes and stop tokens that a response must have."""
+
+    prompt_tokens: int
+    samples: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+
+
+def parse_completions(
+    response: Any, expected: ExpectedResponse, cfg: ModelConfig
+) -> list[Completion]:
+    """Return the choices in the order of the samples, all of them checked."""
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
+        raise RequestFailed(f"a response must have a list of choices; got {format_value(response)}")
+    if len(choices) != expected.samples:
+        raise RequestFailed(f"asked for {expected.samples} samples of a prompt, got {len(choices)}")
+    if not all(type(c.get("index")) is int for c in choices):
+        raise RequestFailed("every choice must have a number, its index")
+    by_index = {c["index"]: c for c in choices}
+    if by_index.keys() != set(range(expected.samples)):
+        raise RequestFailed(
+            f"choices must be numbered 0 to {expected.samples - 1}, got "
+            f"{format_value([c.get('index') for c in choices])}"
+        )
+    return [_parse_completion(by_index[i], expected, cfg) for i in range(expected.samples)]
+
+
+def parse_prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarray:
+    """Return float32 [T]: the log-prob of each given token at temperature 1; 0 for the first."""
+    rows = response.get("prompt_logprobs") if isinstance(response, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(tokens):
+        actual = len(rows) if isinstance(rows, list) else format_value(rows)
+        raise RequestFailed(f"prompt_logprobs must have {len(tokens)} entries, got {actual}")
+    logps = [0.0]
+    for i, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
+        entry = row.get(str(token), row.get(token)) if isinstance(row, dict) else None
+        if not isinstance(entry, dict):
+            raise RequestFailed(f"prompt_logprobs[{i}] must have token {token}")
+        logps.append(_parse_logp(entry.get("logprob"), f"prompt_logprobs[{i}]"))
+    return np.asarray(logps, np.float32)
+
+
+def _parse_completion(
+    choice: dict[str, Any], expected: ExpectedResponse, cfg: ModelConfig
+) -> Completion:
+    tokens, finish = choice.get("token_ids"), choice.get("finish_reason")
+    aborted = finish == "abort"
+    if tokens is None and aborted:
+        tokens = []
+    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+        raise RequestFailed(
+            f"token_ids must be a list of whole numbers, got {format_value(tokens)}"
+        )
+    outside = [t for t in tokens if not 0 <= t < cfg.vocab_size]
+    if outside:
+        raise RequestFailed(
+            f"token ids must be below {cfg.vocab_size}, got {format_value(outside[:4])}"
+        )
+    if len(tokens) > expected.max_tokens or not (tokens or aborted):
+        raise RequestFailed(
+            f"a response must have 1 to {expected.max_tokens} tokens, got {len(tokens)}"
+        )
+    _check_end(tokens, finish, expected)
+    read = expected.prompt_tokens + len(tokens) - 1  # all but the last token
+    return Completion(
+        tokens, _parse_logps(choice.get("logprobs"), tokens), str(finish),
+        _parse_labels(choice.get("weight_versions"), len(tokens)),
+        _parse_experts(choice.get("routed_experts"), read, aborted, cfg, expected.prompt_tokens),
+    )  # fmt: skip
+
+
+def _check_end(tokens: list[int], finish: Any, expected: ExpectedResponse) -> None:
+    stops = [i for i, t in enumerate(tokens) if t in expected.stop_ids]
+    if finish == "stop":
+        if stops != [len(tokens) - 1]:
+            raise RequestFailed(
+                f"finish_reason is stop, but stop tokens are at {stops} of {len(tokens)} tokens"
+            )
+    elif finish in ("length", "abort"):
+        if stops:
+            raise RequestFailed(f"finish_reason is {finish}, but a stop token is at {stops[0]}")
+        if finish == "length" and len(tokens) != expected.max_tokens:
+            raise RequestFailed(
+                f"finish_reason is length after {len(tokens)} of {expected.max_tokens} tokens: "
+                "is the server's --max-model-len too small?"
+            )
+    else:
+        raise RequestFailed(
+            f"finish_reason must be stop, length or abort, got {format_value(finish)}"
+        )
+
+
+def _parse_logps(logprobs: Any, tokens: list[int]) -> list[float]:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    content = content if content is not None else []
+    if not isinstance(content, list) or len(content) != len(tokens):
+        actual = len(content) if isinstance(content, list) else format_value(content)
+        raise RequestFailed(f"{len(tokens)} tokens must have as many log-probs, got {actual}")
+    logps = []
+    for i, (entry, token) in enumerate(zip(content, tokens, strict=True)):
+        if not isinstance(entry, dict) or entry.get("token_id") != token:
+            raise RequestFailed(f"log-prob {i} must be of token {token}, is {format_value(entry)}")
+        logps.append(_parse_logp(entry.get("logprob"), f"log-prob {i}"))
+    return logps
+
+
+def _parse_logp(value: Any, field: str) -> float:
+    if type(value) not in (int, float) or value != value or abs(value) == math.inf:
+        raise RequestFailed(f"{field} must be a finite number, got {format_value(value)}")
+    if not MIN_LOGP < value <= MAX_LOGP:
+        raise RequestFailed(f"{field} must be a log-prob, got {format_value(value)}")
+    return min(float(value), 0.0)
+
+
+def _parse_labels(spans: Any, count: int) -> list[str]:
+    labels: list[str] = []
+    for span in spans if isinstance(spans, list) else []:
+        ok = isinstance(span, dict) and isinstance(span.get("version"), str)
+        ok = ok and type(span.get("start")) is int and type(span.get("end")) is int
+        if not ok or not len(labels) == span["start"] <= span["end"]:
+            raise RequestFailed(
+                f"weight_versions must be spans without gaps, got {format_value(spans)}"
+            )
+        labels += [span["version"]] * (min(span["end"], count + 1) - len(labels))
+    if len(labels) != count:
+        raise RequestFailed(f"weight_versions must cover {count} tokens, got {format_value(spans)}")
+    return labels
+
+
+def read_npy(raw: bytes) -> np.ndarray:
+    """Return an array of integers or floats in numpy's file format. Raises ValueError.
+
+    np.load parses the header with `ast`, which in Python 3.11 fails in concurrent threads.
+    """
+    if len(raw) < 12 or raw[:6] != b"\x93NUMPY" or raw[6] not in (1, 2, 3):
+        raise ValueError(f"it begins with {raw[:12]!r}")
+    start = 10 if raw[6] == 1 else 12
+    end = start + int.from_bytes(raw[8:start], "little")
+    header = re.fullmatch(
+        r"\{'descr': '([<>|=]?[iuf]\d+)', 'fortran_order': (True|False), "
+        r"'shape': \(([\d, ]*)\), \}\s*",
+        raw[start:end].decode("latin1"),
+    )
+    if header is None:
+        raise ValueError(f"its header is {raw[start:end][:80]!r}")
+    shape = tuple(int(n) for n in header[3].split(",") if n.strip())
+    array = np.frombuffer(raw, np.dtype(header[1]), math.prod(shape), end)
+    return array.reshape(shape, order="F" if header[2] == "True" else "C")
+
+
+def _parse_experts(
+    encoded: Any, rows: int, aborted: bool, cfg: ModelConfig, prompt_tokens: int
+) -> np.ndarray | None:
+    if encoded is None:
+        return None
+    try:
+        array = read_npy(base64.b64decode(encoded, validate=True))
+    except (binascii.Error, ValueError, TypeError, OverflowError) as error:
+        raise RequestFailed(f"routed_experts must be base64 of an .npy: {error}") from error
+    shape = (rows, cfg.n_layers, cfg.experts_per_token)
+    if array.shape != shape and aborted:
+        return None  # the continuation's experts do not cover these tokens
+    if array.shape != shape or array.dtype.kind not in "ui":
+        raise RequestFailed(
+            f"routed_experts must be whole numbers of shape {shape}, got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    try:
+        return mark_unknown_experts(array, n_experts=cfg.n_experts, prompt_tokens=prompt_tokens)
+    except ValueError as error:
+        raise RequestFailed(f"routed_experts: {error}") from error

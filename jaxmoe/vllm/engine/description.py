@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's description as an engine, without an import of jax.
+
+Next: jaxmoe/vllm/engine/vllm_engine.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import Config, require
+from jaxmoe.config.engine import EngineDescription
+from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
+
+UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
+
+
+def describe_vllm(cfg: Config) -> EngineDescription:
+    return EngineDescription(
+        open=open_vllm_engine, summary=_summarize(cfg), reports_kept_mass=True,
+        reports_experts=True, check=check_vllm, check_processes=check_vllm_processes,
+        without_weight_check=_without_probe,
+    )  # fmt: skip
+
+
+def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
+    """Open vLLM's engine; started servers write their logs to `work`/engine."""
+    from jaxmoe.checkpoint.base import base_folder
+    from jaxmoe.vllm.engine.multi_process_engine import open_vllm
+    from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+
+    r = cfg.rollout
+    serves = cfg.lora.ranks and r.vllm.lora == "adapter"
+    return open_vllm(
+        cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine",
+        adapter=ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None,
+        max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
+        max_rows=r.max_parallel_sequences,
+    )  # fmt: skip
+
+
+def check_vllm(cfg: Config) -> None:
+    """Raise ConfigError for settings that vLLM cannot sample with."""
+    r, vllm = cfg.rollout, cfg.rollout.vllm
+    truncates = r.top_k > 0 or r.top_p < 1
+    require(
+        not (truncates and r.temperature != 1.0),
+        f"rollout.temperature must be 1 if rollout.engine is vllm and top_k ({r.top_k}) "
+        f"or top_p ({r.top_p}) are on, got {r.temperature}: vLLM does not report the "
+        "retained mass at another temperature. Try --set rollout.temperature=1.0, or "
+        "--set rollout.top_k=0 --set rollout.top_p=1.0.",
+    )
+    require(
+        not (truncates and r.max_staleness > 0),
+        f"rollout.max_staleness must be 0 if rollout.engine is vllm and top_k or top_p are on, "
+        f"got {r.max_staleness}: the retained mass is computed by the weights that sampled "
+        "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
+    )
+    if not cfg.lora.ranks:
+        return
+    require(
+        vllm.transport == "files",
+        f"lora needs rollout.vllm.transport=files, got rollout.vllm.transport={vllm.transport}: "
+        "adapters are trained on one device, and reach vLLM in files. Try --set "
+        "rollout.vllm.transport=files, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+    )
+    if vllm.lora == "adapter":
+        _check_adapter(cfg)
+
+
+def check_vllm_processes(cfg: Config) -> None:
+    """Raise ConfigError for settings of vLLM that several trainer processes do not support."""
+    vllm = cfg.rollout.vllm
+    require(
+        bool(vllm.urls) or vllm.launch > 0,
+        "several processes must share vLLM servers; a vLLM inside one of the processes is not "
+        "supported. Try --set rollout.vllm.url=http://HOST:8000, or --set "
+        "rollout.vllm.launch=1.",
+    )
+    require(
+        vllm.transport == "files",
+        f"rollout.vllm.transport ({vllm.transport}) must be files with several processes: "
+        "only the first process sends weights to a reconnected server, but gathering a tensor from "
+        "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
+        "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
+    )
+
+
+def _check_adapter(cfg: Config) -> None:
+    alternative = "or --set rollout.vllm.lora=merged, which sends full weights."
+    require(
+        bool(cfg.init.checkpoint) and cfg.warmup.steps == 0,
+        "rollout.vllm.lora=adapter needs a base that vLLM can load, got "
+        f"init.checkpoint={cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
+        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {alternative}",
+    )
+    require(
+        not cfg.rollout.vllm.url,
+        "rollout.vllm.lora=adapter needs a vLLM that this run starts, got rollout.vllm.url="
+        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {alternative}",
+    )
+    require(
+        not cfg.lora.modules_to_save,
+        f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
+        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
+    )
+    experts = [name for name in EXPERTS if name in cfg.lora.ranks]
+    require(
+        len(experts) != 1,
+        f"rollout.vllm.lora=adapter needs adapters for both of the experts' matrices or none, got "
+        f"{''.join(experts)}: vLLM accepts only both. Try --set "
+        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {alternative}",
+    )
+    require(
+        cfg.lora.rank <= VLLM_RANKS[-1],
+        f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
+        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
+    )
+
+
+def _summarize(cfg: Config) -> str:
+    vllm = cfg.rollout.vllm
+    text = f"vLLM, {vllm.launch} started by the run" if vllm.launch else "vLLM, in this process"
+    text = f"vLLM at {vllm.url}" if vllm.url else text
+    text += " (its memory is not in this table)"
+    if cfg.lora.ranks:
+        sent = {"merged": "merged full weights", "adapter": "only the adapter"}[vllm.lora]
+        text += f", receives {sent}"
+    return text
+
+
+def _without_probe(cfg: Config) -> Config:
+    vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED_ABS_DIFF)
+    return replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))

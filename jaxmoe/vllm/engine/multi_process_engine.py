@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine of several trainer processes: the first one talks to the servers for all.
+
+Programs of the devices (gathering weights, the trainer's log-probs of a probe) are run by all
+processes, in load(), in the same order. A server then needs only a file that it sees, and the
+expected probe log-probs are known: the first process alone can sync a reconnected server at any
+time. Next: jaxmoe/vllm/engine/vllm_engine.py, the first process's engine.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.model import Ops
+from jaxmoe.parallel.channel import Channel
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.processes import gather_to_hosts
+from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
+from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.shapes import Params
+from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
+from jaxmoe.vllm.engine.sync import ProbeReference
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.weight_sync.sharded_files import check_shared_directory, write_sharded_files
+from jaxmoe.vllm.weight_sync.update import create_run_id
+
+
+class MultiProcessVllmEngine:
+    """An Engine whose methods are called by all processes, in the same order."""
+
+    def __init__(
+        self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, mesh: Mesh | None, *,
+        across: str = "ring", channel: Channel | None = None, **sizes: Any,
+    ) -> None:  # fmt: skip
+        self._cfg, self._vllm, self._mesh = cfg, vllm, mesh
+        self._ops = sharded_ops(ops, mesh, cfg, method=across)
+        self._channel = channel or Channel("vllm")
+        self.incidents: list[str] = []
+        self._engine: VllmEngine | None = None  # in the first process only
+        self._n_shared_incidents = 0  # incidents already sent to all processes
+
+        def begin() -> bytes:
+            run = create_run_id()
+            self._engine = VllmEngine(cfg, ops, vllm, run=run, **sizes)
+            return json.dumps({"run": run, "probe": self._engine.probe.scored_tokens}).encode()
+
+        try:
+            begun = json.loads(self._channel.broadcast_from_first(begin))
+            self._run, self._probe = begun["run"], begun["probe"]
+            check_shared_directory(vllm.weights_dir, f"jaxmoe-{self._run}.lock", self._channel)
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, params: Params, version: int) -> None:
+        """Sync the weights like `VllmEngine.load`; each process writes its part of the files."""
+        file = write_sharded_files(
+            params, self._cfg, self._vllm.weights_dir, dtype=self._vllm.dtype or self._cfg.dtype,
+            run=self._run, version=version, channel=self._channel,
+        )  # fmt: skip
+        reference = ProbeReference(self._probe, self._probe_logps(params))
+
+        def load_file(engine: VllmEngine) -> list[Rollout]:
+            engine.load_file(file, reference)
+            return []
+
+        self._run_on_first(load_file)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
+    ) -> list[Rollout]:
+        """Engine.generate, with the same rollouts in every process."""
+        return self._run_on_first(
+            lambda engine: engine.generate(prompts, sampling, seed=seed, samples=samples)
+        )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def _run_on_first(self, call: Callable[[VllmEngine], list[Rollout]]) -> list[Rollout]:
+        """Return in all processes the rollouts that the first one makes; adds its new incidents."""
+
+        def run_and_pack() -> bytes:
+            assert self._engine is not None, "the first process has the engine"
+            rollouts = call(self._engine)
+            new_incidents = self._engine.incidents[self._n_shared_incidents :]
+            self._n_shared_incidents += len(new_incidents)
+            return serialize_rollouts(rollouts, incidents=new_incidents)
+
+        rollouts, fields = deserialize_rollouts(self._channel.broadcast_from_first(run_and_pack))
+        self.incidents += fields["incidents"]
+        return rollouts
+
+    def _probe_logps(self, params: Params) -> np.ndarray:
+        """Return the trainer's log-probs of the probe, which is repeated for every batch shard."""
+        rows = count_shards(self._mesh, TRAINING.rows)
+        time_shards = count_shards(self._mesh, TRAINING.time)
+        parts = 2 * time_shards if time_shards > 1 else 1  # zigzag assigns two to each shard
+        tokens_BT = np.zeros((rows, -(-len(self._probe) // parts) * parts), np.int32)
+        tokens_BT[:, : len(self._probe)] = self._probe
+        logps = partial(TRAINER_LOGPS, cfg=self._cfg, ops=self._ops)
+        return gather_to_hosts(logps(params, shard_batch(tokens_BT, self._mesh)))[
+            0, : len(self._probe)
+        ]
+
+
+def open_vllm(
+    cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, mesh: Mesh | None, across: str, work: Path,
+    **sizes: Any,
+) -> VllmEngine | MultiProcessVllmEngine:  # fmt: skip
+    """Return the engine of this process, or of all processes together."""
+    if jax.process_count() == 1:
+        return VllmEngine(cfg, ops, vllm, work=work, **sizes)
+    return MultiProcessVllmEngine(cfg, ops, vllm, mesh, across=across, work=work, **sizes)

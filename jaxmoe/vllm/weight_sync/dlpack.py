@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights for a vLLM in this process: its tensors are views of jax arrays, by DLPack.
+
+This is the only module of the product that imports torch, and it does so inside one function:
+whoever calls it has vLLM and therefore torch. Next: jaxmoe/vllm/plugin/tensor_mailbox.py, where the
+two sides meet.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
+from jaxmoe.checkpoint.hf import gather_entry
+from jaxmoe.config import ModelConfig
+from jaxmoe.shapes import Params
+from jaxmoe.vllm.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest, wire_dtype
+
+
+@runtime_checkable
+class Mailbox(Protocol):
+    """The interface of jaxmoe.vllm.plugin.tensor_mailbox, which belongs to vLLM's side."""
+
+    def put_update(
+        self, key: str, manifest: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]
+    ) -> None: ...
+
+    def pop_update(self, key: str) -> object: ...
+
+
+def share_in_process(
+    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox,
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:  # fmt: skip
+    """Put the weights into this process's mailbox; update_info is {"mailbox": "<run>:<version>"}.
+
+    Only the necessary copies are made: gate and up are interleaved and dtypes cast one tensor at a
+    time, while the engine reads them; matrices are transposed views. `params` must stay alive until
+    the engine has read them. The update can be read once: call this again to send it again.
+    """
+    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
+    key = f"{run}:{version}"
+    mailbox.put_update(key, manifest, _iterate_tensors(params, cfg, dtype))
+    return WeightUpdate(manifest, {"mailbox": key}, close=partial(_withdraw_update, mailbox, key))
+
+
+def _withdraw_update(mailbox: Mailbox, key: str) -> None:
+    mailbox.pop_update(key)
+
+
+def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    for entry in list_entries(cfg):
+        leaf = leaf_of(params, entry)
+        if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
+            tensor = torch.from_dlpack(leaf)
+            tensor = tensor if entry.pair is None else tensor[entry.pair]
+        else:
+            tensor = torch.from_dlpack(jnp.asarray(gather_entry(params, entry)))
+        if entry.layout in ("transpose", "transpose_pad"):
+            tensor = tensor.t()
+        if entry.layout in ("pad_rows", "transpose_pad"):
+            tensor = tensor[: cfg.vocab_size]
+        tensor = tensor.to(getattr(torch, wire_dtype(entry, dtype)))
+        if entry.layout in ("gate_up", "gate_up_bias"):
+            half = tensor.shape[-1] // 2
+            halves = (tensor[..., :half], tensor[..., half:])
+            tensor = torch.stack(halves, -1).flatten(-2)
+        yield entry.name, tensor

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of several processes, here threads over stand-ins: one speaks, all know the same."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+from board import as_processes
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, check_rollouts, prompts, weights
+
+from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+
+FREE = Sampling(NEW, ())
+
+
+def shared(channel, url, work, **changes):
+    vllm = VllmConfig(url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, **changes)
+    return MultiProcessVllmEngine(
+        CFG, OPS, vllm, None, channel=channel, work=work, max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW, max_rows=ROWS,
+    )  # fmt: skip
+
+
+def test_every_process_has_the_answers_that_one_process_would_have(stand_in, tmp_path):
+    def process(channel):
+        with closing(shared(channel, stand_in.url, tmp_path)) as engine:
+            engine.load(weights(1), 1)
+            first = engine.generate(prompts(3), FREE, seed=4, samples=2)
+            engine.load(weights(2), 2)
+            if channel.number == 0:  # older versions are removed
+                (folder,) = (tmp_path / "weights").glob("jaxmoe-*[!k]")
+                assert [path.name for path in folder.iterdir()] == ["2"]
+            return first, engine.generate(prompts(3), FREE, seed=4, samples=2), engine.incidents
+
+    results = as_processes(3, process)
+    for first, second, incidents in results:
+        check_rollouts(first, prompts(3), 2, 1)
+        check_rollouts(second, prompts(3), 2, 2)
+        assert incidents == []
+        for first_rollout, second_rollout in zip(results[0][1], second, strict=True):
+            assert np.array_equal(first_rollout.tokens, second_rollout.tokens)
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_server_that_died_is_given_the_weights_by_the_first_alone(fresh, tmp_path):
+    """Between two calls, without any other process: what it needs was made at load."""
+
+    def process(channel):
+        with closing(shared(channel, fresh.url, tmp_path)) as engine:
+            engine.load(weights(1), 1)
+            if channel.number == 0:
+                fresh.server.crash()
+                fresh.server.start()
+            return engine.generate(prompts(2), FREE, seed=4), engine.incidents
+
+    results = as_processes(2, process)
+    for out, incidents in results:
+        check_rollouts(out, prompts(2), 1, 1)
+        assert incidents and incidents == results[0][1]
+
+
+@pytest.mark.parametrize("fault", ["other weights", "torn"])
+def test_a_server_that_holds_something_else_ends_all_with_its_cause(fresh, tmp_path, fault):
+    fresh.server.faults.add(fault)
+
+    def process(channel):
+        with closing(shared(channel, fresh.url, tmp_path)) as engine:
+            engine.load(weights(1), 1)
+
+    for error in as_processes(2, process):
+        assert isinstance(error, EngineError), error
+        assert (
+            "probe of" in str(error)
+            if fault == "other weights"
+            else "other than sent" in str(error)
+        )
+
+
+def test_nobody_there_is_everybodys_one_line(tmp_path):
+    server = StandIn(CFG)
+    server.crash()
+
+    def process(channel):
+        return shared(channel, server.url, tmp_path)
+
+    for error in as_processes(2, process):
+        assert isinstance(error, ConfigError) and "must name running vLLM servers" in str(error)
+
+
+def test_the_first_process_alone_has_the_engine(stand_in, tmp_path, monkeypatch):
+    results, init = [], VllmEngine.__init__
+
+    def counted(self, *args, **named):
+        results.append(named["run"])
+        init(self, *args, **named)
+
+    monkeypatch.setattr(VllmEngine, "__init__", counted)
+
+    def process(channel):
+        with closing(shared(channel, stand_in.url, tmp_path)) as engine:
+            return engine._run
+
+    assert as_processes(3, process) == 3 * results

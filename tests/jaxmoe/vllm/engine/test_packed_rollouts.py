@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts as bytes and back."""
+
+import numpy as np
+
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
+
+
+def rollout(prompt, length, stop, log_kept, experts):
+    rng = np.random.default_rng(length)
+    shape = (len(prompt.tokens) + length - 1, 2, 3)
+    return Rollout(
+        prompt, rng.integers(0, 99, length).astype(np.int32),
+        rng.normal(size=length).astype(np.float32), stop, np.full(length, 7, np.int32),
+        rng.normal(size=length).astype(np.float32) if log_kept else None,
+        rng.integers(0, 9, shape).astype(np.uint8) if experts else None,
+    )  # fmt: skip
+
+
+def test_every_array_comes_back_with_its_dtype_and_prompts_once():
+    first, second = Prompt(3, "ä?", (1, 2, 3), "4"), Prompt(5, "", (9,), None)
+    rollouts = [
+        rollout(first, 4, StopReason.STOP_TOKEN, True, True),
+        rollout(first, 1, StopReason.MAX_TOKENS, False, True),
+        rollout(second, 6, StopReason.MAX_TOKENS, True, False),
+    ]
+    restored, extra = deserialize_rollouts(serialize_rollouts(rollouts, incidents=["a"]))
+    assert extra == {"incidents": ["a"]} and restored[0].prompt is restored[1].prompt
+    for a, b in zip(rollouts, restored, strict=True):
+        assert (a.prompt, a.stop) == (b.prompt, b.stop)
+        for name in ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None)
+            if x is not None:
+                assert x.dtype == y.dtype and np.array_equal(x, y), name
+
+
+def test_nothing_comes_back_as_nothing():
+    assert deserialize_rollouts(serialize_rollouts([])) == ([], {})

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM samples from adapters over four-bit experts: merged, as whole weights, or as they are."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapted import LORA, adapters_of, base_of
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, OPS, PROMPT, prompts
+
+from jaxmoe.checkpoint.merge import merge_adapters
+from jaxmoe.config import EngineError, VllmConfig
+from jaxmoe.model.lora import with_adapters
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+from jaxmoe.vllm.engine.sync import WeightSyncError
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+
+PACKABLE = replace(CFG, d_expert=64)
+
+
+def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(tmp_path):
+    base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
+    merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
+    server = StandIn(PACKABLE)
+    engine = VllmEngine(
+        PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),
+        work=tmp_path, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=8,
+    )  # fmt: skip
+    try:
+        engine.load(with_adapters(base, adapters, LORA.scales), 1)
+        jax.tree.map(
+            np.testing.assert_array_equal, server.params, jax.tree.map(np.asarray, merged_params)
+        )
+        (rollout,) = engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
+    finally:
+        engine.close()
+        server.crash()
+    ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
+    start = len(rollout.prompt.tokens)
+    trainer_logp, unadapted = (
+        np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[0, start:]
+        for params in (with_adapters(base, adapters, LORA.scales), base)
+    )
+    np.testing.assert_allclose(rollout.rollout_logp, trainer_logp, atol=1e-4)
+    assert np.abs(unadapted - trainer_logp).max() > 1e-2
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(a stand-in that serves adapters over a base, an engine that sends them to it)."""
+    server = StandIn(PACKABLE, base=base_of(PACKABLE))
+    engine = VllmEngine(
+        PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights"), retries=1),
+        work=tmp_path, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=8,
+        adapter=ServedAdapter(LORA, tmp_path / "base"),
+    )  # fmt: skip
+    yield server, engine
+    engine.close()
+    server.crash()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_an_adapter_alone_is_sent_and_each_matrix_was_tried_before(served, tmp_path, capsys):
+    server, engine = served
+    for version in (1, 2):
+        larger = jax.tree.map(partial(jnp.multiply, version), adapters_of(PACKABLE))
+        params = with_adapters(server.base, larger, LORA.scales)
+        engine.load(params, version)
+        (rollout,) = engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
+        assert (rollout.weight_versions == version).all()
+        ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
+        trainer_logp = np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[
+            0, len(rollout.prompt.tokens) :
+        ]
+        np.testing.assert_allclose(rollout.rollout_logp, trainer_logp, atol=1e-4)
+    assert capsys.readouterr().out.count("trying an adapter of each of 12 matrices") == 1
+    assert {body["model"] for body in server.requests} == {"jaxmoe_adapter"}
+    (folder,) = (tmp_path / "weights").glob("jaxmoe-*/*")
+    assert folder.name == "2"  # the others are gone
+
+
+@pytest.mark.parametrize("name", ["w_o", "w_gate_up"])
+def test_a_matrix_that_an_engine_skips_is_named_before_anything_is_sampled(served, name):
+    server, engine = served
+    server.faults.add(f"skips {name}")
+    with pytest.raises(WeightSyncError, match=f"an adapter of model.layers.1.*{name[2:]}"):
+        engine.load(with_adapters(server.base, adapters_of(PACKABLE), LORA.scales), 1)
+    with pytest.raises(EngineError):
+        engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
