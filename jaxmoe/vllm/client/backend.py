@@ -2,7 +2,8 @@
 """The interface of one running vLLM.
 
 Next: http_backend.py and jaxmoe/vllm/engine/in_process_backend.py implement it;
-jaxmoe/vllm/engine/replica.py tracks its weights, vllm_engine.py distributes the work over several.
+jaxmoe/vllm/engine/replica.py tracks its weights, jaxmoe/vllm/engine/vllm_engine.py distributes the
+work over several.
 """
 
 from typing import Any, Protocol, runtime_checkable
