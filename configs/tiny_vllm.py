@@ -8,36 +8,22 @@ SOURCE   tiny.py; heads of 32, the smallest that vLLM's attention on a CPU has. 
          separate environment: --set rollout.vllm.python=/its/bin/python
 """
 
-from jaxmoe.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    OptimConfig,
-    RolloutConfig,
-    SaveConfig,
-    WarmupConfig,
-)
-from jaxmoe.model.config import tiny
+from dataclasses import replace
+
+from configs import tiny
+from jaxmoe.config import Config, LossConfig
+from jaxmoe.model.config import tiny as tiny_model
 
 
 def get_config() -> Config:
-    return Config(
-        model=tiny(n_q_heads=4, n_kv_heads=2, head_dim=32),
-        data=DataConfig(
-            task="reasoning_gym:spell_backward",
-            options={"min_word_len": 3, "max_word_len": 4},
-            train_rows=32_768,
-            held_out_rows=256,
-            max_prompt_tokens=52,
-        ),
-        warmup=WarmupConfig(steps=130, sequences_per_step=64, lr=1e-3),
-        rollout=RolloutConfig(
-            sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6, max_gen_batches=4,
-            engine="vllm",
-        ),
-        optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, beta2=0.99),
+    base = tiny.get_config()
+    return replace(
+        base,
+        model=tiny_model(n_q_heads=4, n_kv_heads=2, head_dim=32),
+        warmup=replace(base.warmup, steps=130),
+        rollout=replace(base.rollout, samples_per_prompt=8, engine="vllm"),
+        loss=LossConfig(),
+        optim=replace(base.optim, lr=5e-4),
         steps=160,
-        eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=80),
         workdir="runs/tiny_vllm",
-    )  # fmt: skip
+    )

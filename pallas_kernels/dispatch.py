@@ -18,14 +18,18 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 Impl = str | tuple[str, ...]  # "auto", a name, or names: the first that can run is selected
 
 
+def supports_every_shape(*_arrays: Any) -> str | None:
+    """Return None: there is no shape that the implementation cannot take."""
+    return None
+
+
 @dataclass(frozen=True)
 class Implementation(Generic[Run]):
     """A function with the operation's signature (`Run`), and the conditions under which it runs."""
 
     run: Run
-    unsupported: Callable[
-        ..., str | None
-    ]  # of the arrays given to `select_implementation`: the reason, or None
+    # of the arrays given to `select_implementation`: the reason, or None
+    unsupported: Callable[..., str | None] = supports_every_shape
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     proven: bool = True  # it has run correctly on such a chip; "auto" selects only these
 

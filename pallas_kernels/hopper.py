@@ -50,6 +50,28 @@ def interpret_params(interpret: bool) -> Any:
     return params()
 
 
+def make_kernel(
+    body: Callable[..., None], *, name: str, out_type: Any, scratch: Any, programs: int,
+    num_threads: int, interpret: bool, axis: str = "core",
+) -> Callable[..., Any]:  # fmt: skip
+    """A kernel of `programs` blocks of `num_threads` warpgroups.
+
+    In `body` the axis "warpgroup" numbers the warpgroups, and `axis` the blocks.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=(axis,),
+        num_threads=num_threads,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret_params(interpret),
+    )
+
+
 def load_registers(ref: Any, layout: Any, interpret: bool) -> Array:
     """Load an array into registers. The interpreter ignores layouts."""
     return ref[...] if interpret else plgpu.layout_cast(ref[...], layout)

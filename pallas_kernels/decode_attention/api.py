@@ -28,20 +28,16 @@ from pallas_kernels.sink_attention.common import (
 from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
-IMPLS: dict[str, Implementation[Attention]] = mosaic_implementations(_HERE, "decode_attention") | {
-    "xla": Implementation(xla.decode_attention_xla, xla.decode_attention_xla_unsupported),
-    "reference": Implementation(
-        reference.decode_attention_reference, reference.decode_attention_reference_unsupported
-    ),
+IMPLS: dict[str, Implementation[Attention]] = {
+    **mosaic_implementations(_HERE, "decode_attention"),
+    "xla": Implementation(xla.decode_attention_xla),
+    "reference": Implementation(reference.decode_attention_reference),
     **invariant_implementations("pallas_kernels.sink_attention", "decode_attention"),
 }
-_PAGED: dict[str, Implementation[PagedAttention]] = mosaic_implementations(
-    _HERE, "paged_decode_attention"
-) | {
-    "xla": Implementation(xla.paged_decode_attention_xla, xla.decode_attention_xla_unsupported),
-    "reference": Implementation(
-        reference.paged_decode_attention_reference, reference.decode_attention_reference_unsupported
-    ),
+_PAGED: dict[str, Implementation[PagedAttention]] = {
+    **mosaic_implementations(_HERE, "paged_decode_attention"),
+    "xla": Implementation(xla.paged_decode_attention_xla),
+    "reference": Implementation(reference.paged_decode_attention_reference),
 }
 
 

@@ -41,8 +41,3 @@ def newest_positions(
     """Positions and segments of the T newest tokens; segment 0 for positions below 0."""
     q_pos = lengths_B[:, None] - T + jnp.arange(T, dtype=jnp.int32)[None, :]
     return q_pos, (q_pos >= 0).astype(jnp.int32)
-
-
-def decode_attention_reference_unsupported(*_arrays) -> str | None:
-    """The reference runs everywhere."""
-    return None

@@ -72,8 +72,3 @@ def paged_decode_attention_xla(
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
     return (acc / safe).reshape(q_BTNH.shape).astype(q_BTNH.dtype), lse.reshape(B, T, N)
-
-
-def decode_attention_xla_unsupported(*_arrays) -> str | None:
-    """Plain XLA runs everywhere."""
-    return None

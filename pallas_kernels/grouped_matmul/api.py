@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -25,42 +27,28 @@ from pallas_kernels.grouped_matmul.signature import (
 )
 
 _PACKAGE = "pallas_kernels.grouped_matmul"
-IMPLS: dict[str, Implementation[Matmul]] = mosaic_implementations(_PACKAGE, "grouped_matmul") | {
-    "xla": Implementation(xla.grouped_matmul_xla, xla.grouped_matmul_xla_unsupported),
-    "reference": Implementation(
-        reference.grouped_matmul_reference, reference.grouped_matmul_reference_unsupported
-    ),
+IMPLS: dict[str, Implementation[Matmul]] = {
+    **mosaic_implementations(_PACKAGE, "grouped_matmul"),
+    "xla": Implementation(xla.grouped_matmul_xla),
+    "reference": Implementation(reference.grouped_matmul_reference),
     **invariant_implementations(_PACKAGE, "grouped_matmul"),
 }
-SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
-    _PACKAGE, "grouped_swiglu"
-) | {
-    "xla": Implementation(xla.grouped_swiglu_xla, xla.grouped_matmul_xla_unsupported),
-    "reference": Implementation(
-        reference.grouped_swiglu_reference, reference.grouped_matmul_reference_unsupported
-    ),
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = {
+    **mosaic_implementations(_PACKAGE, "grouped_swiglu"),
+    "xla": Implementation(xla.grouped_swiglu_xla),
+    "reference": Implementation(reference.grouped_swiglu_reference),
     **invariant_implementations(_PACKAGE, "grouped_swiglu"),
 }
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementations(
-    _PACKAGE, "grouped_matmul_low_rank"
-) | {
-    "xla": Implementation(xla.grouped_matmul_low_rank_xla, xla.grouped_matmul_xla_unsupported),
-    "reference": Implementation(
-        low_rank_impls.grouped_matmul_low_rank_reference,
-        reference.grouped_matmul_reference_unsupported,
-    ),
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = {
+    **mosaic_implementations(_PACKAGE, "grouped_matmul_low_rank"),
+    "xla": Implementation[Any](xla.grouped_matmul_low_rank_xla),
+    "reference": Implementation(low_rank_impls.grouped_matmul_low_rank_reference),
     **invariant_implementations(_PACKAGE, "grouped_matmul_low_rank"),
 }
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_implementations(
-    _PACKAGE, "grouped_swiglu_low_rank"
-) | {
-    "xla": Implementation(
-        low_rank_impls.grouped_swiglu_low_rank_xla, xla.grouped_matmul_xla_unsupported
-    ),
-    "reference": Implementation(
-        low_rank_impls.grouped_swiglu_low_rank_reference,
-        reference.grouped_matmul_reference_unsupported,
-    ),
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = {
+    **mosaic_implementations(_PACKAGE, "grouped_swiglu_low_rank"),
+    "xla": Implementation(low_rank_impls.grouped_swiglu_low_rank_xla),
+    "reference": Implementation(low_rank_impls.grouped_swiglu_low_rank_reference),
     **invariant_implementations(_PACKAGE, "grouped_swiglu_low_rank"),
 }
 

@@ -32,33 +32,85 @@ class ChipKernels(NamedTuple):
     rank_multiple: int  # the kernels take ranks that are multiples of this
 
 
-def multiply_with_kernels(
-    kernels: ChipKernels, lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias, adapter: tuple[sig.A, sig.B] | None = None, scale: float = 1.0,
-) -> sig.Out:  # fmt: skip
-    """The grouped matmul; `adapter` = (a, b) adds scale · a[e]ᵀ·b[e] to the matrix of group e.
+KernelsMaker = Callable[[bool], ChipKernels]  # of interpret
 
-    Numerics: scale · lhs·aᵀ is rounded to lhs's dtype; the other sums are float32, rounded once.
-    Gradients of a and b are float32 sums, cast to the dtypes of a and b.
+
+def operations_of(make_kernels: KernelsMaker) -> tuple[Callable[..., sig.Out], ...]:
+    """The four operations below by the kernels of make_kernels(interpret).
+
+    Numerics: float32 accumulation along the contraction in a fixed order, rounded once to the dtype
+    of its operand; bitwise repeatable. The gradient of the SwiGLU starts from gate and up rounded
+    to lhs's dtype. scale · lhs·aᵀ is rounded to lhs's dtype and its product with b is added to the
+    float32 sums; gradients of a and b are float32 sums, cast to the dtypes of a and b.
     """
+    return tuple(
+        partial(operation, make_kernels)
+        for operation in (
+            matmul_by_kernels, swiglu_by_kernels, low_rank_matmul_by_kernels,
+            low_rank_swiglu_by_kernels,
+        )
+    )  # fmt: skip
+
+
+def matmul_by_kernels(
+    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """Multiply each group of rows by its own matrix; see `grouped_matmul`."""
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return _multiply_rows(make_kernels(interpret), 1.0, *operands, None)
+
+
+def swiglu_by_kernels(
+    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias, alpha: float, limit: float, *,
+    interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """The product, activated in the same kernel; see `grouped_swiglu`."""
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return _activate_rows(make_kernels(interpret), 1.0, alpha, limit, *operands, None)
+
+
+def low_rank_matmul_by_kernels(
+    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias, a_ERD: sig.A, b_ERF: sig.B, scale: float, *,
+    interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """The product with scale · a[e]ᵀ·b[e] added to the matrix of group e, in the accumulators."""
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return _multiply_rows(make_kernels(interpret), scale, *operands, (a_ERD, b_ERF))
+
+
+def low_rank_swiglu_by_kernels(
+    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias, a_ERD: sig.A, b_ERF: sig.GateUpB,
+    scale: float, alpha: float, limit: float, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """The product of `low_rank_matmul_by_kernels`, activated in the same kernel."""
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return _activate_rows(make_kernels(interpret), scale, alpha, limit, *operands, (a_ERD, b_ERF))
+
+
+def _multiply_rows(
+    kernels: ChipKernels, scale: float, lhs_MD: Any, rhs_EDF: Any, *operands: Any
+) -> Any:
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return _multiply(kernels, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter)
+    return _multiply(kernels, scale, lhs_MD, rhs_EDF, *operands)
 
 
-def swiglu_with_kernels(
-    kernels: ChipKernels, lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.GateUpBias, alpha: float, limit: float,
-    adapter: tuple[sig.A, sig.GateUpB] | None = None, scale: float = 1.0,
-) -> sig.Out:  # fmt: skip
-    """The clamped SwiGLU of the float32 sums of `multiply_with_kernels`, in the same kernel.
-
-    Numerics: the gradient starts from gate and up rounded to lhs's dtype.
-    """
+def _activate_rows(
+    kernels: ChipKernels,
+    scale: float,
+    alpha: float,
+    limit: float,
+    lhs_MD: Any,
+    rhs_EDF: Any,
+    *operands: Any,
+) -> Any:
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    statics = kernels, scale, alpha, limit
-    return _swiglu(*statics, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter)
+    return _swiglu(kernels, scale, alpha, limit, lhs_MD, rhs_EDF, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

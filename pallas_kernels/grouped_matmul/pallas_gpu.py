@@ -13,12 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import target_device
-from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.chip_kernels import (
-    ChipKernels,
-    multiply_with_kernels,
-    swiglu_with_kernels,
-)
+from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
     multiply_rows_mxfp4_hopper,
@@ -62,52 +57,6 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     return None if packed else drhs_EDF, dbias_EF
 
 
-def grouped_matmul_mosaic_gpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias = None, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """Multiply each group of rows by its own matrix on a Hopper GPU; see `grouped_matmul`.
-
-    Numerics: float32 accumulation along the contraction in a fixed order; bitwise repeatable.
-    """
-    kernels = make_mosaic_gpu_kernels(interpret)
-    return multiply_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-
-
-def grouped_swiglu_mosaic_gpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    alpha: float, limit: float, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """The product of `grouped_matmul_mosaic_gpu`, activated in registers; see `grouped_swiglu`.
-
-    Numerics: float32 until the result is rounded; the backward pass starts from the product
-    rounded to lhs's dtype.
-    """
-    kernels = make_mosaic_gpu_kernels(interpret)
-    return swiglu_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
-
-
-def grouped_matmul_low_rank_mosaic_gpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
-    a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """`grouped_matmul_mosaic_gpu` with a low-rank update, added in its accumulators."""
-    kernels = make_mosaic_gpu_kernels(interpret)
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return multiply_with_kernels(kernels, *operands, (a_ERD, b_ERF), scale)
-
-
-def grouped_swiglu_low_rank_mosaic_gpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
-    interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """`grouped_matmul_low_rank_mosaic_gpu`, activated in registers."""
-    kernels = make_mosaic_gpu_kernels(interpret)
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return swiglu_with_kernels(kernels, *operands, alpha, limit, (a_ERD, b_ERF), scale)
-
-
 @cache
 def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKernels:
     """The Hopper kernels; `invariant` always takes the SwiGLU kernel of a training forward."""
@@ -128,6 +77,14 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
 
     gradients = lhs_gradient, partial(_weight_gradients, interpret=interpret)
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, tiles.STEP)
+
+
+(
+    grouped_matmul_mosaic_gpu,
+    grouped_swiglu_mosaic_gpu,
+    grouped_matmul_low_rank_mosaic_gpu,
+    grouped_swiglu_low_rank_mosaic_gpu,
+) = operations_of(make_mosaic_gpu_kernels)
 
 
 def grouped_matmul_mosaic_gpu_unsupported(

@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tpu
-from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.chip_kernels import (
-    ChipKernels,
-    multiply_with_kernels,
-    swiglu_with_kernels,
-)
+from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
     multiply_rows_tpu,
@@ -25,31 +20,6 @@ from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
 )
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
-
-
-def grouped_matmul_mosaic_tpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias = None, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """Multiply each group of rows by its own matrix on a TPU; see `grouped_matmul`.
-
-    Numerics: float32 accumulation, each result rounded once to the dtype of its operand. Sums
-    run in a fixed order, so results are bitwise repeatable.
-    """
-    kernels = make_mosaic_tpu_kernels(interpret)
-    return multiply_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-
-
-def grouped_swiglu_mosaic_tpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    alpha: float, limit: float, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """The clamped SwiGLU of the float32 sums of `grouped_matmul_mosaic_tpu`, in the same kernel.
-
-    Numerics: out is rounded once; the gradient starts from gate and up rounded to lhs's dtype.
-    """
-    kernels = make_mosaic_tpu_kernels(interpret)
-    return swiglu_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
@@ -77,27 +47,6 @@ def _bias_gradient(dout_MF, sizes_E):
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-
-
-def grouped_matmul_low_rank_mosaic_tpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
-    a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """`grouped_matmul_mosaic_tpu` with a low-rank update, added to its float32 sums."""
-    kernels = make_mosaic_tpu_kernels(interpret)
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return multiply_with_kernels(kernels, *operands, (a_ERD, b_ERF), scale)
-
-
-def grouped_swiglu_low_rank_mosaic_tpu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
-    interpret: bool = False,
-) -> sig.Out:  # fmt: skip
-    """`grouped_matmul_low_rank_mosaic_tpu`, activated in the same kernel."""
-    kernels = make_mosaic_tpu_kernels(interpret)
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return swiglu_with_kernels(kernels, *operands, alpha, limit, (a_ERD, b_ERF), scale)
 
 
 @cache
@@ -130,6 +79,14 @@ def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
         partial(_weight_gradients, interpret=interpret),
     )
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, ALIGNED)
+
+
+(
+    grouped_matmul_mosaic_tpu,
+    grouped_swiglu_mosaic_tpu,
+    grouped_matmul_low_rank_mosaic_tpu,
+    grouped_swiglu_low_rank_mosaic_tpu,
+) = operations_of(make_mosaic_tpu_kernels)
 
 
 def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:

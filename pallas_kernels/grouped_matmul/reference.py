@@ -58,8 +58,3 @@ def matmul_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     if bias_EF is not None:
         out_MEF = out_MEF + bias_EF.astype(f32)[None]
     return jnp.where(in_group_ME[:, :, None], out_MEF, 0.0).sum(1)
-
-
-def grouped_matmul_reference_unsupported(*_arrays) -> str | None:
-    """Return None: every shape is supported."""
-    return None

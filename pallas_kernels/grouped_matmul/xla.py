@@ -211,8 +211,3 @@ def grouped_swiglu_xla(
 ) -> sig.Out:  # fmt: skip
     """The clamped SwiGLU of `grouped_matmul_xla`'s result, which is rounded to lhs's dtype."""
     return clamped_swiglu(grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
-
-
-def grouped_matmul_xla_unsupported(*_arrays) -> str | None:
-    """Return None: every shape is supported."""
-    return None

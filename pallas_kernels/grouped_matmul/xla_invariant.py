@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import supports_every_shape
 from pallas_kernels.grouped_matmul import routing, xla
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
@@ -65,10 +66,10 @@ def grouped_swiglu_low_rank_xla_invariant(
     return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
 
 
-grouped_matmul_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
-grouped_swiglu_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
-grouped_matmul_low_rank_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
-grouped_swiglu_low_rank_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
+grouped_matmul_xla_invariant_unsupported = supports_every_shape
+grouped_swiglu_xla_invariant_unsupported = supports_every_shape
+grouped_matmul_low_rank_xla_invariant_unsupported = supports_every_shape
+grouped_swiglu_low_rank_xla_invariant_unsupported = supports_every_shape
 
 
 def _activate_tile(alpha: float, limit: float, sums_MF: Array, _: tuple[()]) -> Array:

@@ -31,24 +31,20 @@ from pallas_kernels.sink_attention.signature import Attention, AttentionBackward
 
 _HERE = "pallas_kernels.sink_attention"
 _TRITON = f"{_HERE}.triton_kernels.jax_triton_call"
-IMPLS: dict[str, Implementation[Attention]] = mosaic_implementations(_HERE, "sink_attention") | {
+IMPLS: dict[str, Implementation[Attention]] = {
+    **mosaic_implementations(_HERE, "sink_attention"),
     "triton": lazy_implementation(_TRITON, "sink_attention_triton", ("gpu",), proven=False),
-    "xla": Implementation(xla.sink_attention_xla, xla.sink_attention_xla_unsupported),
-    "reference": Implementation(
-        reference.sink_attention_reference, reference.sink_attention_reference_unsupported
-    ),
+    "xla": Implementation(xla.sink_attention_xla),
+    "reference": Implementation(reference.sink_attention_reference),
     **invariant_implementations(_HERE, "sink_attention"),
 }
-BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = mosaic_implementations(
-    _HERE, "sink_attention_backward"
-) | {
+BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = {
+    **mosaic_implementations(_HERE, "sink_attention_backward"),
     "triton": lazy_implementation(
         _TRITON, "sink_attention_backward_triton", ("gpu",), proven=False
     ),
-    "xla": Implementation(xla.sink_attention_backward_xla, xla.sink_attention_xla_unsupported),
-    "reference": Implementation(
-        reference.sink_attention_backward_reference, reference.sink_attention_reference_unsupported
-    ),
+    "xla": Implementation(xla.sink_attention_backward_xla),
+    "reference": Implementation(reference.sink_attention_backward_reference),
 }
 
 

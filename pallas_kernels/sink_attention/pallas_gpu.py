@@ -27,19 +27,10 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores, target_device
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
+from pallas_kernels.sink_attention import pallas_gpu_blocks as shared
 from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
-from pallas_kernels.sink_attention.pallas_gpu_blocks import (
-    LOG2E,
-    MosaicTiles,
-    loop_by_mask,
-    mask_scores,
-    pad_layout,
-    pad_to_multiple,
-    read_visits,
-    tile_refs,
-    tiles_of_core,
-)
+from pallas_kernels.sink_attention.pallas_gpu_blocks import LOG2E, MosaicTiles
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 ROWS = hopper.WARPGROUP_ROWS
@@ -126,11 +117,11 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
     """
     (B, T, N, H), K = q.shape, k.shape[2]
     tiles = mosaic_forward_tiles(H, window, N // K)
-    layout_blocks = pad_layout(layout, tiles.rows, tiles.step, window)
+    layout_blocks = shared.pad_layout(layout, tiles.rows, tiles.step, window)
     q, k, v = (
-        pad_to_multiple(q, ROWS),
-        pad_to_multiple(k, tiles.step),
-        pad_to_multiple(v, tiles.step),
+        shared.pad_to_multiple(q, ROWS),
+        shared.pad_to_multiple(k, tiles.step),
+        shared.pad_to_multiple(v, tiles.step),
     )
     blocks = pl.cdiv(T, tiles.rows)
     # The running maximum, in units of log 2, and the sum start with the sink; −inf means no sink.
@@ -139,9 +130,9 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
 
     C, dtype = tiles.consumers, q.dtype
     scratch = dict(
-        q_s=tile_refs(2 * C, ROWS, H, dtype),  # for this tile and the next
-        k_s=tile_refs(tiles.stages, tiles.step, H, dtype),
-        v_s=tile_refs(tiles.stages, tiles.step, H, dtype),
+        q_s=shared.tile_refs(2 * C, ROWS, H, dtype),  # for this tile and the next
+        k_s=shared.tile_refs(tiles.stages, tiles.step, H, dtype),
+        v_s=shared.tile_refs(tiles.stages, tiles.step, H, dtype),
         q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
         k_at=plgpu.SMEM((tiles.stages, 2, tiles.step), jnp.int32),
         lse_s=plgpu.SMEM((C, ROWS), jnp.float32),
@@ -152,21 +143,18 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         v_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
         tensor_cores=plgpu.Barrier(num_barriers=C),
     )
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
         partial(_forward_kernel, tiles=tiles, G=N // K, window=window, factor=scale * LOG2E,
                 interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, dtype),
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ),
-        scratch_types=[scratch],
-        grid=(min(count_gpu_cores(), blocks * B * N // tiles.heads),),
-        grid_names=("core",),
+        scratch=[scratch],
+        programs=min(count_gpu_cores(), blocks * B * N // tiles.heads),
         num_threads=C + 1,
-        thread_name="warpgroup",
-        kernel_name="sink_attention_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(interpret),
+        name="sink_attention_forward",
+        interpret=interpret,
     )  # fmt: skip
     starts = jnp.stack([top_N, total_N])
     table = (
@@ -185,32 +173,25 @@ def _forward_kernel(
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
     group = lax.axis_index("warpgroup")
-    n_tiles, locate_tile = tiles_of_core(blocks, B, N // heads)
+    n_tiles, locate_tile = shared.tiles_of_core(blocks, B, N // heads)
     k_ring, v_ring = (hopper.Ring(stages, s[f"{x}_filled"], s[f"{x}_free"]) for x in "kv")
 
     @pl.when(group == C)
     def _produce():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
 
-        def one_tile(n, offset):
-            i, b, pair = locate_tile(n)
-            visit, key_head = read_visits(table_ref, b, i), lax.div(pair, jnp.int32(G // heads))
+        def fetch(visit, b, keys, key_head):
+            slot = k_ring.slot_of(visit)
+            k_ring.wait_free(visit)
+            k_ring.start_copies(
+                visit,
+                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+            )
+            v_ring.wait_free(visit)
+            v_ring.start_copies(visit, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
 
-            @pl.loop(0, visit.count)
-            def _(k):
-                keys, slot = pl.ds(visit.block(k) * step, step), k_ring.slot_of(offset + k)
-                k_ring.wait_free(offset + k)
-                k_ring.start_copies(
-                    offset + k,
-                    (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
-                    (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
-                )
-                v_ring.wait_free(offset + k)
-                v_ring.start_copies(offset + k, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
-
-            return offset + visit.count
-
-        offset = lax.fori_loop(0, n_tiles, one_tile, jnp.int32(0))
+        offset = shared.fetch_key_blocks(n_tiles, locate_tile, table_ref, G // heads, step, fetch)
         # The last step prefetches like every other; its scores are not used.
         k_ring.wait_free(offset)
         first_keys, slot = pl.ds(0, step), k_ring.slot_of(offset)
@@ -262,14 +243,14 @@ def _forward_kernel(
         def one_tile(n, carry):
             offset, z = carry  # z: scores of its first step
             i, b, head, first, rows = locate_rows(n)
-            visit = read_visits(table_ref, b, i)
+            visit = shared.read_visits(table_ref, b, i)
             q_s, q_at = (s[x].at[q_slot(n)] for x in ("q_s", "q_at"))
 
             def one_step(k, carry, mask):
                 acc, top, total, z = carry
                 k_step = offset + k
                 slot, ends = k_ring.slot_of(k_step), k + 1 == visit.count
-                z = mask_scores(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+                z = shared.mask_scores(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
                 k_ring.release(k_step)
                 new = jnp.maximum(top, z.max(axis=1) * factor)
                 shrink = jnp.exp2(top - new)
@@ -297,7 +278,7 @@ def _forward_kernel(
             # The next queries overwrite the previous tile's results, once these are stored.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             fetch_q(n + 1)
-            acc, top, total, z = loop_by_mask(visit.loops, one_step, carry)
+            acc, top, total, z = shared.loop_by_mask(visit.loops, one_step, carry)
 
             # Without keys and sink the sum is 0.
             has_weights = total > 0

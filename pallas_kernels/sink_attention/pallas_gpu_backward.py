@@ -20,19 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
-from pallas_kernels.sink_attention.pallas_gpu_blocks import (
-    LOG2E,
-    Mask,
-    MosaicTiles,
-    loop_by_mask,
-    mask_scores,
-    pad_layout,
-    pad_to_multiple,
-    read_visits,
-    split_index,
-    tile_refs,
-    tiles_of_core,
-)
+from pallas_kernels.sink_attention import pallas_gpu_blocks as shared
+from pallas_kernels.sink_attention.pallas_gpu_blocks import LOG2E, Mask, MosaicTiles
 
 ROWS = hopper.WARPGROUP_ROWS
 
@@ -66,41 +55,39 @@ def attention_gradients_gpu(q, k, v, dout, lse, delta, layout, window, scale, in
     return dq, dk, dv
 
 
+def _pad_queries(multiple, q, dout, stats):
+    pad = shared.pad_to_multiple
+    return pad(q, multiple), pad(dout, multiple), pad(stats, multiple, axis=3)
+
+
 def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
     (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
     tiles = mosaic_dq_tiles(H, window, N // K)
-    layout_blocks = pad_layout(layout, tiles.rows, tiles.step, window)
-    q, dout, stats = (
-        pad_to_multiple(q, tiles.rows),
-        pad_to_multiple(dout, tiles.rows),
-        pad_to_multiple(stats, tiles.rows, 3),
-    )
-    k, v = pad_to_multiple(k, tiles.step), pad_to_multiple(v, tiles.step)
+    layout_blocks = shared.pad_layout(layout, tiles.rows, tiles.step, window)
+    q, dout, stats = _pad_queries(tiles.rows, q, dout, stats)
+    k, v = shared.pad_to_multiple(k, tiles.step), shared.pad_to_multiple(v, tiles.step)
     C, stages = tiles.consumers, tiles.stages
     scratch = dict(
-        q_s=tile_refs(2 * C, ROWS, H, dtype),  # of this tile and of the next
-        dout_s=tile_refs(2 * C, ROWS, H, dtype),
+        q_s=shared.tile_refs(2 * C, ROWS, H, dtype),  # of this tile and of the next
+        dout_s=shared.tile_refs(2 * C, ROWS, H, dtype),
         stats_s=plgpu.SMEM((2 * C, 2, ROWS), jnp.float32),
         q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
-        k_s=tile_refs(stages, tiles.step, H, dtype),
-        v_s=tile_refs(stages, tiles.step, H, dtype),
+        k_s=shared.tile_refs(stages, tiles.step, H, dtype),
+        v_s=shared.tile_refs(stages, tiles.step, H, dtype),
         k_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
         q_filled=plgpu.Barrier(num_arrivals=4, num_barriers=2 * C),
         filled=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
     )
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
         partial(_query_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
                 interpret=interpret),
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
-        scratch_types=[scratch],
-        grid=(min(count_gpu_cores(), q.shape[1] // tiles.rows * B * N // tiles.heads),),
-        grid_names=("core",),
+        scratch=[scratch],
+        programs=min(count_gpu_cores(), q.shape[1] // tiles.rows * B * N // tiles.heads),
         num_threads=C + 1,
-        thread_name="warpgroup",
-        kernel_name="sink_attention_dq",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(interpret),
+        name="sink_attention_dq",
+        interpret=interpret,
     )  # fmt: skip
     return kernel(
         q,
@@ -121,31 +108,26 @@ def _query_kernel(
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
     group = lax.axis_index("warpgroup")
-    n_tiles, locate_tile = tiles_of_core(T // tiles.rows, B, N // heads)
+    n_tiles, locate_tile = shared.tiles_of_core(T // tiles.rows, B, N // heads)
     ring = hopper.Ring(stages, s["filled"], s["free"])
 
     @pl.when(group == C)
     def _produce():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
 
-        def one_tile(n, offset):
-            i, b, pair = locate_tile(n)
-            visit, key_head = read_visits(table_ref, b, i), lax.div(pair, jnp.int32(G // heads))
+        def fetch(visit, b, keys, key_head):
+            slot = ring.slot_of(visit)
+            ring.wait_free(visit)
+            ring.start_copies(
+                visit,
+                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
+                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+            )
 
-            @pl.loop(0, visit.count)
-            def _(k):
-                keys, slot = pl.ds(visit.block(k) * step, step), ring.slot_of(offset + k)
-                ring.wait_free(offset + k)
-                ring.start_copies(
-                    offset + k,
-                    (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
-                    (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
-                    (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
-                )
-
-            return offset + visit.count
-
-        ring.drain(lax.fori_loop(0, n_tiles, one_tile, jnp.int32(0)))
+        ring.drain(
+            shared.fetch_key_blocks(n_tiles, locate_tile, table_ref, G // heads, step, fetch)
+        )
 
     @pl.when(group < C)
     def _consume():
@@ -168,7 +150,7 @@ def _query_kernel(
 
         def one_tile(n, offset):
             i, b, head, rows = locate_rows(n)
-            visit = read_visits(table_ref, b, i)
+            visit = shared.read_visits(table_ref, b, i)
             q_filled, q_s, dout_s, stats_s, q_at = slot_refs(
                 n, "q_filled", "q_s", "dout_s", "stats_s", "q_at"
             )
@@ -184,7 +166,7 @@ def _query_kernel(
                 ring.wait_filled(offset + k)
 
                 def softmax_weights(z):
-                    z = mask_scores(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+                    z = shared.mask_scores(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
                     return jnp.exp2(z * (scale * LOG2E) - hopper.broadcast_along(lse, tile, 0))
 
                 start = hopper.broadcast_along(-delta, tile, 0)
@@ -193,7 +175,7 @@ def _query_kernel(
                 return dq
 
             dq = hopper.fill_registers((ROWS, H), 0.0, hopper.TILE, interpret)
-            dq = loop_by_mask(visit.loops, one_step, dq)
+            dq = shared.loop_by_mask(visit.loops, one_step, dq)
             q_s[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])
@@ -207,38 +189,32 @@ def _query_kernel(
 def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
     (_, _, N, H), (B, S, K, _), dtype = q.shape, k.shape, q.dtype
     tiles = mosaic_dkv_tiles(H, window)
-    layout_blocks = pad_layout(layout, tiles.step, tiles.rows, window)
-    q, dout, stats = (
-        pad_to_multiple(q, tiles.step),
-        pad_to_multiple(dout, tiles.step),
-        pad_to_multiple(stats, tiles.step, 3),
-    )
-    k, v = pad_to_multiple(k, tiles.rows), pad_to_multiple(v, tiles.rows)
+    layout_blocks = shared.pad_layout(layout, tiles.step, tiles.rows, window)
+    q, dout, stats = _pad_queries(tiles.step, q, dout, stats)
+    k, v = shared.pad_to_multiple(k, tiles.rows), shared.pad_to_multiple(v, tiles.rows)
     C, stages = tiles.consumers, tiles.stages
     scratch = dict(
-        k_s=tile_refs(C, ROWS, H, dtype),
-        v_s=tile_refs(C, ROWS, H, dtype),
+        k_s=shared.tile_refs(C, ROWS, H, dtype),
+        v_s=shared.tile_refs(C, ROWS, H, dtype),
         k_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
-        q_s=tile_refs(stages, tiles.step, H, dtype),
-        dout_s=tile_refs(stages, tiles.step, H, dtype),
+        q_s=shared.tile_refs(stages, tiles.step, H, dtype),
+        dout_s=shared.tile_refs(stages, tiles.step, H, dtype),
         stats_s=plgpu.SMEM((stages, 2, tiles.step), jnp.float32),
         q_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
         k_filled=plgpu.Barrier(num_arrivals=3, num_barriers=C),
         filled=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
     )
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
         partial(_key_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
                 interpret=interpret),
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype),) * 2,
-        scratch_types=[scratch],
-        grid=(k.shape[1] // tiles.rows * B * K,),
-        grid_names=("block",),
+        scratch=[scratch],
+        programs=k.shape[1] // tiles.rows * B * K,
+        axis="block",
         num_threads=C + 1,
-        thread_name="warpgroup",
-        kernel_name="sink_attention_dkv",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(interpret),
+        name="sink_attention_dkv",
+        interpret=interpret,
     )  # fmt: skip
     dk, dv = kernel(
         q,
@@ -260,8 +236,8 @@ def _key_kernel(
     (B, S, K, H), (C, step, stages, _) = k_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
     # Early keys go first: most queries see them.
-    i, b, key_head = split_index(lax.axis_index("block"), S // tiles.rows, B, K)
-    visit = read_visits(table_ref, b, i)
+    i, b, key_head = shared.split_index(lax.axis_index("block"), S // tiles.rows, B, K)
+    visit = shared.read_visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
     ring = hopper.Ring(stages, s["filled"], s["free"])
 
@@ -305,7 +281,7 @@ def _key_kernel(
             ring.wait_filled(n)
 
             def softmax_weights(z):
-                z = mask_scores(z, mask, k_at, s["q_at"].at[slot], 1, window, interpret)
+                z = shared.mask_scores(z, mask, k_at, s["q_at"].at[slot], 1, window, interpret)
                 return jnp.exp2(z * (scale * LOG2E) - hopper.broadcast_along(lse, tile, 1))
 
             lse, delta = hopper.load_two_rows(stats_s, hopper.PER_COLUMN, interpret)
@@ -317,7 +293,7 @@ def _key_kernel(
         zero = hopper.fill_registers((ROWS, H), 0.0, hopper.TILE, interpret)
         # The tensor cores take longer than the mask's tests. A third loop would spill its bounds.
         loops = (Mask.ALL, visit.masked * G), (Mask.NONE, visit.count * G)
-        dv, dk = loop_by_mask(loops, one_step, (zero, zero))
+        dv, dk = shared.loop_by_mask(loops, one_step, (zero, zero))
         k_s[...] = (dk * scale).astype(dtype)
         v_s[...] = dv.astype(dtype)
         plgpu.commit_smem()

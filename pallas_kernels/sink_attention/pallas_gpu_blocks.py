@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
@@ -175,6 +176,28 @@ def tiles_of_core(blocks: int, B: int, pairs: int) -> tuple[Any, Callable[[Any],
         return [blocks - 1 - i, b, pair]
 
     return lax.div(blocks * B * pairs - core + cores - 1, jnp.int32(cores)), locate_tile
+
+
+def fetch_key_blocks(
+    n_tiles: Any, locate_tile: Callable[[Any], list[Any]], table_ref: Any, pairs_per_key_head: int,
+    step: int, fetch: Callable[[Any, Any, Any, Any], None],
+) -> Any:  # fmt: skip
+    """Run fetch(visit, batch row, slice of keys, key head) for all visits of a core's tiles.
+
+    Visits are numbered across tiles. Returns their number.
+    """
+
+    def one_tile(n, offset):
+        i, b, pair = locate_tile(n)
+        visit, key_head = read_visits(table_ref, b, i), lax.div(pair, jnp.int32(pairs_per_key_head))
+
+        @pl.loop(0, visit.count)
+        def _(k):
+            fetch(offset + k, b, pl.ds(visit.block(k) * step, step), key_head)
+
+        return offset + visit.count
+
+    return lax.fori_loop(0, n_tiles, one_tile, jnp.int32(0))
 
 
 def mask_scores(

@@ -76,7 +76,7 @@ def attention_forward_tpu(
     x: blocks.Sizes, q, k, v, sink, layout_blocks: blocks.Blocked, window, scale, interpret
 ):
     """o [B, K, G, H, T] and lse [B, K, G, T] of arrays in the memory layout of `x`."""
-    dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
+    dtype, H, G, bt = q.dtype, x.H, x.G, x.bt
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
     statistic = pl.BlockSpec((None, None, G, bt), lambda b, k, i, _: (b, k, 0, i))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -96,11 +96,7 @@ def attention_forward_tpu(
             ],
             out_specs=[per_query, statistic],
             scratch_shapes=[
-                pltpu.VMEM((2, bs, H), dtype),
-                pltpu.VMEM((2, bs, H), dtype),
-                pltpu.VMEM((2, blocks.SUBLANES, bs), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, 3)),
-                pltpu.SMEM((1,), jnp.int32),
+                *blocks.key_ring_scratch(x, dtype),
                 pltpu.VMEM((G, H, bt), jnp.float32),
                 pltpu.VMEM((G, 1, bt), jnp.float32),
                 pltpu.VMEM((G, 1, bt), jnp.float32),

@@ -126,7 +126,7 @@ def _gradients_of_part(
 
     dk, dv and dq are float32. dq is unscaled, except in the last part, which scales and casts it.
     """
-    dtype, H, G, bt, bs, S = q.dtype, x.H, x.G, x.bt, x.bs, k.shape[2]
+    dtype, H, G, bt, S = q.dtype, x.H, x.G, x.bt, k.shape[2]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
     every_key = pl.BlockSpec((None, None, H, S), lambda b, k, i, _: (b, k, 0, 0))
@@ -155,11 +155,7 @@ def _gradients_of_part(
             ],
             out_specs=[per_query, every_key, every_key],
             scratch_shapes=[
-                pltpu.VMEM((2, bs, H), dtype),
-                pltpu.VMEM((2, bs, H), dtype),
-                pltpu.VMEM((2, blocks.SUBLANES, bs), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, 3)),
-                pltpu.SMEM((1,), jnp.int32),
+                *blocks.key_ring_scratch(x, dtype),
                 pltpu.VMEM((G, H, bt), jnp.float32),
             ],
         ),

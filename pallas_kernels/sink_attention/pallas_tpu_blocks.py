@@ -129,6 +129,18 @@ class Sizes(NamedTuple):
         return sink_KGF[:, :, jnp.arange(self.bt) % self.F]
 
 
+def key_ring_scratch(x: Sizes, dtype: Any) -> list[Any]:
+    """Scratch memory of `visit_blocks`: two buffers of keys, values and their places, the
+    semaphores of their copies, and the buffer in use."""
+    return [
+        pltpu.VMEM((2, x.bs, x.H), dtype),
+        pltpu.VMEM((2, x.bs, x.H), dtype),
+        pltpu.VMEM((2, SUBLANES, x.bs), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, 3)),
+        pltpu.SMEM((1,), jnp.int32),
+    ]
+
+
 class Blocked(NamedTuple):
     """A layout as the kernels read it: of 8 sublanes row 0 has positions, row 1 segments."""
 

@@ -64,8 +64,3 @@ def _per_score(x_BTN, K):
     """One value per query and head, as [B, K, G, T, 1] to broadcast against scores."""
     B, T, N = x_BTN.shape
     return x_BTN.reshape(B, T, K, N // K).transpose(0, 2, 3, 1)[..., None]
-
-
-def sink_attention_reference_unsupported(*_arrays) -> str | None:
-    """The reference runs everywhere."""
-    return None

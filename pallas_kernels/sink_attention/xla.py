@@ -239,8 +239,3 @@ def sink_attention_backward_xla(
     dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
     dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(dtype) for y in (dk, dv))
     return _join_rows(dq, T, G).astype(dtype), dk, dv
-
-
-def sink_attention_xla_unsupported(*_arrays) -> str | None:
-    """Plain XLA runs everywhere."""
-    return None

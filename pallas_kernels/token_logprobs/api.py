@@ -23,13 +23,10 @@ from pallas_kernels.token_logprobs import reference, xla
 from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
-IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic_implementations(
-    _HERE, "token_logprobs"
-) | {
-    "xla": Implementation(xla.token_logprobs_xla, xla.token_logprobs_xla_unsupported),
-    "reference": Implementation(
-        reference.token_logprobs_reference, reference.token_logprobs_reference_unsupported
-    ),
+IMPLS: dict[str, Implementation[TokenLogprobs]] = {
+    **mosaic_implementations(_HERE, "token_logprobs"),
+    "xla": Implementation(xla.token_logprobs_xla),
+    "reference": Implementation(reference.token_logprobs_reference),
     **invariant_implementations(_HERE, "token_logprobs"),
 }
 

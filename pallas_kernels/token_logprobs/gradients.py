@@ -3,12 +3,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.token_logprobs import signature as sig
+from pallas_kernels.token_logprobs import streamed
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -36,3 +37,38 @@ def _logprobs_bwd(_forward: Any, gradients: Any, saved: Any, cotangents: Any) ->
 
 
 logprobs_with_gradients.defvjp(_logprobs_fwd, _logprobs_bwd)
+
+
+class KernelPasses(NamedTuple):
+    """The two functions of a head that one set of kernels computes, see `signature.py`."""
+
+    logprobs: Callable[..., sig.Result]
+    statistics: Callable[..., sig.Statistics]
+
+
+def passes_of(
+    stream_vocabulary: Callable[..., Any], gradients: Callable[..., sig.Gradients]
+) -> KernelPasses:
+    """Log-probs and statistics by kernels, each with the option `interpret`.
+
+    stream_vocabulary(hidden, head, targets, temperature, vocab_size, interpret, merge) returns the
+    partial softmaxes of the kernels, merged by `merge` of `streamed.py`.
+    """
+
+    def logprobs(
+        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+        temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+    ) -> sig.Result:  # fmt: skip
+        statics = dict(vocab_size=vocab_size, interpret=interpret)
+        forward = partial(stream_vocabulary, **statics, merge=streamed.merge_partials)
+        operands = hidden_MD, w_head_DV, targets_M, temperature
+        return logprobs_with_gradients(forward, partial(gradients, **statics), *operands)
+
+    def statistics(
+        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
+        temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+    ) -> sig.Statistics:  # fmt: skip
+        operands = hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
+        return stream_vocabulary(*operands, streamed.merge_partial_statistics)
+
+    return KernelPasses(logprobs, statistics)

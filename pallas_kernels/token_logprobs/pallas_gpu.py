@@ -23,7 +23,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores, target_device
 from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
-from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
+from pallas_kernels.token_logprobs.gradients import passes_of
 
 ROWS = 64  # rows of a warpgroup, those of a wgmma
 COLUMNS = 256  # the widest wgmma; 64 × 256 float32 sums are 128 registers of each thread
@@ -128,23 +128,21 @@ def _matmul_tiles(
             plgpu.wait_smem_to_gmem(0)
 
     barriers = plgpu.Barrier(num_arrivals=2, num_barriers=stages)  # two fetches; two warpgroups
-    return plgpu.kernel(
+    return hopper.make_kernel(
         matmul_kernel,
         out_type=out_type,
-        scratch_types=[
+        scratch=[
             _swizzled_smem(stages, tile_rows, depth),
             _swizzled_smem(stages, depth, COLUMNS),
             staging,
             barriers,
             barriers,
         ],
-        grid=(programs,),
-        grid_names=("program",),
+        programs=programs,
+        axis="program",
         num_threads=3,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(interpret),
+        name=name,
+        interpret=interpret,
     )(hidden_MD, w_head_DV, *extra_inputs)
 
 
@@ -267,42 +265,6 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
     return tuple(x[:n_tokens] for x in merged)
 
 
-def token_logprobs_mosaic_gpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
-) -> sig.Result:  # fmt: skip
-    """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
-
-    Numerics: bfloat16 in, float32 sums and softmax, base-2 exponentials of the GPU (2 ulp);
-    dz in bfloat16; bitwise repeatable. Memory at 24k tokens of GPT-OSS: 0.3 GB forward, under
-    1 GB backward.
-    """
-    statics = dict(vocab_size=vocab_size, interpret=interpret)
-    forward = partial(_stream_vocabulary, **statics, merge=streamed.merge_partials)
-    gradients = partial(token_gradients_mosaic_gpu, **statics)
-    return logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, targets_M, temperature)
-
-
-def token_statistics_mosaic_gpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
-) -> sig.Statistics:  # fmt: skip
-    """The target's logit, lse and entropy over a slice.
-
-    Numerics: as of `token_logprobs_mosaic_gpu`.
-    """
-    chosen_M, lse_M, entropy_M = _stream_vocabulary(
-        hidden_MD,
-        w_head_DV,
-        targets_M,
-        temperature,
-        vocab_size,
-        interpret,
-        streamed.merge_partial_statistics,
-    )
-    return chosen_M, lse_M, entropy_M
-
-
 def token_gradients_mosaic_gpu(
     hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
     temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
@@ -329,6 +291,14 @@ def token_gradients_mosaic_gpu(
         dz_fn, hidden, w_head_DV, vocab_size, CHUNK, TILE, dhidden_sum
     )
     return dhidden[:n_tokens], dw_head
+
+
+# Numerics: bfloat16 in, float32 sums and softmax, base-2 exponentials of the GPU (2 ulp); dz in
+# bfloat16; bitwise repeatable. Memory at 24k tokens of GPT-OSS: 0.3 GB forward, under 1 GB
+# backward.
+token_logprobs_mosaic_gpu, token_statistics_mosaic_gpu = passes_of(
+    _stream_vocabulary, token_gradients_mosaic_gpu
+)
 
 
 def token_logprobs_mosaic_gpu_unsupported(hidden_MD, w_head_DV) -> str | None:

@@ -85,8 +85,3 @@ def _word_logits(
 
 def _is_target(targets_M: sig.Targets, vocab_size: int) -> Array:
     return jnp.arange(vocab_size, dtype=jnp.int32)[None, :] == targets_M[:, None]
-
-
-def token_logprobs_reference_unsupported(*_arrays) -> str | None:
-    """The reference runs everywhere."""
-    return None

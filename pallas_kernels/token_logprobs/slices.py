@@ -33,17 +33,15 @@ def _mosaic_passes(op: str) -> dict[str, Implementation[Any]]:
     }  # fmt: skip
 
 
-STATISTICS: dict[str, Implementation[TokenStatistics]] = _mosaic_passes("token_statistics") | {
-    "xla": Implementation(xla.token_statistics_xla, xla.token_logprobs_xla_unsupported),
-    "reference": Implementation(
-        reference.token_statistics_reference, reference.token_logprobs_reference_unsupported
-    ),
+STATISTICS: dict[str, Implementation[TokenStatistics]] = {
+    **_mosaic_passes("token_statistics"),
+    "xla": Implementation(xla.token_statistics_xla),
+    "reference": Implementation(reference.token_statistics_reference),
 }
-GRADIENTS: dict[str, Implementation[TokenGradients]] = _mosaic_passes("token_gradients") | {
-    "xla": Implementation(xla.token_gradients_xla, xla.token_logprobs_xla_unsupported),
-    "reference": Implementation(
-        reference.token_gradients_reference, reference.token_logprobs_reference_unsupported
-    ),
+GRADIENTS: dict[str, Implementation[TokenGradients]] = {
+    **_mosaic_passes("token_gradients"),
+    "xla": Implementation(xla.token_gradients_xla),
+    "reference": Implementation(reference.token_gradients_reference),
 }
 
 

@@ -203,8 +203,3 @@ def token_gradients_xla(
         dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
     carry = (dhidden_MD, jnp.zeros_like(w_head_DV))
     return carry if n_tokens == 0 else _loop_blocks(column_blocks, vocab_step, carry)
-
-
-def token_logprobs_xla_unsupported(*_arrays) -> str | None:
-    """Plain XLA runs everywhere."""
-    return None

@@ -156,10 +156,10 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     memory = {k: plgpu.SMEM((_STAGES, *v), dtype, transforms=layout) for k, v in shapes.items()}
     memory |= {k: plgpu.SMEM((_STAGES, *v), jnp.uint8) for k, v in packed.items()}
     piece = (C, _WG, tiles.PIECE)
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
         partial(_packed_kernel, plan=plan, n_groups=sizes_E.shape[0], bias=bool(bias)),
         out_type=out_type,
-        scratch_types=[
+        scratch=[
             dict(
                 memory,
                 tile=plgpu.SMEM((1, *piece), dtype, transforms=store_layout),
@@ -169,13 +169,10 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=_STAGES),
             )
         ],
-        grid=(count_gpu_cores(),),
-        grid_names=("core",),
+        programs=count_gpu_cores(),
         num_threads=C + 2,
-        thread_name="warpgroup",
-        kernel_name="grouped_swiglu_mxfp4" if plan.swiglu else "grouped_matmul_mxfp4",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(plan.interpret),
+        name="grouped_swiglu_mxfp4" if plan.swiglu else "grouped_matmul_mxfp4",
+        interpret=plan.interpret,
     )
     outs = kernel(table, count, lhs, rhs_EDF.nibbles_EDF, scales, *adapter, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]

@@ -145,10 +145,10 @@ def _run_rows_kernel(plan, lhs_MD, rhs, sizes_E, bias_EF, adapter):
         rhs=(stages, plan.n_halves, *rhs_tile),
         tile=(2, C, _WG, tiles.PIECE),
     )
-    kernel = plgpu.kernel(
+    kernel = hopper.make_kernel(
         partial(_rows_kernel, plan=plan, bias=bool(bias)),
         out_type=out_type,
-        scratch_types=[
+        scratch=[
             dict(
                 {
                     k: plgpu.SMEM(v, dtype, transforms=hopper.swizzle_transforms())
@@ -159,13 +159,10 @@ def _run_rows_kernel(plan, lhs_MD, rhs, sizes_E, bias_EF, adapter):
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
             )
         ],
-        grid=(count_gpu_cores(),),
-        grid_names=("core",),
+        programs=count_gpu_cores(),
         num_threads=C + 1,
-        thread_name="warpgroup",
-        kernel_name="grouped_swiglu" if plan.swiglu else "grouped_matmul",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpret_params(plan.interpret),
+        name="grouped_swiglu" if plan.swiglu else "grouped_matmul",
+        interpret=plan.interpret,
     )
     outs = kernel(table, count, lhs, rhs, *adapter, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
