@@ -11,7 +11,7 @@ from jaxmoe.envs.tasks import Task
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch
-from jaxmoe.rl.dynamic_sampling import impute_rewards
+from jaxmoe.rollout.dynamic_sampling import impute_rewards
 
 
 def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect the rollouts of a step: prompts from the stream, answers by the engine, rewards.
 
-Next: jaxmoe/rl/dynamic_sampling.py decides how many to generate; jaxmoe/train.py trains on them.
+Next: jaxmoe/rollout/dynamic_sampling.py decides how many to generate; jaxmoe/train.py trains on
+them.
 """
 
 import time
@@ -19,9 +20,9 @@ from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, m
 from jaxmoe.envs.tasks import Task, score_rollouts, select_scored
 from jaxmoe.parallel.processes import map_shares
 from jaxmoe.records import Rollout
-from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
+from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
 

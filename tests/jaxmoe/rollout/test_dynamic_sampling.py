@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.dynamic_sampling import dynamic_sampling, impute_rewards, rollout_metrics
+from jaxmoe.rollout.dynamic_sampling import dynamic_sampling, impute_rewards, rollout_metrics
 
 SAMPLES = 3
 
