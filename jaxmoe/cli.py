@@ -19,9 +19,9 @@ from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load_config, resolve
+from jaxmoe.distributed.host import keep_freed_memory, use_one_thread_per_device
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.streams import flush_output, reader_is_gone
-from jaxmoe.parallel.host import keep_freed_memory, use_one_thread_per_device
 from jaxmoe.run_files import is_disk_error
 
 

@@ -16,13 +16,13 @@ from jaxmoe.checkpoint.base import load_stage_base, own_base_digest
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
+from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
 from jaxmoe.envs.tasks import digest_contents, evaluate_held_out, open_task, response_text
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.parallel.processes import check_same_everywhere, exit_process, joined_processes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests

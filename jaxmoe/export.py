@@ -23,9 +23,9 @@ from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, build_parser, config_from_args
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
+from jaxmoe.distributed.processes import check_one_process
 from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.observe.progress import report_phase
-from jaxmoe.parallel.processes import check_one_process
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes

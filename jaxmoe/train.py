@@ -30,11 +30,11 @@ from jaxmoe.checkpoint.run import (
 )
 from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
 from jaxmoe.config import Config
+from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.envs.batches import apply_overlong_penalty
 from jaxmoe.envs.tasks import answer_tokens, digest_contents
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
-from jaxmoe.parallel.processes import exit_process, joined_processes
 from jaxmoe.rl.batch import shard_rows, supervised_batch
 from jaxmoe.rl.minibatches import pack_batch, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate

@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_multi_thread_eigen=false"  # or eight devices block each other: parallel/host.py
+    + " --xla_cpu_multi_thread_eigen=false"  # or devices block each other: distributed/host.py
     + (
         " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         " --xla_cpu_use_xnnpack=false"

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
+from jaxmoe.distributed.processes import map_shares
 from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, mean_part_metrics
 from jaxmoe.envs.tasks import Task, score_rollouts, select_scored
-from jaxmoe.parallel.processes import map_shares
 from jaxmoe.records import Rollout
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes, shardings, the ops on a mesh, and the processes of a run."""
+"""Meshes, shardings and the ops on a mesh."""

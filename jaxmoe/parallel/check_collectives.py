@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ConfigError
+from jaxmoe.distributed.processes import gather_from_processes
 from jaxmoe.parallel.exchange import device_index
-from jaxmoe.parallel.processes import gather_from_processes
 from jaxmoe.parallel.scatter import reduce_scatter
 from jaxmoe.parallel.sharding import Names, drop_unit_axes
 

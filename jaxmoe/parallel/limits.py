@@ -9,7 +9,7 @@ import contextlib
 import jax
 
 from jaxmoe.config import Config, describe_engine, require
-from jaxmoe.parallel.host import count_free_bytes
+from jaxmoe.distributed.host import count_free_bytes
 
 
 def check_mesh(cfg: Config, devices: int | None = None) -> None:

@@ -46,9 +46,9 @@ def ring_attention(
 
     Inside `jax.shard_map`. Tokens may be in any order; `zigzag` is the one that gives every device
     the same work. `unroll` compiles every iteration separately, which takes more memory; CPU
-    devices need it, since XLA does not order their collectives in loops (jaxmoe/parallel/host.py).
-    Results have the checkpoint names of sink_attention, so that `checkpoint_keeping_attention`
-    saves them.
+    devices need it, since XLA does not order their collectives in loops
+    (jaxmoe/distributed/host.py). Results have the checkpoint names of sink_attention, so that
+    `checkpoint_keeping_attention` saves them.
     Numerics: parts are merged in float32, and so are the parts of dq, dk and dv; each part of o is
     rounded to q's dtype first.
     Source: Ring Attention, arXiv:2310.01889; two chunks per device as in arXiv:2311.09431.

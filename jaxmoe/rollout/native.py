@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.model import Ops
 from jaxmoe.model.params import cast_for_forward
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import (
     batch_sharding,
     count_shards,

@@ -20,6 +20,7 @@ from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.checkpoint.store import CheckpointError
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.distributed.processes import gather_from_processes, gather_to_hosts, max_over_processes
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import evaluate_held_out
@@ -36,7 +37,6 @@ from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import gather_from_processes, gather_to_hosts, max_over_processes
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
+from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.model.trainable import policy_specs, split_params
-from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
 from jaxmoe.parallel.sharding import RULES

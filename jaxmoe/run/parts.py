@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.run import code_version
 from jaxmoe.config import Config, to_json
+from jaxmoe.distributed.processes import check_same_everywhere
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.rollouts import ScoredRollouts, open_rollouts
 from jaxmoe.envs.tasks import Task, open_task
@@ -26,7 +27,6 @@ from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.trackers import check_installed
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.parallel.processes import check_same_everywhere
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.records import Rollout
 from jaxmoe.rl.algorithm import Algorithm

@@ -32,9 +32,9 @@ from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.model.params import cast_for_forward
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.rollout.native import NativeEngine

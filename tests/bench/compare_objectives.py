@@ -30,9 +30,9 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.config import Config
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import Ops, make_ops
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.study import ResultsStore, paired_difference
 from tests.bench.compare_numerics import Bench, Line
 from tests.bench.runs import new_engine

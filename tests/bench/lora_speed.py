@@ -27,9 +27,9 @@ from jaxmoe.checkpoint.entries import planned_tensors
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.model.lora import adapter_shapes, init_adapters, with_adapters
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer

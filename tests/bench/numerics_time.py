@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import Ops, init_params, plain_ops, tiny
 from jaxmoe.model.invariant import xla_invariant_ops
 from jaxmoe.model.ops import invariant_ops
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer

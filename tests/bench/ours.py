@@ -134,7 +134,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from jaxmoe.parallel.host import keep_freed_memory
+    from jaxmoe.distributed.host import keep_freed_memory
 
     if not args.stock_malloc:
         keep_freed_memory()  # as the train command does; peer_trl.py sets the same

@@ -22,9 +22,9 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.run.job import Job

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import make_ops
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.metrics import expert_switches
 from jaxmoe.rl.scorer import Scorer

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import init_params, make_ops
-from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer

@@ -4,7 +4,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxmoe.parallel.channel import Channel
+from jaxmoe.distributed.channel import Channel
 
 
 class Board:

@@ -3,7 +3,7 @@
 
 import socket
 
-from jaxmoe.parallel.processes import PROCESS_VARIABLES
+from jaxmoe.distributed.processes import PROCESS_VARIABLES
 
 
 def free_port() -> int:

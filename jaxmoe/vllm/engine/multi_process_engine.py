@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.distributed.channel import Channel
+from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.model import Ops
-from jaxmoe.parallel.channel import Channel
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params

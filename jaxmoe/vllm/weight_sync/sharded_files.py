@@ -27,7 +27,7 @@ from jaxmoe.checkpoint.tensor_files import (
     planned_bytes,
 )
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.parallel.channel import Channel
+from jaxmoe.distributed.channel import Channel
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.weight_sync.directory import create_private_directory
 from jaxmoe.vllm.weight_sync.files import (

@@ -14,11 +14,11 @@ import jax
 
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.processes import join_processes
 from jaxmoe.envs.tasks import answer_tokens, open_task
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import join_processes
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rl.state import Trained, init_state

@@ -18,8 +18,8 @@ import pytest
 from jax import lax
 
 from jaxmoe.config import ConfigError, MeshConfig
+from jaxmoe.distributed.processes import PROCESS_VARIABLES
 from jaxmoe.parallel.check_collectives import UNALIGNED_BYTES, check_collectives, make_operations
-from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from jaxmoe.parallel.sharding import make_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +71,7 @@ import sys
 from jax import lax
 from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.parallel.check_collectives import check_collectives
-from jaxmoe.parallel.processes import joined_processes
+from jaxmoe.distributed.processes import joined_processes
 from jaxmoe.parallel.sharding import make_mesh
 
 def plain(x_ne, names):

@@ -115,7 +115,7 @@ def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, route
     )  # fmt: skip
     # a program made ahead refuses what another step would need: other shapes, other places
     step = step.lower(state, shard_batch(batch(0), mesh)).compile()
-    if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/parallel/host.py
+    if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/distributed/host.py
         assert not beside_loops(step.as_text())
     actual = []
     for seed in range(steps):

@@ -16,9 +16,9 @@ import jaxmoe.run.memory
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, cast_for_forward, count_params, param_specs
-from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes

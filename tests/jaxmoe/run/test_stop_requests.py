@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxmoe.cli import STOP_SIGNALS, Stopped, handle_stop_signals
-from jaxmoe.parallel.processes import PROCESS_VARIABLES
+from jaxmoe.distributed.processes import PROCESS_VARIABLES
 from jaxmoe.run import job
 from tests.jaxmoe.scripted import Run, Scripted
 
@@ -74,7 +74,7 @@ import sys, time
 from types import SimpleNamespace
 from jaxmoe.cli import Stopped, handle_stop_signals
 from jaxmoe.run.job import Job
-from jaxmoe.parallel.processes import joined_processes
+from jaxmoe.distributed.processes import joined_processes
 
 class Steps(Job):
     def __init__(self, stop):

@@ -19,8 +19,8 @@ from vllm_cases import PYTHON
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.processes import PROCESS_VARIABLES
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from jaxmoe.vllm.engine.server import Server, _find_free_port
 
 pytestmark = [
@@ -46,7 +46,7 @@ import json, sys
 from dataclasses import replace
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.envs.batches import make_batch
-from jaxmoe.parallel.processes import exit_process, joined_processes
+from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.run.parts import make_parts
 from jaxmoe.train import train
 def report_batch(cfg, task, rollouts, rewards):

@@ -205,7 +205,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sys.path.insert(0, sys.argv[4])
 import test_update as t
-from jaxmoe.parallel.channel import Channel
+from jaxmoe.distributed.channel import Channel
 from jaxmoe.vllm.weight_sync.sharded_files import write_sharded_files
 mesh = t.make_mesh(t.MeshConfig(fsdp=2, expert=2), jax.devices())
 def put(spec, leaf):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 BEFORE_THE_CHECK = """
 import os
 from jax._src import xla_bridge
-from jaxmoe.parallel.processes import check_same_everywhere, joined_processes
+from jaxmoe.distributed.processes import check_same_everywhere, joined_processes
 with joined_processes():
     check_same_everywhere(config='a')
     check_same_everywhere(config='b')

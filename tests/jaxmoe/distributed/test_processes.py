@@ -20,10 +20,9 @@ import pytest
 from process_environ import free_port, make_environ
 
 from jaxmoe.config import ConfigError, EngineError
-from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parallel import processes
-from jaxmoe.parallel.channel import Channel
-from jaxmoe.parallel.processes import (
+from jaxmoe.distributed import processes
+from jaxmoe.distributed.channel import Channel
+from jaxmoe.distributed.processes import (
     PROCESS_VARIABLES,
     check_one_process,
     check_same_everywhere,
@@ -33,6 +32,7 @@ from jaxmoe.parallel.processes import (
     map_shares,
     max_over_processes,
 )
+from jaxmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]
 

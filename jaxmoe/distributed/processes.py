@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmoe.config import ConfigError, EngineError, require
-from jaxmoe.parallel.channel import Channel
+from jaxmoe.distributed.channel import Channel
 from jaxmoe.shapes import Leaf
 
 Item = TypeVar("Item")

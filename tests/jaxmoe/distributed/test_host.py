@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmoe.parallel.host import count_free_bytes, use_one_thread_per_device
+from jaxmoe.distributed.host import count_free_bytes, use_one_thread_per_device
 
 
 def write_files(root, files):

@@ -5,8 +5,8 @@ import pytest
 from board import Board, as_processes
 
 from jaxmoe.config import ConfigError, EngineError
-from jaxmoe.parallel import channel as module
-from jaxmoe.parallel.channel import Channel
+from jaxmoe.distributed import channel as module
+from jaxmoe.distributed.channel import Channel
 
 
 def test_what_the_first_makes_is_everybodys_and_only_it_makes_it(monkeypatch):
