@@ -5,7 +5,7 @@ A config joins them with " + ", in order: "rejection(statistic='seq_mean_k1', lo
 high=1.001) + token_is(high=2.0)". Weights multiply a token's loss; a dropped token has no loss.
 Arguments are arrays by name; options are keywords. All bounds are bounds of r = π_old/π_rollout,
 except those of k2 and k3, which are in nats. Built from ratios.py. Next:
-`compute_correction` in jaxmoe/rl/algorithm.py calls them in order.
+`compute_correction` in jaxmoe/rl/loss.py calls them in order.
 """
 
 from typing import NamedTuple

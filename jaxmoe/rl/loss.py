@@ -17,14 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, require
 from jaxmoe.config.function_specs import array_parameters, select_arrays
-from jaxmoe.losses import masked_mean, masked_sum
+from jaxmoe.losses import masked_mean, masked_sum, token_rewards
+from jaxmoe.losses.ratios import log_ratios, sequence_sum
+from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.rl.algorithm import Algorithm, compute_advantages, compute_correction, select_old_logp
+from jaxmoe.rl.algorithm import Algorithm, select_old_logp
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import LossAux
-from jaxmoe.rl.terms import Term, check_token_shape, select_term_arrays
+from jaxmoe.rl.terms import Function, Term, check_token_shape, select_term_arrays
 
 
 def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
@@ -50,6 +52,49 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
             a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
         )
     return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction)
+
+
+def compute_advantages(
+    a: Algorithm,
+    rewards_B: Array,
+    mask_BT: Array,
+    kl_BT: Array | None,
+    values_BT: Array | None,
+    bootstrap_B: Array | None = None,
+    *,
+    samples: int,
+) -> tuple[Array, Array | None]:
+    """Return (advantages, returns or None) at every token; 0 at masked tokens.
+
+    The `samples` rows of a prompt are neighbours. A row whose mask is all False still counts as a
+    member of its group.
+    """
+    totals_B = rewards_B.astype(jnp.float32)
+    kl_coef = 0.0 if a.reward_kl is None else a.reward_kl.weight
+    if kl_BT is not None:
+        totals_B = totals_B - kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
+    rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=kl_coef)
+    result = a.advantages(**select_arrays(
+        a.advantages,
+        {
+            "rewards_PR": totals_B.reshape(-1, samples),
+            "rewards_BT": rewards_BT, "values_BT": values_BT, "bootstrap_B": bootstrap_B,
+            "mask_BT": mask_BT,
+        },
+    ))  # fmt: skip
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    group_shape = (len(rewards_B) // samples, samples)
+    shape = jnp.shape(advantages)
+    returns_shape = mask_BT.shape if returns is None else jnp.shape(returns)
+    if shape not in (group_shape, mask_BT.shape) or returns_shape != mask_BT.shape:
+        raise ValueError(
+            f"{function_name(a.advantages)} must return advantages [P, R] = {group_shape} or "
+            f"[B, T] = {mask_BT.shape}, and returns [B, T] if any; got {shape}"
+            + ("" if returns is None else f" and {returns_shape}")
+        )
+    if shape != mask_BT.shape:
+        advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
+    return jnp.where(mask_BT, advantages, 0.0), returns
 
 
 def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:
@@ -132,6 +177,67 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     if a.critic != "none":
         aux.rows["values_BT"] = out["values_BT"]
     return loss, jax.tree.map(lax.stop_gradient, aux)
+
+
+def compute_correction(
+    a: Algorithm,
+    old_logp_BT: Array,
+    rollout_logp_BT: Array,
+    advantages_BT: Array,
+    mask_BT: Array,
+    batch_mask_BT: Array | None,
+) -> Correction:
+    """Apply an algorithm's rollout corrections in order.
+
+    The result has the last weights, and keeps a token that every rejection keeps. Raises
+    ConfigError for a correction that does not fit those before it: only one may set weights, and
+    others modify them.
+    """
+    arrays: dict[str, Any] = {
+        "log_ratio_BT": log_ratios(old_logp_BT, rollout_logp_BT, mask_BT),
+        "old_logp_BT": old_logp_BT, "rollout_logp_BT": rollout_logp_BT,
+        "advantages_BT": advantages_BT, "mask_BT": mask_BT,
+    }  # fmt: skip
+    if batch_mask_BT is not None:
+        arrays["batch_mask_BT"] = batch_mask_BT
+    total = Correction()
+    for function in a.rollout_correction:
+        modifies_weights = "weights_BT" in array_parameters(function)
+        require(
+            "weights_BT" in arrays or not modifies_weights,
+            f"loss.rollout_correction: {function_name(function)} takes weights_BT, and no "
+            "correction before it sets them. Try "
+            f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
+        )
+        step = function(**select_arrays(function, arrays))
+        _check_correction(step, function, modifies_weights, "weights_BT" in arrays)
+        updates = {name: x for name, x in step._asdict().items() if x is not None}
+        if total.keep_BT is not None and step.keep_BT is not None:
+            updates["keep_BT"] = step.keep_BT & total.keep_BT
+        if "weights_BT" in updates and not modifies_weights:
+            updates["bounded_BT"] = step.weights_BT
+        total = total._replace(**updates)
+        arrays |= {name: updates[name] for name in ("weights_BT", "ratio_BT") if name in updates}
+    return total
+
+
+def _check_correction(
+    correction: Any, function: Function, modifies_weights: bool, has_weights: bool
+) -> None:
+    """Raise ConfigError unless a rollout correction returned what its place allows."""
+    name = f"loss.rollout_correction: {function_name(function)}"
+    if not isinstance(correction, Correction):
+        raise ConfigError(f"{name} must return a Correction, as token_is does.")
+    if correction.weights_BT is None or modifies_weights:
+        return
+    require(
+        not has_weights,
+        f"{name} would weight tokens that already have weights, and correct twice. Leave one out.",
+    )
+    require(
+        correction.ratio_BT is not None and correction.above_BT is not None,
+        f"{name} must return ratio_BT and above_BT with its weights, as token_is does.",
+    )
 
 
 def evaluate_term(

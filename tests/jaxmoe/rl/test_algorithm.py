@@ -16,10 +16,10 @@ from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.algorithm import Algorithm, compute_correction
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.loss import sum_terms
+from jaxmoe.rl.loss import compute_correction, sum_terms
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
 from jaxmoe.rl.validate import check_algorithm
 

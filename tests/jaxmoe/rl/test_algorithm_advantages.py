@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
-from jaxmoe.rl.algorithm import Algorithm, compute_advantages
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.loss import compute_advantages
 from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.validate import check_algorithm
 
