@@ -33,6 +33,7 @@ UNALIGNED_BYTES, LARGE_BYTES = 148, 2**20  # bytes of a device's operand
 # previous one. In this case the reduce-scatter of gloo in jaxlib 0.10 and 0.11 returns wrong
 # numbers.
 DOUBLING_BYTES = (UNALIGNED_BYTES, 2**16, 2**17, 2**19, LARGE_BYTES)
+# The known fault is a race, which shows in some rounds only.
 ROUNDS = 40
 Operation = Callable[[Array, Names], Array]
 Case = tuple[str, Names, int]  # kind, axes, bytes of a device's operand
@@ -70,12 +71,15 @@ def check_collectives(
     if mesh is None:
         return
     mesh = drop_unit_axes(mesh)
+    # Threads of one process share memory: nothing crosses a wire, and one round is enough.
     is_wired = jax.process_count() > 1 or mesh.devices.flat[0].platform != "cpu"
     rounds = ROUNDS if is_wired else 1
     run_by_kind = make_operations() | dict(replacements or {})
     wrong_results = find_wrong_results(
         mesh, run_by_kind, _list_cases(mesh, is_wired=is_wired), rounds
     )
+    # Every process must stop: one that alone continued would wait for the others in its next
+    # collective.
     for process, results in enumerate(
         gather_from_processes([list(result) for result in wrong_results])
     ):
@@ -133,9 +137,13 @@ def _count_wrong(run: Operation, kind: str, names: Names, size: int, iteration: 
     """Return the number of elements in which one collective differs from its known result."""
     n, index = math.prod(lax.axis_size(name) for name in names), device_index(names)
     n_elements = max(1, size // 4 // n)
+    # The numbers change with the round and have no period that is a power of two, so data that is
+    # stale or shifted by a buffer's size is wrong.
     every_ne = (jnp.arange(n * n_elements, dtype=jnp.int32) + 17 * iteration).reshape(
         n, n_elements
     ) % 251
+    # Weights differ between neighbours, so a shard of the wrong device is detected; they are
+    # bounded to keep the sum exact.
     weight_n = jnp.arange(n, dtype=jnp.int32) % 8 + 1  # of each device's numbers
     # 250 times this is below 2²⁴ for up to 14,000 devices, hence exact in float32
     sum_of_weights = sum(i % 8 + 1 for i in range(n))

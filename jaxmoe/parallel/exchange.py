@@ -47,6 +47,8 @@ class Counts(NamedTuple):
 def count_exchanged_rows(sizes_ne: Int[Array, "n e"], axes: Names) -> Counts:
     """Return the Counts, given this device's rows for each device of `axes` and its experts."""
     index = device_index(axes)
+    # Every device computes the offsets of all, since a sender must name the position in the
+    # receiver's buffer.
     sizes_nne = lax.all_gather(sizes_ne, axes)
     rows_nn = jnp.sum(sizes_nne, axis=2)
     received_ne = lax.dynamic_index_in_dim(sizes_nne, index, 1, keepdims=False)
@@ -60,6 +62,8 @@ def count_exchanged_rows(sizes_ne: Int[Array, "n e"], axes: Names) -> Counts:
 def row_experts(counts: Counts, first: Array, rows: int, n_experts: int) -> Int[Array, " R"]:
     """Return the local expert of the inflow's rows first … first + rows − 1; −1 past its end."""
     position_R = first + jnp.arange(rows, dtype=jnp.int32)
+    # The inflow is ordered by sender and then by expert, so the group's number modulo the experts
+    # is the expert.
     group_R = jnp.searchsorted(counts.ends_ne, position_R, side="right").astype(jnp.int32)
     return jnp.where(position_R < counts.ends_ne[-1], group_R % n_experts, -1)
 
@@ -69,6 +73,7 @@ def round_slices(counts: Counts, first: Array, rows: int) -> tuple[Slices, Slice
     last = first + rows
     begin_nn = jnp.clip(counts.target_offset_nn, first, last)
     sizes_nn = jnp.clip(counts.target_offset_nn + counts.rows_nn, first, last) - begin_nn
+    # The offsets of an empty slice may be negative or beyond the buffer; 0 is always valid.
     is_sent_nn = sizes_nn > 0
     source_nn = counts.source_offset_nn + begin_nn - counts.target_offset_nn
     source_nn = jnp.where(is_sent_nn, source_nn, 0)

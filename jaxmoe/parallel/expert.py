@@ -95,12 +95,15 @@ def _all_gather_part(tokens, layer, indices_MA, *, cfg, axes, sum_axes, experts,
     """Compute one part of `experts_all_gather`."""
     h_MD, weights_MA = tokens
     active = indices_MA.shape[1]
+    # gather_param, unlike lax.all_gather, sums the gradients of the tokens in float32.
     h_ND = gather_param(h_MD, (axes, ()), h_MD.dtype)
     weights_NA = gather_param(weights_MA, (axes, ()), jnp.float32)
     indices_NA = lax.all_gather(indices_MA, axes, tiled=True) if axes else indices_MA
     n_local = cfg.n_experts // _axis_size((*axes, *sum_axes))
     local_NA = indices_NA - device_index((*axes, *sum_axes)) * n_local
     is_local_NA = (local_NA >= 0) & (local_NA < n_local)
+    # One group, that of this device, is enough: rows of other devices are sorted to the end, and
+    # apply_experts sorts the remaining ones by expert.
     order, inverse, (count,) = sort_by_expert(jnp.where(is_local_NA, 0, 1), 1)
     rows = _buffer_size(indices_MA.size, axes, sum_axes, buffer_rows)
     run_local = partial(
@@ -112,6 +115,7 @@ def _all_gather_part(tokens, layer, indices_MA, *, cfg, axes, sum_axes, experts,
         h_ND, weights_NA, layer = operands
         order, inverse_NA, local_S, count = constants
         pairs = select_pairs(order, inverse_NA, count, k * rows, rows)
+        # Expert −1 marks rows without a pair, whose outputs are 0.
         is_filled_C = k * rows + jnp.arange(rows, dtype=jnp.int32) < count
         local_C = jnp.where(is_filled_C, local_S[pairs.pair_C], -1)
         return combine_rows_of_pairs(
@@ -154,6 +158,8 @@ def experts_all_to_all(
     indices_MA = indices_btA.reshape(-1, active)
     owner_MA, local_MA = indices_MA // n_local, indices_MA % n_local
     is_sent_MA = owner_MA % n_sums == device_index(sum_axes)
+    # Groups in the order of receivers make the rows for one device contiguous, as a ragged
+    # all-to-all needs.
     group_MA = jnp.where(is_sent_MA, owner_MA // n_sums * n_local + local_MA, -1)
     order, inverse, sizes = sort_by_expert(group_MA, n_shards * n_local)
     pairs = Pairs(order, inverse.reshape(-1, active))
@@ -229,7 +235,8 @@ def _sum_shares_forward(share_ND, axes, sum_axes, dtype):
 
 
 def _sum_shares_backward(axes, sum_axes, dtype, _, dout_MD):
-    # shard_map hands each device of sum_over its part of the gradient of what they all hold
+    # The result is replicated along sum_axes. shard_map divides its gradient among those devices,
+    # so the parts are summed first.
     dout_MD = _psum_over(dout_MD.astype(jnp.float32), sum_axes).astype(dtype)
     if axes:
         dout_MD = lax.all_gather(dout_MD, axes, tiled=True)

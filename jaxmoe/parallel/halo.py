@@ -58,10 +58,14 @@ def halo_sizes(window: int, t: int, shards: int) -> list[int]:
 def _with_earlier(x: Array, sizes: list[int], axis: str) -> Array:
     """Return [b, t, …] with the received tokens of the previous devices before it. The first
     devices receive zeros instead: as a segment that is padding, which nothing attends to."""
+    # The round trip through float32 changes no value. Its transpose adds the gradients of the sent
+    # slices and of the local tokens in float32.
     x_float32 = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     parts, shards = [x_float32.astype(x.dtype)], lax.axis_size(axis)
     for distance, size in enumerate(sizes, 1):
         sent = x_float32[:, x.shape[1] - size :].astype(x.dtype)
+        # No wrap-around: the first devices have no earlier tokens, and ppermute gives a device
+        # without a sender zeros.
         pairs = [(i, i + distance) for i in range(shards - distance)]
         parts.insert(0, lax.ppermute(sent, axis, pairs))
     return jnp.concatenate(parts, axis=1)

@@ -21,6 +21,8 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     sizes = " * ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1) or "all 1"
     has_processes = devices is not None and jax.process_count() > 1
     require(
+        # A config of one device may leave a machine's other devices idle. Several processes may
+        # not, since each runs the program on its own devices.
         devices is None or mesh.devices == devices or (mesh.devices == 1 and not has_processes),
         f"the axes of mesh ({sizes}) must multiply to the number of devices, {devices}; they give "
         f"{mesh.devices}. Try {_suggest_mesh(cfg, devices)}.",
@@ -34,11 +36,14 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     for name in ("n_q_heads", "n_kv_heads"):
         _check_divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
     if mesh.sequence > 1 and mesh.attention == "zigzag":
+        # A zigzag gives each device two chunks of a row.
         _check_divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context,
                  "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
     if mesh.sequence > 1 and mesh.attention == "ulysses":
+        # Ulysses divides the heads that tensor leaves on a device among the devices of sequence.
         _check_divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,
                  "model.n_q_heads")  # fmt: skip
+    # Experts are sharded over tensor too, and every device must own the same number of them.
     _check_divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
              "model.n_experts")  # fmt: skip
     row_axes = "mesh.data * mesh.fsdp * mesh.expert"
@@ -81,6 +86,7 @@ def check_host(cfg: Config, bytes_per_device: int) -> None:
         f"{device.device_kind} ({device.platform}) has {', '.join(sorted(kinds)) or 'none'}. "
         + advice,
     )
+    # Pinned memory is memory of a device's own host, so only this process's devices count.
     devices, free = min(cfg.mesh.devices, jax.local_device_count()), count_free_bytes()
     require(
         free is None or bytes_per_device * devices <= free,

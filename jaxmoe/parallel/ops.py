@@ -66,6 +66,7 @@ def sharded_ops(
         return ops
     mesh_ops, defaults = MeshOps(mesh, cfg, rules, method), plain_ops()
     if count_shards(mesh, rules.time) > 1:
+        # A custom attention raises before anything is traced.
         attention_impl(ops.attend)
     # XLA partitions ops that see single tokens by itself; only custom ones need a shard_map.
     replaced = {
@@ -118,6 +119,7 @@ class MeshOps:
     def cut_axes(self, spec: Spec) -> tuple[Names, ...]:
         """Return the mesh axes of each dimension of a parameter; of one layer, if it is stacked."""
         names = partition_axes(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
+        # The scan over pairs of layers has removed the leading axis.
         return names[1:] if spec.axes[0] == "pair" else names
 
     def run_sharded(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
@@ -182,6 +184,7 @@ class MeshOps:
             w_fD = gather_param(w_fd, (gathered_F, cut_D), x_btf.dtype)
             if not tensor_F:
                 return inner(x_btf, w_fD, b_D)
+            # The sum over tensor would otherwise add the bias once for each device.
             bias_D = jnp.where(lax.axis_index("tensor") == 0, b_D, jnp.zeros_like(b_D))
             share = inner(x_btf, w_fD, bias_D).astype(jnp.float32)
             return lax.psum(share, "tensor").astype(x_btf.dtype)
@@ -196,11 +199,16 @@ class MeshOps:
         """Attend with each device's own rows and heads. Sharded tokens of a row are combined by a
         method of jaxmoe/parallel/sequence.py."""
         heads, tokens = mesh_spec(*self.tokens, _TENSOR), mesh_spec(*self.tokens)
+        # shard_map takes positional arguments only.
         names, shards = tuple(layout), count_shards(self.mesh, self.rules.time)
+        # Layers with a window need consecutive tokens, so each full layer reorders its own inputs
+        # and restores the order of its outputs.
         is_zigzag = shards > 1 and self.method == "zigzag" and window is None
         if shards > 1:
             attention = halo_attention if window is not None else METHODS[self.method]
             options = (
+                # XLA for CPU does not order collectives in a loop, and its devices could then wait
+                # for each other forever.
                 {"unroll": target_device().platform == "cpu"} if attention is ring_attention else {}
             )
             inner = partial(attention, axis="sequence", impl=attention_impl(inner), **options)
@@ -233,6 +241,8 @@ class MeshOps:
                 options["context"] = context
             return inner(h_btD, params, active=active, **options)
 
+        # The shard_map gathers every parameter that it receives, so it receives only those that are
+        # read.
         read = {name: x for name, x in layer.items() if "router" in name}
         replicated = jax.tree.map(lambda _: P(), context)
         ins = tokens, self.layer_specs(read), replicated, *(tokens for _ in names)
@@ -304,6 +314,7 @@ class MeshOps:
             return vocabulary.target_logprobs_sharded(
                 hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
                 axes=cuts[1],
+                # An axis of size 1 does not exist inside the shard_map.
                 sequence_axis="sequence" if count_shards(self.mesh, self.rules.time) > 1 else None,
                 copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
                 impl=impl or "auto",

@@ -32,6 +32,8 @@ def select_pairs(
     """
     position_C = first + jnp.arange(rows, dtype=jnp.int32)
     is_selected_NA = (inverse_NA >= first) & (inverse_NA < jnp.minimum(count, first + rows))
+    # Rows past the last pair read some valid pair: a gather needs an index, and their outputs are
+    # masked.
     return Pairs(
         order_S.at[position_C].get(mode="clip"), jnp.where(is_selected_NA, inverse_NA - first, -1)
     )
@@ -70,6 +72,7 @@ def combine_rows_of_pairs(
     """
     n_tokens, n_active = weights_NA.shape
     out_ND = jnp.zeros((n_tokens, y_CD.shape[1]), jnp.float32)
+    # A loop, since a reduction over the choices would leave their order to the compiler.
     for a in range(n_active):
         row_N = pairs.row_NA[:, a]
         y_ND = _take_rows(y_CD, jnp.maximum(row_N, 0)).astype(jnp.float32)
@@ -85,6 +88,7 @@ def _combine_forward(y_CD, weights_NA, pairs):
 def _combine_backward(residuals, dout_ND):
     y_CD, weights_NA, pairs = residuals
     row_of_pair_C = _take_rows(pairs.row_NA.reshape(-1), pairs.pair_C)
+    # The pair of an empty row has another row or none.
     is_filled_C = row_of_pair_C == jnp.arange(row_of_pair_C.shape[0], dtype=jnp.int32)
     weights_C = _take_rows(weights_NA.reshape(-1).astype(jnp.float32), pairs.pair_C)
     dout_CD = _take_rows(dout_ND, pairs.token_C)
@@ -99,4 +103,5 @@ combine_rows_of_pairs.defvjp(_combine_forward, _combine_backward)
 
 
 def _take_rows(x, rows):
+    # The indices are valid by construction; other modes clamp or mask every row.
     return x.at[rows].get(mode="promise_in_bounds")

@@ -105,6 +105,7 @@ def _ring_fwd(q, k, v, sink, layout, options):
 def _ring_forward(q, k, v, sink, layout, options):
     def run_iteration(carry, _):
         o, lse, visitor = carry
+        # The transfer does not depend on this iteration's attention, so both can run concurrently.
         incoming = _send_to_next(visitor, options.axis)
         layout_here = visitor.layout(layout)
         o, lse = lax.cond(
@@ -117,6 +118,7 @@ def _ring_forward(q, k, v, sink, layout, options):
         return (o, lse, incoming), None
 
     visitor = _VisitingKeys(k, v, layout.k_positions_BS, layout.k_segment_ids_BS)
+    # A log-sum-exp of −inf is the neutral element of `merge_parts`.
     empty = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     # The last iteration sends once more than needed: without it, it would be compiled separately.
     start, n_iterations = (*empty, visitor), lax.axis_size(options.axis)
@@ -130,6 +132,8 @@ def _ring_forward(q, k, v, sink, layout, options):
 def _ring_bwd(options, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
     dout, dlse = cotangents
+    # With the lse of all keys, exp(s − lse) are the probabilities of the full softmax in every
+    # part, so the parts of a gradient simply add up.
     lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
 
     def run_iteration(carry, _):
@@ -173,6 +177,7 @@ def _send_to_next(x: Any, axis: str) -> Any:
 
 def attend_part(q, k, v, sink, layout, options):
     """Return (o, lse) of this device's queries over these keys alone, without the sink."""
+    # With the real sink in every part, the merged result would contain it once for each device.
     return sink_attention(q, k, v, jnp.full_like(sink, -jnp.inf), **options.kernel_kwargs(layout))
 
 
@@ -191,6 +196,7 @@ def merge_parts(
 ) -> tuple[Array, Array]:
     """Return (o, lse) over the keys of both parts, float32; o is 0 where neither has keys."""
     total_lse_btn = jnp.logaddexp(lse_btn, part_lse_btn)
+    # Without keys in either part −inf − (−inf) would be NaN.
     finite_lse_btn = jnp.where(jnp.isfinite(total_lse_btn), total_lse_btn, 0.0)
     old_weight_btn, new_weight_btn = (
         jnp.exp(lse_btn - finite_lse_btn),

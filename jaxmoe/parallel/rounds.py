@@ -36,6 +36,7 @@ def sum_rounds(round_fn: Round, rounds: Array, operands: Leaf, constants: Leaf) 
 def _add_later_rounds(
     round_fn: Round, rounds: Array, operands: Leaf, constants: Leaf, first: Array
 ) -> Array:
+    # A loop with a traced bound has no reverse-mode derivative, hence the custom vjp.
     return lax.fori_loop(1, rounds, lambda k, sum_: sum_ + round_fn(k, operands, constants), first)
 
 
@@ -87,6 +88,7 @@ def _parts_backward(part_fn: Callable[..., Array], residuals: Leaf, dout: Array)
         dtokens, dlayer = pull(dout)
         return jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dlayer), dtokens
 
+    # In the layer's dtype each part would round the sum once more.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layer)
     sums, dtokens = lax.scan(add_gradients, zeros, (tokens, constants, dout))
     return dtokens, jax.tree.map(lambda s, x: s.astype(x.dtype), sums, layer), None

@@ -25,6 +25,8 @@ def reduce_scatter(x: Array, names: Names, *, dim: int) -> Array:
         return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     n = math.prod(lax.axis_size(name) for name in names)
     shards = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    # The sum is computed locally, from the shards of all devices: gloo's own reduce-scatter is
+    # wrong at times.
     shards = lax.all_to_all(jnp.moveaxis(shards, dim, 0), names, split_axis=0, concat_axis=0)
     return jnp.sum(shards, axis=0, dtype=x.dtype)
 

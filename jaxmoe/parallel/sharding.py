@@ -33,6 +33,8 @@ AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 Names = tuple[str, ...]  # of mesh axes that shard one dimension, major first
 
 RULES: Mapping[str, Names] = {
+    # GPT-OSS's width, 2,880, divides by 64 and not by 128. So the two dimensions of a matrix are
+    # sharded over different axes, whose product may be larger.
     "embed": ("fsdp", "sequence"),
     "heads": ("tensor", "expert"),
     "kv": ("tensor", "expert"),
@@ -79,6 +81,8 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | N
     if cfg.devices == 1:
         return None
     shape = tuple(getattr(cfg, name) for name in AXES)
+    # jax.make_mesh makes explicit axes by default, with which many ops outside a shard_map would
+    # have to state how their results are sharded.
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
 
@@ -121,6 +125,7 @@ def partition_axes(
             if sizes[name] == 1 or name in used or dim % size or (vector and name != "tensor"):
                 continue
             names += (name,)
+        # A PartitionSpec may name each axis of the mesh once.
         used |= set(names)
         cuts.append(names)
     return tuple(cuts)
@@ -170,6 +175,7 @@ def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh, moments: str = "d
         tuple(map(str, path)): sharding
         for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(cfg, mesh))
     }
+    # The longest matching path is the most specific one.
     lengths = sorted({len(path) for path in by_path}, reverse=True)
     replicated = NamedSharding(mesh, P())
 
@@ -250,7 +256,9 @@ def _put_arrays(tree: Leaf, sharding_fn: Callable[[Any], NamedSharding]) -> Leaf
         sharding = sharding_fn(x)
         if jax.process_count() == 1:
             return jax.device_put(x, sharding)
-        full = np.asarray(x)  # every process has the full array
+        # device_put would first compare the array between the processes. Each of them has all of it
+        # and fills its own shards.
+        full = np.asarray(x)
         return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
     return jax.tree.map(put_array, tree)

@@ -49,9 +49,12 @@ def ulysses_attention(
     to_tokens = partial(lax.all_to_all, axis_name=axis, split_axis=1, concat_axis=2, tiled=True)
     gather_tokens = partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
     k, v = (to_heads(_repeat_heads(x, heads, local_heads)) for x in (k_btkH, v_btkH))
+    # Sinks are replicated along this axis; each device needs those of its heads.
     sink = lax.dynamic_slice_in_dim(sink_n, lax.axis_index(axis) * local_heads, local_heads)
     o, lse = sink_attention(
         to_heads(q_btnH), k, v, sink,
+        # Positions and segments have no heads to exchange, and every device needs those of all
+        # tokens.
         q_positions_BT=gather_tokens(q_positions_BT), k_positions_BS=gather_tokens(k_positions_BS),
         q_segment_ids_BT=gather_tokens(q_segment_ids_BT),
         k_segment_ids_BS=gather_tokens(k_segment_ids_BS),

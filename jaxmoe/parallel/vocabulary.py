@@ -106,6 +106,8 @@ def target_logprobs_sharded(
     """
     batch, time, width = hidden_btD.shape
     hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
+    # Devices along `copies` have the same tokens and would otherwise all compute the same
+    # log-probs.
     take_share = partial(_take_share, copies=copies)
     per_token: Any = _stream_logprobs(
         take_share(hidden_mD), w_Dv, take_share(targets_m), jnp.asarray(temperature, jnp.float32),
@@ -118,6 +120,8 @@ def target_logprobs_sharded(
 
     def gather_tokens(x_m: Array) -> Array:
         if copies:
+            # shard_map divides the gradient of a replicated result among `copies`, and the backward
+            # pass of gather_param adds the parts again.
             full: Any = gather_param(x_m, (copies,), x_m.dtype)
             x_m = full[: batch * time]
         return jnp.where(is_last_t[None, :], jnp.nan, x_m.reshape(batch, time))
@@ -221,6 +225,8 @@ def _stream_forward(
             hidden_mD, w_DC, column_m, temperature=temperature, vocab_size=words, impl=impl
         )
 
+    # Statistics of each chunk are stacked and merged once, after the scan: they are three numbers a
+    # token.
     parts = [
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
         for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes)
@@ -240,6 +246,7 @@ def _stream_backward(
 
     def scan_chunk(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
+        # Storing the gathered chunks for the backward pass would store the unsharded head.
         w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
         dhidden, dw_DC = token_gradients(
             hidden_mD, w_DC, column_m, lse_m, entropy_m, *cotangents, dhidden,
@@ -249,6 +256,7 @@ def _stream_backward(
         dw = lax.dynamic_update_slice_in_dim(dw, _scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
 
+    # Both sums run over many chunks or devices, so they are float32 and round once, at the end.
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
     for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes):
         carry, _ = lax.scan(partial(scan_chunk, size=size, words=words), carry, firsts)
@@ -267,6 +275,7 @@ def _group_chunks(
     chunks = head_chunks(width, columns, _count_devices(axes), vocab_size)
     return [
         (size, words, jnp.asarray([chunk.first for chunk in group], jnp.int32))
+        # Equal chunks are one scan, hence compiled once.
         for (size, words), group in groupby(chunks, key=lambda chunk: chunk[1:])
     ]
 
