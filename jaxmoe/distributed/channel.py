@@ -40,8 +40,11 @@ class Channel:
         data, error = b"", None
         if self.number == 0:
             try:
+                # A leading zero byte distinguishes a result from an error, which is JSON and cannot
+                # begin with one.
                 data = b"\0" + make()
-            except Exception as raised:  # the others wait
+            # Any error is sent to the other processes, which wait for this message.
+            except Exception as raised:
                 error, data = raised, _encode_error(raised, self.number)
         (data,) = self._exchange_messages({0: data})
         if error is not None:
@@ -65,7 +68,8 @@ class Channel:
         outcome: dict[str, Any] = {}
         try:
             outcome["value"] = make()
-        except Exception as raised:  # the others wait
+        # As above: a process that raised without a message would leave the others waiting.
+        except Exception as raised:
             error, outcome["error"] = raised, _encode_error(raised, self.number).decode()
         outcomes = self.gather_values(outcome)
         if error is not None:
@@ -78,6 +82,7 @@ class Channel:
     def _exchange_messages(self, messages: dict[int, bytes]) -> list[bytes]:
         """Return the message of each sender; `messages` has the senders as keys, and this process's
         data."""
+        # A key of the service can be set once, so each exchange has its own.
         key, self._n_exchanges = f"jaxmoe/{self._name}/{self._n_exchanges}", self._n_exchanges + 1
         message = messages.get(self.number)
         if message is not None:
@@ -86,10 +91,13 @@ class Channel:
                 self._client.key_value_set_bytes(
                     f"{key}/{self.number}/{n}", message[start : start + CHUNK_BYTES]
                 )
+            # Readers wait for this key. It is written last, so the chunks are there when it
+            # appears.
             self._client.key_value_set(f"{key}/{self.number}/chunks", str(len(starts)))
         replies = [
             message if i == self.number else self._read_message(f"{key}/{i}") for i in messages
         ]
+        # The message may be deleted only when every process has read it.
         self._client.wait_at_barrier(f"{key}/read", WAIT_MS)
         if message is not None:
             self._client.key_value_delete(f"{key}/{self.number}")

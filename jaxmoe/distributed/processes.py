@@ -56,7 +56,7 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> None:
             # jax would otherwise read SLURM's variables and use a single GPU of a node
             "cluster_detection_method": "deactivate",
         }  # fmt: skip
-        # jax would listen on every network
+        # jax would listen on every network, and the coordinator has no authentication.
         if _is_loopback(address) and BIND_VARIABLE not in environ:
             options["coordinator_bind_address"] = address
     elif environ.get(FIND_VARIABLE) != "auto":
@@ -166,7 +166,8 @@ def gather_from_processes(value: Any) -> list[Any]:
     return _open_channel().gather_values(value) if jax.distributed.is_initialized() else [value]
 
 
-@cache  # the channel counts its messages
+# One channel for the process: it counts its messages, and a second one would reuse their keys.
+@cache
 def _open_channel() -> Channel:
     return Channel("processes")
 
@@ -213,6 +214,7 @@ def exit_process(code: int) -> int:
     if code and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
+        # sys.exit would run jax's shutdown, which waits at a barrier for all processes.
         os._exit(code)
     return code
 
