@@ -222,6 +222,7 @@ class HttpBackend:
         try:
             return parse_untrusted_json(response.body, max_body_bytes)
         except ValueError as error:
+            # `from None`, because the parser's own error may quote the text that is redacted.
             raise RequestFailed(
                 f"{route} did not answer with usable JSON ({self._format_body(str(error))}): "
                 f"{self._format_body(response.body, 80)}"

@@ -88,6 +88,7 @@ class HttpClient:
 
     def __init__(self, url: str, *, connections: int) -> None:
         self._prefix = (parse_url(url).path or "").rstrip("/")
+        # No retries: the caller decides, and may ask another server.
         self._pool = urllib3.connectionpool.connection_from_url(
             url, maxsize=connections, block=False, retries=False
         )
@@ -104,6 +105,8 @@ class HttpClient:
                 with outer._lock:
                     outer._live.add(self)
                     closed = outer._closed
+                # close() may have run while this thread connected, and has then not seen the
+                # connection.
                 if closed:
                     raise OSError("closed")
 
@@ -161,10 +164,12 @@ class HttpClient:
             self._closed, live = True, list(self._live)
         for connection in live:
             with suppress(OSError, AttributeError):  # it is closed already
+                # close() alone would not wake a thread that waits in recv.
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read_response(response: Any, max_body_bytes: int) -> Response:
+    # A compressed body may expand beyond any limit on the received bytes.
     for name, allowed in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
         if (encoding := response.headers.get(name, allowed).strip().lower()) != allowed:
             raise ValueError(f"{name} must be {allowed}, got {encoding[:40]!r}")

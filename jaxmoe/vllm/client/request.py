@@ -36,6 +36,7 @@ class PromptRequest:
 
 def request_seed(seed: int, *numbers: int) -> int:
     """Return 62 random bits of (seed, prompt index, …): samples do not depend on the batch."""
+    # Two bits of room, so that seed + i of every sample is a signed 64-bit integer.
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> 2)
 
 
@@ -50,6 +51,8 @@ def request_body(
             "n": count, "max_tokens": max_tokens, "seed": seed, "logprobs": 0,
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_k": 0 if greedy else sampling.top_k, "top_p": 1.0 if greedy else sampling.top_p,
+            # Only the run's stop tokens end a response, whatever the model's config says. vLLM is
+            # started without a tokenizer.
             "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "detokenize": False,
         },
     }  # fmt: skip
@@ -57,6 +60,8 @@ def request_body(
 
 def score_tokens(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
     """Return the engine's log-prob of each given token at temperature 1, and its weights' label."""
+    # vLLM computes log-probs of a prompt at temperature 1, whatever the temperature of the request
+    # is.
     sampling = Sampling(1, (), temperature=0.0)
     body = request_body(tokens, sampling, count=1, max_tokens=1, seed=0)
     body["sampling_params"]["prompt_logprobs"] = 0
@@ -103,6 +108,7 @@ def _continue_completion(
         if n_remaining == 0:  # aborted just after its last token
             last = Completion([], [], "length", [], completion.experts)
             return _join_completions(completion, last, len(prompt))
+        # With the seed of the first part, the continuation would repeat its random numbers.
         seed = request_seed(*numbers, part)
         body = request_body(tokens, sampling, count=1, max_tokens=n_remaining, seed=seed)
         expected = ExpectedResponse(len(tokens), 1, n_remaining, frozenset(sampling.stop_ids))

@@ -71,6 +71,7 @@ def parse_prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np
         raise RequestFailed(f"prompt_logprobs must have {len(tokens)} entries, got {actual}")
     logps = [0.0]
     for i, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
+        # Keys of JSON are texts; a vLLM in this process returns integers.
         entry = row.get(str(token), row.get(token)) if isinstance(row, dict) else None
         if not isinstance(entry, dict):
             raise RequestFailed(f"prompt_logprobs[{i}] must have token {token}")
@@ -83,8 +84,10 @@ def _parse_completion(
 ) -> Completion:
     tokens, finish = choice.get("token_ids"), choice.get("finish_reason")
     aborted = finish == "abort"
+    # A sample that is aborted before its first token has no list.
     if tokens is None and aborted:
         tokens = []
+    # isinstance would accept true and false as integers.
     if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
         raise RequestFailed(
             f"token_ids must be a list of whole numbers, got {format_value(tokens)}"
@@ -159,6 +162,8 @@ def _parse_labels(spans: Any, count: int) -> list[str]:
             raise RequestFailed(
                 f"weight_versions must be spans without gaps, got {format_value(spans)}"
             )
+        # The end is untrusted: cut, it cannot fill the memory, and one label too many is still
+        # refused below.
         labels += [span["version"]] * (min(span["end"], count + 1) - len(labels))
     if len(labels) != count:
         raise RequestFailed(f"weight_versions must cover {count} tokens, got {format_value(spans)}")

@@ -20,6 +20,8 @@ def parse_untrusted_json(body: bytes, max_body_bytes: int) -> Any:
 
     Rejected although Python reads them: NaN, Infinity, numbers beyond float64 or 18 digits.
     """
+    # Counted before parsing, because the parsed values may take several times the memory of the
+    # text.
     values = 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
     if values > max(64, max_body_bytes // MIN_BYTES_PER_VALUE):
         raise ValueError(f"{values} values are more than the request allows")

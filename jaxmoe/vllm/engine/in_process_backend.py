@@ -58,6 +58,7 @@ class InProcessBackend:
         self._timeout_s = vllm.request_timeout_s
         cpu = inspect_python(sys.executable)["cpu"]
         dtype = vllm.dtype or cfg.dtype
+        # The backend for files also takes tensors that are handed over within the process.
         chosen = build_engine_options(
             replace(vllm, transport="files"), cfg, context=context, rows=rows, cpu=cpu
         )
@@ -191,6 +192,7 @@ class InProcessBackend:
             if self._dead:
                 raise RequestFailed(f"{self.name}: {self._dead}")
             try:
+                # Short waits, so that the end of vLLM's thread is noticed.
                 return future.result(timeout=0.5)
             except TimeoutError as error:
                 if future.done():  # it finished just now
@@ -204,6 +206,7 @@ class InProcessBackend:
     def _run_loop(self) -> None:
         try:
             while True:
+                # With "keep", requests stay in flight and must not advance while weights change.
                 busy = bool(self._in_flight) and self._paused != "keep"
                 try:
                     call = self._calls.get(block=not busy)
@@ -272,6 +275,7 @@ class InProcessBackend:
         abort = import_module("vllm.v1.engine").FinishReason.ABORT
         engine = self._llm.llm_engine
         for name, (_, _, vllm_request_id) in list(self._in_flight.items()):
+            # Aborting discards the tokens so far, so they are read first.
             state = engine.output_processor.request_states.get(vllm_request_id)
             output = state and state.make_request_output([], None, abort, None)
             engine.abort_request([name])

@@ -43,6 +43,7 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
 
 def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
     """Return the rollouts and the extra values."""
+    # Whoever reaches the coordinator's port can send data, and a pickle could run code.
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         head = json.loads(archive["head"].tobytes())
         split = {name: _split_array(archive, name, head[name]) for name in _ARRAYS}

@@ -68,6 +68,8 @@ def assign_gpus(
     for n in range(servers):
         servers_per_gpu = len(range(n % len(groups), servers, len(groups)))  # including this one
         room = min(VLLM_MEMORY_FRACTION, 1 - trainer_fraction - SPARE_MEMORY_FRACTION)
+        # The option has two decimals, and rounding up could exceed the memory. The small number
+        # keeps a product such as 28.999999 at 29.
         fraction = math.floor(100 * (room / servers_per_gpu) + 1e-6) / 100
         if fraction < SPARE_MEMORY_FRACTION:
             raise ConfigError(

@@ -66,6 +66,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.backend, self._server, self._transport = backend, server, Transport(transport)
         self._cfg, self._probe, self._retries = cfg, probe, retries
+        # Reentrant, because `recover` calls `sync_weights`.
         self.lock = threading.RLock()
         self.generation = 0
         self.in_flight = 0  # tokens; counted by the server pool
@@ -91,6 +92,7 @@ class Replica:
                 self._check_open()
                 try:
                     if restart or attempt:
+                        # The first retry keeps a server that answers; later ones start another.
                         self._restart_server(force=attempt > 1)
                     self._sync_once(target, mode)
                     self._given_up = None
@@ -164,6 +166,7 @@ class Replica:
                 self.backend = self._server.start()
             except EngineError as error:
                 raise RequestFailed(str(error)) from error
+        # close() may have run while the server started.
         if self._closed:
             self.backend.close()
             self._server.stop()
@@ -280,11 +283,14 @@ class Replica:
         log_mass = None
         if scorer is not None:
             prompt = list(request.prompt.tokens)
+            # Log-probs of a prompt are those before truncation, and differ from those of the
+            # sampled tokens by the log of the retained mass.
             full_logp, label = score_tokens(scorer, prompt + completion.tokens, self._cfg)
             if set(completion.labels) != {label}:
                 raise RequestFailed(
                     "weights changed between a response and its log-probs before truncation"
                 )
+            # Rounding may make the mass slightly larger than 1.
             log_mass = np.minimum(full_logp[len(prompt) :] - logp, 0.0)
         stop = StopReason.STOP_TOKEN if completion.finish == "stop" else StopReason.MAX_TOKENS
         return Rollout(

@@ -108,6 +108,7 @@ def build_engine_options(
         "dtype": dtype,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        # Scoring a sequence of full length samples one more token.
         "max_model_len": max(context + 1, MIN_CONTEXT),
         "max_num_seqs": rows + 1,  # one more, so that the probe waits for no request
         "logprobs_mode": LOGPROBS_MODE,
@@ -121,6 +122,7 @@ def build_engine_options(
         # offset to set back.
         per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
         per_token *= 4 if dtype == "float32" else 2
+        # A row may leave a block of 128 tokens partly unused.
         cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
         chosen |= {
             "enforce_eager": True, "enable_chunked_prefill": False,
@@ -200,6 +202,8 @@ class Server:
         if self._adapter is not None:
             self._adapter.write_zero_adapter(self._model, self._scratch / ZERO_ADAPTER_FOLDER)
         with open_to_append(self.log) as log:
+            # In a process group of its own: its children can be killed with it, and Ctrl-C reaches
+            # only the trainer, which stops it in order.
             self._process = subprocess.Popen(
                 self.build_command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
@@ -231,6 +235,7 @@ class Server:
         return {
             **default_environment(self._cpu), **remove_secrets(os.environ),
             **self._place.gpu_environment(),
+            # The routes that pause vLLM and load weights exist in this mode only.
             "VLLM_SERVER_DEV_MODE": "1", watchdog.PARENT_PID_VARIABLE: str(os.getpid()),
             auth_middleware.API_KEY_VARIABLE: self.key,
             "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
@@ -238,6 +243,7 @@ class Server:
 
     def build_command(self, port: int) -> list[str]:
         """Return the command; later options win, so the user's come last."""
+        # The script `vllm` fails in vLLM's distribution for CPUs, which has another name.
         arguments = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
         arguments += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
         arguments += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]

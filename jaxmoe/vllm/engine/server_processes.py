@@ -79,6 +79,8 @@ def _read_process_stats() -> list[tuple[int, str, list[str]]]:
     stats = []
     for entry in _PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError):
+            # A process's name may contain spaces and parentheses; the fields begin after the last
+            # one.
             name, _, fields = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             if fields.split()[0] not in "ZX":
                 stats.append((int(entry.name), name, fields.split()))

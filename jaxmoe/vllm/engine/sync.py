@@ -100,6 +100,8 @@ def transfer_weights(
         invalidate()
         raise
     finally:
+        # After an error too: requests of other threads would wait forever. Without a verified label
+        # their responses are refused.
         backend.resume()
 
 
@@ -226,6 +228,7 @@ class Probe:
         self, name: str, label: str, subject: str, engine_logp: np.ndarray, trainer_logp: np.ndarray
     ) -> None:
         gap = float(np.mean(np.abs(engine_logp.astype(np.float64) - trainer_logp)))
+        # Written so that NaN fails.
         if not gap <= self._bound:
             raise WeightSyncError(
                 f"{name} must agree with the trainer on a probe of {label}: mean |Δlogp| of "

@@ -67,6 +67,7 @@ def run_concurrently(fn: Callable[[], None]) -> Iterator[None]:
         except BaseException as error:  # raised again in the waiting thread
             errors.append(error)
 
+    # A daemon, because a broadcast to ranks that are gone may never return.
     thread = threading.Thread(target=run, name="jaxmoe-send", daemon=True)
     thread.start()
     try:

@@ -285,6 +285,7 @@ class VllmEngine:
             return [jobs[i].result() for i in range(len(items))]
         finally:
             cancelled.set()
+            # Requests of minutes may be running after another one failed permanently.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _with_retries(

@@ -43,7 +43,9 @@ def load_adapter(worker: Any, directory: Path) -> None:
          for name, buffer in buffer_names.items() if buffer not in before],
     )  # fmt: skip
     state = worker.weight_transfer_engine.loaded_state
+    # From here on an error may leave a part of either adapter.
     state.invalidate()
+    # Every version has the same id, for which vLLM would otherwise keep the adapter that it has.
     worker.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(directory), load_inplace=True))
     expected_parameters = {
         name: ExpectedParameter(received[name], False, buffer_names[name]) for name in received

@@ -37,6 +37,7 @@ class AuthMiddleware:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Lifespan events are of the server's own start and end; no client can send one.
         if scope["type"] == "lifespan" or self._is_authorized(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -53,4 +54,6 @@ class AuthMiddleware:
     def _is_authorized(self, headers: list[tuple[bytes, bytes]]) -> bool:
         header = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = header.partition(b" ")
+        # The time of == depends on the first wrong byte, which would let a key be guessed byte by
+        # byte.
         return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)

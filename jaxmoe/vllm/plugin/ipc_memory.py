@@ -67,6 +67,7 @@ def _open_tensor(
             "can only be shared on the same GPU. Try --set rollout.vllm.transport=files."
         )
     handle, offset = handles[gpu]
+    # An allocation holds many tensors, and is opened once for all of them.
     if handle not in bases:
         bases[handle] = _open_handle(cuda, base64.b64decode(handle))
     kind = getattr(torch, dtype)

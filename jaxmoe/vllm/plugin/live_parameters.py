@@ -127,6 +127,7 @@ def _unpack_linear(module: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         rows = torch.zeros(min(_IDENTITY_ROWS, n_inputs - start), n_inputs, dtype=parameter.dtype)
         rows[torch.arange(len(rows)), start + torch.arange(len(rows))] = 1
         columns.append(module.cpu_linear(rows, parameter, None))
+        # A packed weight has no shape: the number of outputs is known after the first product only.
         if n_inputs * n_inputs * columns[0].shape[1] > MAX_UNPACK_MACS:
             return None
     return _flush_subnormals(torch.cat(columns).t()) if columns else None

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# weight_sync/update.py writes the same number. It imports jax, which vLLM's environment may lack,
+# so it cannot be imported here.
 FORMAT = 1
 # Bytes of an element; names as safetensors spells them.
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -93,6 +95,7 @@ def check_folder_owner(directory: Path) -> None:
     """
     for folder in (directory.parent, directory):
         try:
+            # stat would follow a link, whose target may belong to the right user.
             status = folder.lstat()
         except OSError as error:
             raise UpdateRejected(f"{folder} must be a folder of weights; {error}.") from error
@@ -188,6 +191,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSpan]]:
     try:
         with open(path, "rb", opener=open_without_links) as file:
             length = int.from_bytes(file.read(8), "little")
+            # A damaged length could make read() allocate exabytes.
             if length > path.stat().st_size - 8:
                 raise ValueError(f"a header of {length} bytes, the file has {path.stat().st_size}")
             header = json.loads(file.read(length))

@@ -30,6 +30,7 @@ def patch_routed_experts() -> None:
             return
         _patch_config_check(VllmConfig)
         _patch_runner(CPUModelRunner, get_aux_output_connector)
+        # A second registration would wrap the wrapper and call the connector twice a step.
         setattr(CPUModelRunner, _PATCHED, True)
     except (ImportError, AttributeError) as error:
         logging.getLogger(__name__).warning(

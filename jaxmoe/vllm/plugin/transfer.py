@@ -79,8 +79,10 @@ class VerifiedTransfer:
         UpdateRejected if the tensors differ from the manifest; the model's weights then have no
         label until an update succeeds.
         """
+        # Read before the reload, in which the parameters become empty shapes.
         forms = make_live_forms(self.model, self.vllm_config.parallel_config)
         all_exact = all(exact for _, exact in forms.values())
+        # Without an exact form, the change of a parameter is the evidence that it was loaded.
         before = {} if all_exact else digest_parameters(self.model)[0]
         arrivals = ReceivedTensors(expected, forms, known_digests)
         self.loaded_state.invalidate()
@@ -125,6 +127,7 @@ class ReceivedTensors:
                 self._problems.append(format_digest_mismatch(expected.digest, name, digest))
             form, exact = self._forms.get(vllm_parameter_name(name), (torch.Tensor.detach, False))
             live_tensor = form(tensor)
+            # A form that changes nothing returns the same memory, whose digest is known.
             unchanged = live_tensor.dtype == tensor.dtype
             unchanged = unchanged and live_tensor.data_ptr() == tensor.data_ptr()
             live_digest = digest if unchanged else digest_tensor(live_tensor)

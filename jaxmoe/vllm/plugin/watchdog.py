@@ -21,6 +21,7 @@ POLL_S = 0.5  # if the system has no pidfd
 def watch_process(pid: int) -> None:
     """Start a thread that ends this process at once, without cleanup, after process `pid` ends."""
     name = f"jaxmoe watches {pid}"
+    # vLLM registers plugins twice in some of its processes.
     if any(thread.name == name for thread in threading.enumerate()):
         return
     threading.Thread(target=_exit_after, args=(pid,), name=name, daemon=True).start()

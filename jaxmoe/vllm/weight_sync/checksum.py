@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS_PER_ROW, ROWS_PER_CHUNK = (1024, 256)  # words summed at once: 2 MiB, one chunk of a tensor
+# Odd weights are invertible modulo 2^64, so a change of one word changes the second sum too.
 _COLUMN_WEIGHTS = 2 * np.arange(WORDS_PER_ROW, dtype=np.uint64) + np.uint64(1)
 _ROW_OFFSETS = 2 * WORDS_PER_ROW * np.arange(ROWS_PER_CHUNK, dtype=np.uint64)
 
@@ -38,6 +39,7 @@ def digest_array(array: NDArray) -> str:
     for part in parts:
         total, moment = _sum_words(part.view(np.uint64).reshape(-1, WORDS_PER_ROW))
         plain += total
+        # A word's index grows by offset / 8, and its weight, 2i + 1, by twice that.
         weighted += moment + offset // 4 * total
         offset += part.size
     return f"{plain % 2**64:016x}{weighted % 2**64:016x}"
@@ -45,6 +47,7 @@ def digest_array(array: NDArray) -> str:
 
 def _sum_words(words_RC: NDArray[np.uint64]) -> tuple[int, int]:
     """Return Σ w and Σ (2·(1024·r + c) + 1)·w."""
+    # Sums of uint64 wrap, as arithmetic modulo 2^64 does.
     rows_R, columns_C = np.add.reduce(words_RC, axis=1), np.add.reduce(words_RC, axis=0)
     weighted = int(np.dot(columns_C, _COLUMN_WEIGHTS)) + int(
         np.dot(rows_R, _ROW_OFFSETS[: len(rows_R)])

@@ -52,6 +52,7 @@ def share_ipc_handles(
         )
         for e in list_entries(cfg)
     ]
+    # vLLM reads this memory outside of jax's streams, so the copies must be complete.
     handles = [cuda.export_handle(array) for array in jax.block_until_ready(arrays)]
     update_info = {
         "names": [name for name, _, _ in planned],
@@ -60,6 +61,7 @@ def share_ipc_handles(
         "ipc_handles": [{cuda.uuid: handle} for handle in handles],
         "manifest": manifest,
     }
+    # A handle is valid as long as its array lives.
     return WeightUpdate(manifest, update_info, close=arrays.clear)
 
 
@@ -73,6 +75,7 @@ class _CudaDriver:
         self._call_driver("cuDeviceGet", byref(number), c_int(device.local_hardware_id or 0))
         self._call_driver("cuDeviceGetUuid_v2", byref(name), number)
         self._call_driver("cuDevicePrimaryCtxRetain", byref(context), number)
+        # A thread's calls need a current context, and XLA's is current only in its own threads.
         self._call_driver("cuCtxSetCurrent", context)
         self.uuid = str(uuid.UUID(bytes=bytes(name.reserved[:16])))
 
@@ -80,6 +83,7 @@ class _CudaDriver:
         """Return [handle of the allocation in base64, offset of the array in it in bytes]."""
         address, base, size = array.unsafe_buffer_pointer(), c_void_p(), c_size_t()
         handle = IpcMemHandle()
+        # CUDA shares allocations, and XLA places many arrays in one of its own.
         self._call_driver("cuMemGetAddressRange_v2", byref(base), byref(size), c_void_p(address))
         self._call_driver("cuIpcGetMemHandle", byref(handle), base)
         return [base64.b64encode(bytes(handle.reserved)).decode(), address - (base.value or 0)]

@@ -28,6 +28,7 @@ class WeightsDirectory:
         self._lock = directory / f"jaxmoe-{run}.lock"
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            # Exclusive creation: a file or link that another user placed there is not opened.
             self._file = open(self._lock, "x", opener=open_private)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -45,6 +46,8 @@ class WeightsDirectory:
         """Remove the folder and its contents; may be called twice."""
         atexit.unregister(self.close)
         remove_run(self._lock)
+        # The remover ends after the removal, so that it completes the removal if this process is
+        # killed meanwhile.
         remover, self._remover = self._remover, None
         if remover is not None:
             remover.kill()
@@ -57,6 +60,7 @@ def create_private_directory(directory: Path) -> None:
     try:
         os.mkdir(directory, 0o700)
     except FileExistsError:
+        # stat would follow a link to a folder of this user's and accept it.
         status = directory.lstat()
         if (
             not stat.S_ISDIR(status.st_mode)

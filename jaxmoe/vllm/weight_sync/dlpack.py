@@ -56,10 +56,12 @@ def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[t
 
     for entry in list_entries(cfg):
         leaf = leaf_of(params, entry)
+        # A sharded array has no single buffer to view.
         if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
             tensor = torch.from_dlpack(leaf)
             tensor = tensor if entry.pair is None else tensor[entry.pair]
         else:
+            # numpy cannot export its bfloat16 by DLPack, jax can.
             tensor = torch.from_dlpack(jnp.asarray(gather_entry(params, entry)))
         if entry.layout in ("transpose", "transpose_pad"):
             tensor = tensor.t()

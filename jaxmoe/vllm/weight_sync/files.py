@@ -101,6 +101,7 @@ def stage_version(directory: str | Path, run: str, version: int) -> Iterator[tup
     except OSError as error:
         remove_version(partial_dir)
         raise directory_error(directory, error) from error
+    # After Ctrl-C too: the folder may be in memory, where it would stay.
     except BaseException:
         remove_version(partial_dir)
         raise
@@ -136,6 +137,8 @@ def _map_file(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
     status = os.fstat(file)
     if not SHARED_MEMORY.is_dir() or status.st_dev != SHARED_MEMORY.stat().st_dev:
         return None
+    # Renaming keeps the inode, so the old mapping is of this file, and its page faults are paid
+    # for.
     if reuse.pages is not None and reuse.inode == status.st_ino:
         return reuse.pages
     pages = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -157,5 +160,7 @@ def remove_version(version: Path) -> None:
 def write_rows(file: int, file_offset: int, row_offset: int, rows: np.ndarray) -> None:
     remaining, row_offset = rows.reshape(-1).view(np.uint8).data, file_offset + row_offset
     while remaining:
+        # pwrite leaves the file's position alone, so threads can share the file. It may write less
+        # than it is given: Linux stops at 2 GiB.
         n_written = os.pwrite(file, remaining, row_offset)
         row_offset, remaining = row_offset + n_written, remaining[n_written:]

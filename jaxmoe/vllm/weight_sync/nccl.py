@@ -68,11 +68,13 @@ class NcclGroup:
             "rank_offset": 1,
             "world_size": self._size,
             "nccl_unique_id_b64": base64.b64encode(bytes(self._id.internal)).decode(),
+            # Packed, vLLM would expect several tensors in each broadcast.
             "packed": False,
         }
 
     def join(self) -> None:
         """Join the group; returns when all ranks have joined. Raises EngineError if NCCL fails."""
+        # vLLM's ranks begin with this all-reduce, which would wait for rank 0 without end.
         summand = jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), self.device))
         self._use_device()
         rank, size = c_int(0), c_int(self._size)
@@ -104,6 +106,7 @@ class NcclGroup:
 
     def close(self) -> None:
         """Leave the group without waiting for workers, which may be gone; may be called twice."""
+        # ncclCommDestroy would wait for the other ranks.
         communicator, self._communicator = self._communicator, c_void_p()
         if communicator:  # the field is cleared first; a thread inside a call gets an error
             self._nccl_call("ncclCommAbort", communicator)
@@ -119,6 +122,7 @@ class NcclGroup:
         status = getattr(self._nccl, name)(*arguments)
         if status != 0:
             text = self._nccl.ncclGetErrorString
+            # ctypes assumes that functions return an int, which cuts off a pointer.
             text.restype = ctypes.c_char_p
             raise EngineError(
                 f"{name} failed: {text(c_int(status)).decode()}. Set NCCL_DEBUG=INFO for details, "

@@ -29,6 +29,8 @@ def start_remover(lock: Path) -> subprocess.Popen[bytes] | None:
     if not sys.executable:
         return None
     with suppress(OSError):
+        # A session of its own, since whatever kills the trainer's process group must not reach it.
+        # -I and -S ignore the user's variables and packages, so nothing of these can break it.
         return subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(lock.absolute())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -56,6 +58,8 @@ def remove_run(lock: Path) -> None:
 
 def open_private(path: str | Path, flags: int) -> int:
     """Opener for open(): a new file is readable by this user only, and a link raises OSError."""
+    # Without O_NONBLOCK a pipe under this name would block; a descriptor that a child inherits
+    # would hold the lock after the trainer's end.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 

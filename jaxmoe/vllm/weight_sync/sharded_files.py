@@ -53,6 +53,7 @@ def write_sharded_files(
     `close` removes it. Raises ConfigError in every process if one cannot write, or does not see the
     first one's folder.
     """
+    # An absolute path, because a server may have another working folder.
     run_dir = Path(directory).absolute() / f"jaxmoe-{run}"
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     planned = plan_tensors(params, cfg, dtype)
@@ -155,6 +156,7 @@ class _ProcessFile:
         self._pending: Future[None] | None = None
         self._error: Exception | None = None
         self._file = -1
+        # One writer, so that at most one tensor waits in memory while the next is gathered.
         self._writer, self._pool = ThreadPoolExecutor(1), ThreadPoolExecutor(count_cores())
         try:
             if not wait_until_visible(path.parent):

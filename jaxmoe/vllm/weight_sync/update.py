@@ -190,4 +190,5 @@ def _digest_span(
 
 
 def count_cores() -> int:
+    # os.cpu_count() includes cores that this process may not use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
