@@ -100,6 +100,7 @@ def compile_plan(
     print_text(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")
     print_text(f"kernels      {kernels.line}")
     state = mem.weights + mem.optimizer + mem.reference
+    # Arithmetic answers in seconds what the compiler would take minutes to say.
     if (state_fit := report.Fit(state, mem.engine_copy, capacity)).missing > 0:
         print_text(f"not compiled: of {format_bytes(capacity).strip()} on a device the state takes "
                    f"{format_bytes(state).strip()} and the engine's weights "
@@ -114,6 +115,7 @@ def compile_plan(
     print_text(f"compiled     in {step.seconds:.0f} s, {host_memory()} of host memory{calls}\n")
     fit = report.step_fit(cfg, step, CHIPS[chip])
     print_text("\n".join([*report.memory_lines(cfg, step, fit), ""]))
+    # A suggestion must not count on a compiler that needs less than the arithmetic.
     ratios = max(1.0, (fit.step + fit.outside) / mem.training), 1.0
     if isinstance(step, TooLarge):
         print_text(report.format_fit(cfg, fit, gpu, command, ratios))
@@ -156,6 +158,7 @@ def compile_plan(
 
 def host_memory() -> str:
     """Peak memory of this process."""
+    # Linux reports kilobytes.
     return format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).strip()
 
 

@@ -63,12 +63,14 @@ class Collective:
 
         A ring leaves a host once, and all members on the host share that traffic.
         """
+        # The group that spans the most hosts is the slowest one.
         group = max(self.groups, key=lambda members: len({host_of[i] for i in members}), default=())
         hosts, n = len({host_of[i] for i in group}), len(group)
         if hosts < 2:
             return 0.0
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.sent_bytes
+        # An all-to-all sends to each member directly, so all members on other hosts count.
         outside = n - n // hosts if "all-to-all" in self.kind else hosts - 1
         return self.sent_bytes * outside / (n - 1)
 

@@ -95,6 +95,7 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     assert sizes is not None and text is not None, "libtpu and XLA's GPU compiler report both"
     return CompiledStep(
         sizes.argument_size_in_bytes,
+        # A donated argument's memory is reused by a result and counts once.
         sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         count_collectives(text, mesh.size, unknown),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),

@@ -74,5 +74,6 @@ def kernel_shapes(cfg: Config) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
             array(routed_rows, m.d_model), array(experts, m.d_model, 2 * m.d_expert),
         ),
         "grouped_matmul": (array(routed_rows, m.d_expert), array(experts, m.d_expert, m.d_model)),
+        # A row's last token has no target.
         "token_logprobs": (array(b * (t - 1), m.d_model), array(m.d_model, m.padded_vocab)),
     }  # fmt: skip

@@ -83,6 +83,7 @@ def mesh_settings(cfg: Config, devices: int) -> Iterator[list[str]]:
         {"data": 1, **dict(zip(SHARD_AXES, cut, strict=True))}
         for cut in factorizations(devices, len(SHARD_AXES))
     ]
+    # Sequence and tensor send activations in every layer, so small sizes of them come first.
     candidates.sort(
         key=lambda candidate: (
             sum(candidate[n] != run_mesh[n] for n in run_mesh),

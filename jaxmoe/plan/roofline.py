@@ -80,11 +80,13 @@ def step_work(cfg: Config, a: Algorithm) -> StepWork:
     mem, rows = plan_memory(cfg), microbatch_rows(cfg)
     arrays = layer_traffic(cfg, rows * cfg.context // mesh.sequence)
     n_params = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
+    # The sum of the gradients is read and written in float32, 8 bytes a parameter.
     traffic = n_microbatches * (
         passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * n_params
     )
     return StepWork(
         flops=share * (scored + a.epochs * trained), useful=share * useful,
+        # AdamW reads and writes the weights and both moments, and reads the gradient.
         traffic=traffic + 7 * mem.weights * a.updates,
     )  # fmt: skip
 
@@ -115,8 +117,10 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     routed = copy_bytes(
         [spec for spec in jax.tree.leaves(policy) if "expert" in spec.axes], cfg, rules
     )
+    # The probability that at least one row chooses an expert, for independent and balanced choices.
     active_share = 1 - (1 - m.experts_per_token / m.n_experts) ** (rows / mesh.data)
     row_devices = mesh.devices / mesh.tensor  # devices with rows of their own
+    # The mean token of an answer reads half of the answer's keys.
     keys = cache_bytes(m, 1, P + N // 2) * rows / mesh.devices
     return (
         StepWork(

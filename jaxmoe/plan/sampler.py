@@ -73,6 +73,8 @@ def compile_sampler(
             raise
         return too_large
     seconds, text = time.perf_counter() - start, decode.as_text() or ""
+    # The number of iterations is not known to the compiler; the difference of one and none is a
+    # token's.
     without_loop, with_loop = (count_collectives(text, mesh.size, turns) for turns in (0, 1))
     with_loop.subtract(without_loop)
     return CompiledSampler(

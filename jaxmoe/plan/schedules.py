@@ -96,6 +96,8 @@ def _count_call(cfg: Config, call: TpuKernel) -> tuple[LoopCounts, float] | None
             )
         backward = "_backward" in call.name
         products = (
+            # A forward has two products and a backward five, of two operations for each
+            # multiply-add.
             (10 if backward else 4) * B * N * m.head_dim * _visible_pairs(T, window, low, high)
         )
         return _match_counts(call, loop_counts.attention_counts(case), products)
@@ -132,6 +134,7 @@ def _match_counts(
     call: TpuKernel, counts_by_name: Mapping[str, LoopCounts], flops: int
 ) -> tuple[LoopCounts, float] | None:
     for name, counts in counts_by_name.items():
+        # Compilers append numbers to the name of an instruction.
         if re.search(rf"(^|_){name}_*([._]\d+)*(\.refs_\d+_)?$", call.name):
             return counts, float(flops)
     return None
