@@ -96,6 +96,8 @@ def describe_engine(cfg: "Config") -> EngineDescription:
     path, options = parse_call(ENGINES.get(cfg.rollout.engine, cfg.rollout.engine), _KEY)
     describe = import_function(path, _KEY)
     try:
+        # Bound before the call, so that a TypeError inside the function is not reported as wrong
+        # options.
         inspect.signature(describe).bind(cfg, **options)
     except TypeError as error:
         raise ConfigError(

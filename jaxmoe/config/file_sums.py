@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxmoe.config.errors import ConfigError
 
 LIST = "jaxmoe.sha256"
+# Names without a slash, so that no line can point outside of the folder.
 _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
 
 
@@ -46,6 +47,8 @@ def check_file_sums(folder: Path) -> None:
 def _read_list(path: Path) -> list[tuple[str, str]]:
     """Return (name, sum) of every line."""
     entries: list[tuple[str, str]] = []
+    # Latin-1 decodes any bytes. splitlines would also separate lines at characters that sha256sum
+    # does not.
     for line in path.read_bytes().decode("latin-1").removesuffix("\n").split("\n"):
         match = _LINE.fullmatch(line)
         if match is None:

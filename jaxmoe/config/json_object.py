@@ -22,6 +22,7 @@ def parse_json(
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError(f"nested deeper than {MAX_DEPTH_LEVELS} levels") from error
+    # The number of opening brackets bounds the depth, so levels are counted for unusual texts only.
     if isinstance(text, bytes):
         opened = text.count(b"[") + text.count(b"{")
     else:

@@ -13,9 +13,9 @@ from jaxmoe.config.errors import require
 if TYPE_CHECKING:
     from jaxmoe.config import Config
 
-MIN_ROWS_PER_DEVICE = (
-    8  # rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py)
-)
+# Rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py). A tile has a
+# fixed number of rows, so with fewer rows most of its work is discarded.
+MIN_ROWS_PER_DEVICE = 8
 _OFF = "or --set model.numerics=fast."
 
 
@@ -47,6 +47,7 @@ def check_numerics(cfg: "Config") -> None:
         min(r.max_parallel_sequences, r.sequences_per_step),
         MIN_ROWS_PER_DEVICE * batch_devices,
     )
+    # The suggested number of sequences must be one that the other settings accept.
     parts = math.lcm(r.samples_per_prompt, cfg.optim.microbatches, cfg.loss.minibatches)
     require(
         rows >= min_rows,

@@ -40,8 +40,9 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for url in self.urls:
+            # Messages and logs print the URL.
             require(
-                "@" not in url.partition("://")[2].partition("/")[0],  # messages print the url
+                "@" not in url.partition("://")[2].partition("/")[0],
                 "rollout.vllm.url must not contain a user name or password; "
                 f"http://…@{url.rpartition('@')[2]} was given. Leave them out, and export "
                 "VLLM_API_KEY=… for the server and for this command.",
