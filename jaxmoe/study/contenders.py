@@ -82,7 +82,8 @@ def run_study(
             metrics = store.get_or_run(key, lambda seed=seed: run(contender, rate, seed))
             if measure not in metrics:
                 raise ValueError(f"run() must return {measure!r}, got {sorted(metrics)}.")
-            if not math.isfinite(metrics[measure]):  # argmax would choose the rate of a NaN
+            # np.argmax takes a NaN for the maximum, so a rate that diverged would be chosen.
+            if not math.isfinite(metrics[measure]):
                 raise ValueError(
                     f"{measure} must be finite, got {metrics[measure]} for {key}. Leave out a rate "
                     "that diverges."

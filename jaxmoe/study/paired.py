@@ -56,8 +56,10 @@ def paired_ratio(
     ratio = float(x.mean() / y.mean())
     if n < 2:
         return Interval(ratio, -math.inf, math.inf)
+    # With t² · covariance / n, the inequality is a·r² − 2·b·r + c ≤ 0.
     cov = np.cov(x, y) * _quantile(n, confidence) ** 2 / n
     a, b, c = y.mean() ** 2 - cov[1, 1], x.mean() * y.mean() - cov[0, 1], x.mean() ** 2 - cov[0, 0]
+    # The inequality's solutions are not a bounded interval.
     if not (a > 0 and b * b > a * c):
         return Interval(ratio, -math.inf, math.inf)
     root = math.sqrt(b * b - a * c)

@@ -34,5 +34,6 @@ class ResultsStore:
         """The stored result of `name`; otherwise that of `run`, which is stored."""
         if name not in self._results:
             self._results[name] = run()
+            # Written after every run, so that an interruption loses only the run in progress.
             replace_text(self._path, json.dumps(self._results, indent=1))
         return self._results[name]

@@ -27,6 +27,7 @@ def train_config(
     """
     settings = [*contender.settings, f"seed={seed}"]
     if rate is not None:
+        # repr keeps every digit of the rate.
         settings.append(f"optim.lr={rate!r}")
     digest = hashlib.sha256(json.dumps([config, contender.name, *settings]).encode()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{contender.name}_{rate}_{seed}")
