@@ -28,6 +28,8 @@ def group_advantages(
         raise ValueError(f"scale_by_std must be True or False, got {scale_by_std!r}.")
     rewards_PR = rewards_PR.astype(jnp.float32)
     centred_PR = rewards_PR - jnp.mean(rewards_PR, axis=1, keepdims=True)
+    # The rounded mean of equal rewards may differ from them in the last bit. Dividing by a
+    # deviation near 0 would magnify that, so equal groups are found by comparison.
     uniform_P1 = jnp.all(rewards_PR == rewards_PR[:, :1], axis=1, keepdims=True)
     centred_PR = jnp.where(uniform_P1, 0.0, centred_PR)
     if not scale_by_std:
@@ -82,6 +84,7 @@ def discounted_returns(
         return_B = reward_B + discount * future_B
         return jnp.where(true_B, return_B, future_B), jnp.where(true_B, return_B, 0.0)
 
+    # scan runs over the first axis, so time comes first in its columns.
     columns = (jnp.where(mask_BT, rewards_BT, 0.0).astype(jnp.float32).T, mask_BT.T)
     zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
     return lax.scan(step_back, zero_B, columns, reverse=True)[1].T
@@ -103,6 +106,8 @@ def whiten(
     minimum = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
     x_BT = jnp.where(mask_BT, x_BT - minimum, 0.0)
     centred_BT = jnp.where(mask_BT, x_BT - masked_mean(x_BT, mask_BT), 0.0)
+    # One value alone has count − 1 = 0. It is centred to exactly 0, so that any positive
+    # denominator gives the right result.
     count = jnp.sum(mask_BT.astype(jnp.float32))
     variance = jnp.sum(jnp.square(centred_BT)) / jnp.maximum(count - 1.0, 1.0)
     return centred_BT / jnp.sqrt(variance + eps)
@@ -186,6 +191,8 @@ def bootstrapped_gae(
         )
         return carry, jnp.where(true_B, advantage_B, 0.0)
 
+    # The returns are the critic's targets. With a gradient through the values the critic would also
+    # move its targets towards its predictions.
     rewards_BT, values_BT = (
         lax.stop_gradient(jnp.where(mask_BT, x, 0.0).astype(jnp.float32))
         for x in (rewards_BT, values_BT)

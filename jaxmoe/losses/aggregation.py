@@ -14,11 +14,14 @@ from jaxmoe.losses.same_shape import require_same_shape
 def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Sum over unmasked tokens in float32; values at masked tokens, NaN included, are ignored."""
     require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
+    # Selected and not multiplied by the mask, because NaN times 0 is NaN.
     return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
 
 
 def token_total(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Number of unmasked tokens, at least 1."""
+    # Counted in integers, because a float32 sum of ones stops growing at 2^24. At least 1, so that
+    # a batch without trained tokens has the loss 0 and not NaN.
     return jnp.maximum(jnp.sum(mask_BT, dtype=jnp.int32), 1).astype(jnp.float32)
 
 

@@ -10,8 +10,11 @@ from jaxtyping import Array, Float
 
 from jaxmoe.losses.same_shape import require_same_shape
 
-LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8; a clamped estimate is wrong, but finite
-K3_BOUND = 10.0  # nats: one token may not outweigh a batch
+# exp(20) is 5e8, and its square is still finite in float32. A clamped estimate is wrong, but
+# finite.
+LOG_RATIO_BOUND = 20.0
+# In nats. Without it k3 grows like the ratio, and one token could outweigh a batch.
+K3_BOUND = 10.0
 
 
 def clamp_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -50,6 +53,8 @@ def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
 def k3_from_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return ρ − 1 − log ρ in nats, with log ρ clamped at 20; metrics use it without K3_BOUND."""
     log_ratio = clamp_log_ratio(log_ratio)
+    # For small x, k3 is about x²/2. exp(x) − 1 would be rounded to about 1e-7 and lose it; expm1 is
+    # exact to float32 there.
     return jnp.expm1(log_ratio) - log_ratio
 
 
@@ -78,4 +83,5 @@ def kl_k3_with_k2_gradient(
     Source: verl's "k3+" (kl_penalty).
     """
     k2_BT = kl_k2(logp_BT, logq_BT)
+    # k2 minus itself is exactly 0, so the value is that of k3 to the bit.
     return k2_BT - lax.stop_gradient(k2_BT) + lax.stop_gradient(kl_k3(logp_BT, logq_BT))

@@ -52,6 +52,8 @@ def mismatch_parts(
         sequence_mean(jnp.where(mask_BT, x.astype(jnp.float32), 0.0), mask_BT)
         for x in (old_logp_BT, rollout_logp_BT)
     )
+    # The ratio of a sequence is repeated at each of its tokens. One column counts every sequence
+    # once.
     chi2_seq_B1 = jnp.square(sequence_ratio(log_ratio_BT, mask_BT)[:, :1]) - 1.0
     p_BT, q_BT = (
         jnp.where(mask_BT, jnp.exp(jnp.where(mask_BT, x.astype(jnp.float32), 0.0)), 0.0)
@@ -89,6 +91,8 @@ def ratio_quantiles(
     Returns rollout_corr/ratio_p01, p50, p99.
     """
     log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
+    # Masked tokens are sorted to the end and not removed, since the shape of an array under jit
+    # cannot depend on the mask. exp is monotonic, so the quantile is taken of the log ratio.
     ranked_M = jnp.sort(jnp.where(mask_BT, log_ratio_BT, jnp.inf).reshape(-1))
     last = token_total(mask_BT) - 1.0
 
@@ -177,6 +181,8 @@ def _masked_min(x_BT: Array, mask_BT: Array) -> Array:
 
 def _pearson_correlation(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:
     count = token_total(mask_BT)
+    # Centred before they are multiplied, because E[pq] − E[p]·E[q] loses its digits by
+    # cancellation.
     p_BT, q_BT = (
         jnp.where(mask_BT, x - jnp.sum(jnp.where(mask_BT, x, 0.0)) / count, 0.0)
         for x in (p_BT, q_BT)

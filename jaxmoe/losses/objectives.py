@@ -47,6 +47,7 @@ def ppo_clip(
     check_option("dual_clip", dual_clip, ABOVE_ONE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     loss = clipped_surrogate(jnp.exp(log_ratio), advantages, clip_low, clip_high)
+    # Infinity times an advantage of 0 would be NaN, so without a bound no product is computed.
     if dual_clip == float("inf"):
         return loss
     return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
@@ -72,10 +73,13 @@ def gspo(
     """
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     advantages = masked_advantages(advantages_BT, mask_BT)
+    # The mean below mixes all tokens of a row, so a NaN in a row that does not train must be left
+    # out before it: its zero advantage would not remove it.
     mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
     log_ratio = masked_log_ratio(mask_BT, logp_BT, old_logp_BT)
     mean_log_ratio = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
     log_s = jnp.where(mask_BT, mean_log_ratio + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
+    # Only a large log s can overflow. exp of a very negative one is 0, which is right.
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
     return clipped_surrogate(s, advantages, clip_low, clip_high)
 
@@ -98,6 +102,7 @@ def cispo(
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high))
+    # A weight of 0 would not remove the NaN of a token that does not train.
     logp_BT = jnp.where(advantages != 0, logp_BT, 0.0).astype(jnp.float32)
     return -weight * advantages * logp_BT
 
@@ -118,6 +123,7 @@ def sapo(
     check_options(POSITIVE, tau_positive=tau_positive, tau_negative=tau_negative)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    # The slope of σ(τ(ρ − 1)) at ρ = 1 is τ/4. The factor 4/τ makes it 1 there.
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * advantages
 
 
@@ -184,6 +190,8 @@ def grpo_loss(
         logp_BT, old_logp_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
+    # The clipped loss is the larger of two, so it exceeds the unclipped one exactly where the clip
+    # acts.
     is_clipped_BT = (terms_BT > -ratio_BT * masked_advantages(advantages_BT, mask_BT)).astype(
         jnp.float32
     )

@@ -20,7 +20,8 @@ def check_option(name: str, value: Any, rule: Range) -> None:
     requirement, holds, example = rule
     try:
         is_valid = bool(holds(value))
-    except TypeError:  # text
+    # Text cannot be compared with a number; it gets the same message as a number out of range.
+    except TypeError:
         is_valid = False
     if not is_valid:
         raise ValueError(f"{name} must be {requirement}, got {value!r}. Try {name}={example}.")

@@ -33,6 +33,8 @@ def log_ratios(
     """
     require_same_shape(mask_BT=mask_BT, old_logp_BT=old_logp_BT, rollout_logp_BT=rollout_logp_BT)
     log_ratio_BT = old_logp_BT.astype(jnp.float32) - rollout_logp_BT.astype(jnp.float32)
+    # A weight of importance sampling is a constant of the estimator. A gradient through it would
+    # lower the loss by changing weights, and not by changing actions.
     return lax.stop_gradient(jnp.where(mask_BT, log_ratio_BT, 0.0))
 
 
@@ -49,6 +51,8 @@ def sequence_ratio(
     Unbiased before truncation, but the variance grows with the length. Numerics: the sum of log r
     is clamped at 20.
     """
+    # The product is the exp of a clamped sum: multiplied one by one, the ratios of a long sequence
+    # overflow or vanish on the way.
     return jnp.broadcast_to(_exp(sequence_sum(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 

@@ -34,11 +34,15 @@ def token_rewards(
     """
     rewards_BT = jnp.where(last_token_mask(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
     if kl_BT is not None:
+        # A KL in the reward acts through the advantages, as any other reward does. `kl_term` is the
+        # one with a gradient of its own.
         rewards_BT = rewards_BT - jnp.where(mask_BT, kl_coef * kl_BT.astype(jnp.float32), 0.0)
     return lax.stop_gradient(rewards_BT)
 
 
 def last_token_mask(mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     """Return True at the last unmasked token of each row, if any."""
+    # Tool output may lie between an answer's tokens and after them, so the last trained token is
+    # found by counting, not by its position.
     position = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
     return mask_BT & (position == position[:, -1:])

@@ -160,6 +160,7 @@ def drift_mask(
     Source: DeepSeek-V3.2 report, eq. 9. Departs: the drift is measured with old_logp, which equals
     the current policy only at the first update of a batch.
     """
+    # `drift_keep_mask` reads only the difference of its two log-probs, which is the log ratio.
     zero_BT = jnp.zeros_like(log_ratio_BT)
     keep_BT = c.drift_keep_mask(log_ratio_BT, zero_BT, advantages_BT, mask_BT, max_drift=max_drift)
     return Correction(keep_BT=keep_BT)

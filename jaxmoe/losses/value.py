@@ -36,6 +36,8 @@ def clipped_value_loss(
         for x in (values_BT, old_values_BT, returns_BT)
     )
     old, returns = lax.stop_gradient((old, returns))
+    # The larger error counts, as PPO counts the smaller objective: clipping never makes a step look
+    # better than it is.
     clipped_values = jnp.clip(values, old - clip, old + clip)
     return 0.5 * jnp.maximum(jnp.square(values - returns), jnp.square(clipped_values - returns))
 
