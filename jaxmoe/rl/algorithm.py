@@ -32,7 +32,9 @@ ARRAYS = {
     ),
     "kl": ("logp_BT", "logq_BT", "old_logp_BT"),
 }  # fmt: skip
-LOSSES = {name: getattr(losses, name) for name in losses.__all__}  # what a config may name
+# Only the exported losses have short names in a config, so that a helper function of the same
+# modules cannot be named by accident.
+LOSSES = {name: getattr(losses, name) for name in losses.__all__}
 # Those of each kind, which error messages suggest.
 CHOICES = {
     "objective": ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "reinforce"),
@@ -48,6 +50,8 @@ CHOICES = {
         "token_is", "sequence_is", "geometric_is", "token_icepop", "sequence_icepop", "normalize",
         "rejection", "veto", "drift_mask",
     ),
+    # The terms that are built in have settings of their own, such as loss.kl_coef, so loss.terms
+    # names only functions of the user's modules.
     "terms": (),
     "kl": ("kl_k1", "kl_k2", "kl_k3", "kl_k3_importance", "kl_k3_with_k2_gradient"),
 }  # fmt: skip

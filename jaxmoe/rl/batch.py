@@ -36,6 +36,7 @@ class Batch:
     rollout_logp_BT: Leaf  # float32; as the engine reported it
     rewards_B: Leaf  # float32; one reward per answer
     # The samples of a prompt are neighbours; advantages compare this many rows with each other.
+    # It is static, because the shapes of the advantages depend on it.
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
     truncated_B: Leaf = None  # bool; the answer was cut off at max_new_tokens
     routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
@@ -102,6 +103,7 @@ def rollout_batch(
     )
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
+    # A boolean index selects row by row, which is the order in which the rollouts are concatenated.
     logp_BT[mask_BT] = np.concatenate(
         [r.rollout_logp if r.log_kept is None else r.rollout_logp + r.log_kept for r in rollouts]
     )
@@ -144,6 +146,7 @@ def _check_logprobs(i: int, r: Rollout) -> None:
 
 def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
     for i, r in enumerate(rollouts):
+        # An engine samples the last token and never reads it, so no expert is recorded for it.
         read, experts = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
         problem = find_experts_problem(experts, read, n_experts)
         if problem:

@@ -53,7 +53,8 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         terms.append(kl_term(loss.kl_coef, kl))
     elif loss.kl_coef:
         reward_kl = kl_term(loss.kl_coef, kl)
-        terms.append(replace(reward_kl, weight=0.0))  # a metric
+        # The KL acts through the reward. The term of weight 0 only reports it as a metric.
+        terms.append(replace(reward_kl, weight=0.0))
     if cfg.critic.backbone != "none":
         terms.append(value_term(cfg.critic.loss_coef, cfg.critic.clip))
     algorithm = Algorithm(
@@ -106,6 +107,7 @@ def parse_terms(text: str, recorded: Iterable[str] = ()) -> tuple[Term, ...]:
 
 def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """Return the sizes after [B, T] of the arrays that terms get of `router.record`, by name."""
+    # B and T differ, so that a function which swaps the two axes is refused.
     m, B, T = cfg.model, 2, 3
     layer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
@@ -121,4 +123,5 @@ def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
         stacked = {name: jnp.stack(m.n_layers * [x]) for name, x in recorded.items()}
         return recorded_rows(stacked)
 
+    # eval_shape traces without allocating or computing, so this costs the same at any model size.
     return {name: x.shape[2:] for name, x in jax.eval_shape(record, layer).items()}

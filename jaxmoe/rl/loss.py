@@ -38,6 +38,8 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     if a.reward_kl is not None:
         fn = a.reward_kl.fn
         kl_BT = fn(**select_term_arrays(fn, {
+            # A reward is fixed before the update, so its KL is that of the policy before the
+            # update.
             "logp_BT": batch.old_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
             "old_logp_BT": batch.old_logp_BT, "mask_BT": mask_BT,
         }))  # fmt: skip
@@ -47,6 +49,8 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     )  # fmt: skip
     advantages_BT = lax.stop_gradient(advantages_BT)
     correction = None
+    # Both log-probs are known before the gradient only in this case. It is also the only place
+    # where a correction sees the complete batch, which `normalize` needs.
     if a.old_logp == "recomputed":
         correction = compute_correction(
             a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
@@ -72,6 +76,7 @@ def compute_advantages(
     totals_B = rewards_B.astype(jnp.float32)
     kl_coef = 0.0 if a.reward_kl is None else a.reward_kl.weight
     if kl_BT is not None:
+        # Group advantages compare one number per answer, so the penalties of its tokens are summed.
         totals_B = totals_B - kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
     rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=kl_coef)
     result = a.advantages(**select_arrays(
@@ -127,6 +132,7 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     """
     mask_BT, logp_BT = batch.loss_mask_BT, out["logp_BT"]
     detached_logp_BT = lax.stop_gradient(logp_BT)
+    # With old_logp=detached the ratio is 1 at every token and has the gradient of the log-prob.
     old_logp_BT = select_old_logp(a, batch, detached_logp_BT)
     _check_new_names(
         {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
@@ -142,7 +148,9 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     objective_BT = a.objective(**select_term_arrays(a.objective, arrays))
     check_token_shape(objective_BT, mask_BT, a.objective)
     correction = batch.correction
-    if a.old_logp != "recomputed":  # compare the engine with the policy of this forward
+    # The engine is compared with the policy of this forward. A microbatch does not know the
+    # complete batch, so `check_algorithm` refuses a correction that takes batch_mask_BT.
+    if a.old_logp != "recomputed":
         correction = compute_correction(
             a, detached_logp_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None
         )
@@ -172,6 +180,8 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
         repeated = {*aux.sums, *aux.totals} & {*term_aux.sums, *term_aux.totals}
         _check_new_names(repeated, "the metrics of two terms")
         aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
+        # A term of weight 0 is only a metric. Adding 0·f would make the loss NaN where f is not
+        # finite.
         if term.weight != 0.0:
             loss = loss + term.weight * summand
     if a.critic != "none":
@@ -215,6 +225,7 @@ def compute_correction(
         if total.keep_BT is not None and step.keep_BT is not None:
             updates["keep_BT"] = step.keep_BT & total.keep_BT
         if "weights_BT" in updates and not modifies_weights:
+            # The metrics describe the bounded weights, before a later correction rescales them.
             updates["bounded_BT"] = step.weights_BT
         total = total._replace(**updates)
         arrays |= {name: updates[name] for name in ("weights_BT", "ratio_BT") if name in updates}
@@ -268,6 +279,8 @@ def evaluate_term(
             raise ConfigError(f"{name} must return metrics of shape [B, T] or scalars; {key} has "
                               f"shape {jnp.shape(x)}.")  # fmt: skip
         x = jnp.asarray(x, jnp.float32)
+        # `mean_metrics` divides every total by the number of tokens. A scalar is meant to be added
+        # as it is, so the division is undone in advance.
         totals[key] = masked_sum(x, mask_BT) if x.ndim else x * total
     sums = {term.name: mean} if term.name else {}
     return summand, LossAux(sums=sums, totals=totals), is_scalar
@@ -287,6 +300,8 @@ def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Boo
     Computed by differentiating the objective, so it is right for any.
     """
     selected = select_term_arrays(a.objective, arrays)
+    # This runs while the loss is being differentiated. The stop keeps jax from tracing a second
+    # derivative of the objective.
     selected = jax.tree.map(lax.stop_gradient, selected)
     if "logp_BT" not in selected:
         return arrays["mask_BT"]

@@ -64,6 +64,7 @@ def count_expert_tokens(batch: Batch, n_experts: int) -> Int[Array, "L E"] | Non
         routed.shape[2],
         engine_read_mask(batch)[:, :, None, None] & (routed_BTLA >= 0),
     )
+    # An unknown expert is −1, which indexes the last expert. It adds 0 there.
     return jnp.zeros((layers, n_experts), jnp.int32).at[
         jnp.arange(layers)[:, None], routed_BTLA
     ].add(is_known_BTLA.astype(jnp.int32))  # fmt: skip
@@ -79,6 +80,7 @@ def expert_load(counts_LE: Int[Array, "L E"] | None) -> Metrics:
     if counts_LE is None:
         return {}
     counts_LE = counts_LE.astype(jnp.float32)
+    # A layer without recorded tokens has the load 0 and not NaN.
     mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
     return {
         "router/load_max_over_mean": jnp.mean(counts_LE.max(axis=1) / mean_L),
@@ -97,9 +99,8 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Update
         for x in (experts_BTLA, batch.routed_experts_BTLA)
     )
     switched_BTL = jnp.any(trainer_BTLA != engine_BTLA, axis=-1)
-    is_known_BTL = engine_read_mask(batch)[:, :, None] & (
-        engine_BTLA[..., 0] >= 0
-    )  # sorted: an unknown expert is first
+    # After sorting, a negative index of an unknown expert comes first.
+    is_known_BTL = engine_read_mask(batch)[:, :, None] & (engine_BTLA[..., 0] >= 0)
     switched_BM, is_known_BM = (x.reshape(len(x), -1) for x in (switched_BTL, is_known_BTL))
     return UpdateMetrics({
         "router/expert_switches": masked_mean(switched_BM.astype(jnp.float32), is_known_BM)
@@ -123,6 +124,8 @@ def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMe
     means = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
+        # The estimators average over tokens sampled from their first argument, which is the old
+        # policy.
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
         "policy/advantage_abs_mean": masked_mean(jnp.abs(batch.advantages_BT), mask_BT),
     }
@@ -149,6 +152,8 @@ def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMe
         metrics |= UpdateMetrics({
             "critic/values_mean": masked_mean(values_BT, mask_BT),
             "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
+            # The returns were computed from the old values. Later values may already be trained on
+            # these returns, and would explain them too well.
             "critic/explained_variance": explained_variance(
                 batch.old_values_BT, batch.returns_BT, mask_BT
             ),

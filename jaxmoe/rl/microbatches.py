@@ -71,6 +71,7 @@ def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: 
                          f"{lengths.max()}.")  # fmt: skip
     room: list[int] = []
     row_microbatch, start = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
+    # A stable sort makes the packing of equal lengths depend on the batch alone.
     for i in np.argsort(-lengths, kind="stable"):
         row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(room))
         if row == len(room):
@@ -104,6 +105,8 @@ def map_microbatches(
         result = apply(part)
         return _merge_results(merge, accumulated, result), _select_rows(merge, result, rows=True)
 
+    # A scan's carry needs its final structure before the first iteration. eval_shape finds it
+    # without running a forward.
     first = map_rows(lambda x: x[0], parts)
     start = _select_rows(merge, _init_merged(merge, jax.eval_shape(apply, first)), rows=False)
     reduced, rows = lax.scan(add, start, parts)
@@ -119,6 +122,8 @@ def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:
         result = fn(part)
 
         def put(old: Array, new: Array) -> Array:
+            # The losses return all B rows for every microbatch, and only the rows that it contains
+            # are right.
             selected = in_microbatch_B.reshape(-1, *[1] * (new.ndim - 1))
             return jnp.where(selected, new.astype(old.dtype), old)
 
@@ -129,6 +134,8 @@ def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:
         )  # fmt: skip
 
     result = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0])
+    # The number of microbatches differs from batch to batch. A loop over a traced count is compiled
+    # once for all of them. It has no reverse mode and needs none, since gradients are taken inside.
     return lax.fori_loop(0, packing.count, add, _init_merged(merge, result))
 
 
@@ -142,6 +149,7 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
         jnp.asarray(packing.start_B)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     )
     size = packing.rows * length
+    # Tokens of other microbatches get an index past the end, which the scatter below drops.
     target_M = jnp.where(is_token_BT, token_index_BT, size).reshape(-1)
 
     def pack_array(x: Array, empty: int = 0) -> Array:
@@ -158,6 +166,7 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
         pack_array(jnp.asarray(batch.tokens_BT)), pack_array(jnp.asarray(batch.positions_BT)),
         pack_array(number_BT),
         None if routed is None else pack_array(jnp.asarray(routed), UNKNOWN_EXPERT),
+        # Other tokens read index 0. Any valid index would do, because the masks exclude them.
         jnp.where(is_token_BT, token_index_BT, 0),
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]

@@ -61,5 +61,7 @@ def split_minibatches(
             pack_batch(map_rows(lambda x, rows=rows: x[rows], unpacked), tokens_per_microbatch)
             for rows in rows_UB
         ]
+        # The updates are a scan, so their packings must be stacked. Only the counts of microbatches
+        # differ, and those are arrays.
         packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))
     return batch, Minibatches(rows_UB, packing)

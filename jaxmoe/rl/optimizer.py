@@ -27,8 +27,11 @@ def make_optimizer(
         schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
         mask=weight_decay_mask if cfg.weight_decay else None,
     )  # fmt: skip
+    # Clipping needs the norm of all gradients, so it stays outside of `stream_state`, which updates
+    # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
+    # not change the structure of a checkpoint.
     clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
-    return optax.chain(clip, stream_state(adamw))  # without clipping, the same state's structure
+    return optax.chain(clip, stream_state(adamw))
 
 
 def learning_rate_schedule(
@@ -36,9 +39,12 @@ def learning_rate_schedule(
 ) -> optax.Schedule:
     """Learning rate by update: linear warm-up, then cosine decay over `steps` updates."""
     peak = cfg.lr if lr is None else lr
+    # optax refuses a decay over 0 steps, which a run of warm-up alone would ask for.
     decay = max(steps - cfg.lr_warmup_steps, 1)
     return optax.join_schedules(
         [
+            # The first update has one share of the peak and not 0, because an update with rate 0
+            # would be lost.
             optax.linear_schedule(peak / max(cfg.lr_warmup_steps, 1), peak, cfg.lr_warmup_steps),
             optax.cosine_decay_schedule(peak, decay, alpha=cfg.lr_end_fraction),
         ],
@@ -93,6 +99,7 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
         policy = optax.transforms.conditionally_mask(
             policy, lambda step, **_: jnp.asarray(step) >= pretrain
         )
+    # The critic is also trained while the policy waits, so its schedule covers all steps.
     critic = make_optimizer(cfg.optim, steps=cfg.steps * updates, lr=cfg.critic.lr)
     sides: dict[Hashable, optax.GradientTransformation] = {"policy": policy, "critic": critic}
     return optax.partition(sides, Trained("policy", "critic"))

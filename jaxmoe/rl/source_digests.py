@@ -86,12 +86,15 @@ def _imported_modules(content: bytes, package: str) -> Iterator[str]:
     """Yield the names of modules that a source may import, at any level of nesting."""
     try:
         tree = ast.parse(content)
+    # Python itself reports a file that it cannot parse, when the module is imported. The digest of
+    # such a file is known all the same.
     except (SyntaxError, ValueError, RecursionError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 parts = alias.name.split(".")
+                # Importing a.b.c also runs a and a.b.
                 yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
@@ -99,4 +102,6 @@ def _imported_modules(content: bytes, package: str) -> Iterator[str]:
             name = ".".join(part for part in base if part)
             if name:
                 yield name
+                # An imported name may be a module or an attribute of one. A name without a source
+                # file is skipped.
                 yield from (f"{name}.{alias.name}" for alias in node.names if alias.name != "*")

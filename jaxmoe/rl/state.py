@@ -116,6 +116,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
         )
     trainable, reference = cfg.optim.trainable, None
     if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base:
+        # A step donates the state as a whole, and a buffer that is in it twice cannot be donated.
         reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])
     return init_state(Trained(policy, critic), tx, Frozen(reference), trainable=trainable)
 

@@ -30,6 +30,8 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
             return tx.update(updates, state, params)
         other_args = _select_params((updates, state, params), layers=False)
         updated = tx.update(other_args[0], _put_tree(Space.Device, other_args[1]), other_args[2])
+        # The state keeps its memory, so that the next step has the same argument types and is not
+        # compiled again.
         updated = jax.tree.map(
             lambda x, previous: jax.device_put(x, _memory_space(previous)), updated, other_args[:2]
         )

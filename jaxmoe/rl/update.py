@@ -82,19 +82,25 @@ def rl_step(
     """
     check_algorithm(algorithm, batch.samples_per_prompt)
     full_state = replace(state, frozen=replace(state.frozen, base=base))
+    # The check comes before the conversion to jax arrays, because only host arrays have values that
+    # it can read while jax traces.
     check_inputs(full_state, batch, minibatches, algorithm, scorer, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # A batch is trained on completely or not at all, so with several updates the gate needs the
     # log-probs of the batch before the first one.
     score_policy = a.needs_scoring or (gate.has_limits and a.updates > 1)
     counts_LE = count_expert_tokens(batch, scorer.model.n_experts)
+    # Counted once over the complete batch, so that a term sees the same load in every microbatch.
     load_arrays = {} if counts_LE is None else {"load_LE": counts_LE}
     batch = replace(batch, shared={"step": state.step // a.updates} | batch.shared | load_arrays)
     batch = score_batch(full_state, batch, a, scorer, microbatches, policy=score_policy)
     batch = estimate_advantages(batch, a)
     update = partial(
         update_minibatch, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
+        # Measured before the first update. Later forwards would add the change of the policy to the
+        # difference between engine and trainer.
         gap=engine_gap(batch.old_logp_BT, batch) if score_policy else None,
+        # A minibatch has fewer rows than the batch, and a microbatch keeps its size.
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
     load = expert_load(counts_LE)
@@ -111,7 +117,9 @@ def rl_step(
 
     state, (metrics, logp_UBT) = lax.scan(next_update, state, minibatches)
     logp_BT = batch.old_logp_BT
-    if logp_BT is None:  # take those of the first epoch, in which each row is in one minibatch
+    # Without a score of the batch, these are the log-probs of the first epoch, in which each row is
+    # in exactly one minibatch.
+    if logp_BT is None:
         n, length = a.minibatches, logp_UBT.shape[-1]
         row_order_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
@@ -133,7 +141,9 @@ def score_batch(
     def map_batch(fn: Any) -> Any:
         return map_microbatches(fn, batch, microbatches, ROWS)
 
-    def score_policy(part: Batch) -> dict[str, Array]:  # without what ops.record recorded
+    def score_policy(part: Batch) -> dict[str, Array]:
+        # What ops.record recorded is left out. Nothing reads it before the gradient, and a scan
+        # would keep it for all rows.
         names = ("logp_BT", "values_BT", "values_after_BT")
         return {n: x for n, x in scorer.score_policy(params, part).items() if n in names}
 
@@ -180,12 +190,16 @@ def update_minibatch(
     """
     batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
-    frozen = replace(state.frozen, base=base)  # not in the state, or scan would copy it
+    # The base is not part of the state, which is the carry of a scan and would be copied with it.
+    frozen = replace(state.frozen, base=base)
     grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
     (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
-    if needs_late_normalization(algorithm):  # all microbatches share one denominator
+    # Which tokens are dropped is known only after all microbatches, and they must share one
+    # denominator. The loss is linear in it, so loss and gradient are rescaled.
+    if needs_late_normalization(algorithm):
         kept_weight = aux.sums.pop("kept")
         share = jnp.sum(batch.loss_weights_BT) / jnp.where(kept_weight > 0, kept_weight, 1.0)
+        # The factor is cast, since a float32 factor would promote gradients of another dtype.
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
     metrics = update_metrics(batch, aux.rows, algorithm)
     sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
@@ -204,6 +218,8 @@ def update_minibatch(
     metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
     if not gate.has_limits:  # without a gate, no lax.cond
         return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
+    # A closed gate leaves out the complete update: neither the moments nor the count of updates, on
+    # which the learning rate depends, see the batch.
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
     return state, metrics, aux.rows["logp_BT"]
 
@@ -212,6 +228,7 @@ def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
     """Return True if trainer and engine differ by more than the gate allows; NaN closes it too."""
     if not gate.has_limits:
         return False
+    # Each comparison asks whether the gate may be open. With NaN it is False, and the gate closes.
     is_open = gap["rollout_corr/ess"] >= gate.ess
     if gate.k3 is not None:
         is_open = (gap["rollout_corr/k3_kl"] <= gate.k3) & is_open

@@ -99,15 +99,19 @@ def check_algorithm(
         _, aux = sum_terms(_drop_unknown_terms(a, out), batch, out)
         return aux.rows["correction"].weights_BT is not None
 
+    # eval_shape returns only shapes, so the result, a Python bool, leaves the trace in a list.
     weights: list[bool] = []
     try:
         jax.eval_shape(lambda: weights.append(trace_step()))
+    # A function's arrays are looked up by name. batch_mask_BT is among them only if the correction
+    # is computed before the gradient.
     except KeyError as error:
         raise ConfigError(
             f"loss: a function takes {error.args[0]}, which is known before the gradient only if "
             "the batch is scored first. Try --set loss.old_logp=recomputed."
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
+        # A ConfigError is a ValueError too, and already says what to type.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
@@ -128,6 +132,8 @@ def _abstract_batch(
     a: Algorithm, r: int, recorded: Mapping[str, tuple[int, ...]], routing: tuple[int, int, int]
 ) -> tuple[Batch, dict[str, jax.Array]]:
     """Return a scored batch and the results of a forward, with sizes that all differ."""
+    # p, r and t differ, and t is larger than p·r, so that a function which transposes its result or
+    # mixes up two axes returns another shape and is refused.
     (layers, experts, active), p = routing, 3 if r == 2 else 2
     t = p * r + 1
     x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
@@ -209,6 +215,7 @@ def check_inputs(
             f"batch.extra[{name!r}] must have one row per sequence ({rows}), got shape "
             f"{np.shape(x)}. An array of the complete batch belongs in Batch(shared={{…}}).",
         )
+    # A caller may count the steps itself; `share_scalars` lets its step take precedence.
     reserved = {*TERM_ARRAYS} - {"step"}
     repeated = {*reserved, *batch.extra} & {*batch.shared} | {*TERM_ARRAYS} & {*batch.extra}
     require(
