@@ -58,9 +58,13 @@ def attention_block(
             k_BTKH, v_BTKH, rows.positions_BT, rows.segments_BT
         )  # fmt: skip
         if cached is not None:
+            # New keys are written before they are read, since a query also attends to its own
+            # position.
             updated_kind, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
                 k_BTKH, v_BTKH
             )
+        # The decode kernel has few queries and no gradient. A longer call with a cache is a
+        # prefill, and reads it with the kernel of training.
         attend = ops.decode if cached is not None and time <= MAX_QUERIES else ops.attend
         o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
@@ -70,6 +74,8 @@ def attention_block(
         )  # fmt: skip
         check_attention(o_BTNH, q_BTNH, attend)
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
+        # The residual sum is an op, because batch-invariant numerics on an accelerator must keep
+        # its rounding.
         return ops.add(x_BTD, o_BTD), updated_kind
 
 
@@ -106,6 +112,7 @@ def sliding_layer_slots(kind: LayerKind, next_slot: Int[Array, ""], rows: TokenL
         return Slots(positions, segments, positions, segments, next_slot, None)
     key_positions_BS = jnp.concatenate([kind.positions_BC, rows.positions_BT], axis=1)
     key_segments_BS = jnp.concatenate([kind.segments_BC, rows.segments_BT], axis=1)
+    # The oldest kept key must end up in slot 0, which a following decode step overwrites first.
     keep_BC = newest_slots(key_positions_BS, key_segments_BS, kind.positions_BC.shape[1])
     return Slots(
         jnp.take_along_axis(key_positions_BS, keep_BC, axis=1),

@@ -84,5 +84,7 @@ def newest_slots(
 
     The first slot is then the one to overwrite next, in every row, whatever its padding.
     """
+    # Padding counts as older than any token, so that it is overwritten before a key that queries
+    # still need.
     age = jnp.where(segments_BS > 0, positions_BS, -1)
     return jnp.argsort(age, axis=1, stable=True)[:, -size:]

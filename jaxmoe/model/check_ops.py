@@ -89,7 +89,8 @@ def check_router(router: Callable[..., Any], cfg: ModelConfig) -> None:
 
 def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active: int) -> None:
     rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():  # concrete values, even while a step is being traced
+    # The checks below need concrete values, and a step may be in the middle of being traced.
+    with jax.ensure_compile_time_eval():
         h_BTD = jnp.asarray(rng.normal(size=(1, N_TRIAL_TOKENS, d_model)), jnp.float32)
         w_router_DE = rng.normal(size=(d_model, n_experts)) / d_model**0.5
         layer = {
@@ -100,10 +101,14 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
             options["context"] = RouterContext(jnp.int32(0), jnp.int32(0))
         indices, weights = router(h_BTD, layer, active=active, **options)
         check_routing(indices, weights, h_BTD, active, router)
+        # Training and sampling have a token at different places of a batch. A router that looks at
+        # its neighbours would choose other experts in the two.
         reversed_experts, _ = router(h_BTD[:, ::-1], layer, active=active, **options)
         replays = takes_parameter(router, "indices_BTA")
         shifted, replayed, live = indices, indices, indices
         if replays:
+            # These differ from the router's own experts, so a router that ignores indices_BTA is
+            # found.
             shifted = (jnp.asarray(indices) + 1) % n_experts
             replayed, _ = router(h_BTD, layer, active=active, indices_BTA=shifted, **options)
             unknown = jnp.full_like(shifted, UNKNOWN_EXPERT)

@@ -81,6 +81,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     setting, and for a field that is missing or has the wrong type.
     """
     for name, required in _REQUIRED.items():
+        # A missing model_type is refused, because nothing else says that this is GPT-OSS. The other
+        # fields have these values where they are absent.
         value = (
             config.get(name) if config.get(name) is not None or name == "model_type" else required
         )
@@ -92,6 +94,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         for hf_name, field in _SIZES.items()
     }
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
+    # The released config.json has this size under two names.
     _check_field(config.get("experts_per_token", active) == active, "experts_per_token",
           f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
     pattern = (["sliding_attention", "full_attention"] * ((n_layers + 1) // 2))[:n_layers]
@@ -113,6 +116,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
             "absent, since it is not supported",
             rope[name],
         )
+    # Newer versions of transformers write rope_theta into rope_parameters, older ones at the top
+    # level.
     theta = rope if "rope_theta" in rope else config
     truncate = True if rope.get("truncate") is None else rope["truncate"]
     _check_field(type(truncate) is bool, "rope_scaling.truncate", "true or false", truncate)
@@ -134,7 +139,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         max_context=_read_size(config, "max_position_embeddings", 131_072),
         vocab_multiple=512 if sizes["vocab_size"] >= 65_536 else 1,
         numerics="fast",
-        dtype="float32" if dtype == "float32" else "bfloat16",  # float16 is computed in bfloat16
+        # The model has no float16 arithmetic: such a checkpoint is computed in bfloat16.
+        dtype="float32" if dtype == "float32" else "bfloat16",
     )
 
 
@@ -142,6 +148,7 @@ def _read_size(
     config: dict[str, Any], name: str, default: int | None = None, *, maximum: int = 2**31 - 1
 ) -> int:
     value: Any = default if config.get(name) is None else config[name]
+    # isinstance would accept true, because bool is a subclass of int.
     fits = type(value) is int and 0 < value <= maximum
     _check_field(fits, name, f"an integer above 0 and at most {maximum:,}", value)
     return value
@@ -149,6 +156,7 @@ def _read_size(
 
 def _read_number(config: dict[str, Any], name: str, default: float) -> float:
     value = default if config.get(name) is None else config[name]
+    # JSON may write 1.0 as 1. isinstance would also accept true.
     fits = type(value) in (int, float) and 0 < value < _MAX_NUMBER
     _check_field(fits, name, f"a number above 0 and below {_MAX_NUMBER:g}", value)
     return float(value)

@@ -23,6 +23,8 @@ def init_critic(policy: Params, cfg: ModelConfig, dtype: str, *, own_backbone: b
     }
     if not own_backbone:
         return {"value_head": head}
+    # The critic predicts no tokens. The copies are buffers of its own, because a step donates
+    # policy and critic together.
     backbone = {name: leaf for name, leaf in policy.items() if name != "head"}
     return {"value_head": head, "backbone": jax.tree.map(jnp.copy, backbone)}
 
@@ -40,6 +42,7 @@ def values_after(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Arr
     head = critic["value_head"]
     values_BT = jnp.einsum(
         "BTD,D->BT", hidden_BTD.astype(jnp.float32), head["w_value"].astype(jnp.float32),
+        # A TPU would otherwise round float32 factors to bfloat16.
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
     return values_BT + head["b_value"].astype(jnp.float32)

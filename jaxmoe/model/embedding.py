@@ -32,6 +32,8 @@ class EmbeddingRows:
     def look_up(self, tokens_BT: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Return `table[tokens]`, NaN for tokens that have no row."""
         row = jnp.searchsorted(self.ids_R, tokens_BT)
+        # searchsorted returns the length for an id above all others, which would not be a valid
+        # index.
         row = jnp.minimum(row, self.ids_R.shape[0] - 1)
         is_present = self.ids_R[row] == tokens_BT
         return jnp.where(is_present[..., None], self.rows_RD[row], jnp.nan)
@@ -43,12 +45,14 @@ def gather_embedding_rows(base: Params, tokens_BT: Int[np.ndarray, "*B"], size: 
     Raises ConfigError if the tokens need more rows than that.
     """
     table_VD = base["embed"]
+    # Packed rows are padded on the device, with a token that may occur in no sequence of the batch.
     ids = np.union1d(tokens_BT, [PAD_TOKEN_ID]).astype(np.int32)
     if len(ids) > size:
         raise ConfigError(
             f"lora.embedding_rows ({size}) must be at least the distinct tokens of a batch; "
             f"this batch has {len(ids)}. Try --set lora.embedding_rows={2 * size}, or 0 for all."
         )
+    # Unused entries hold an id above all others, because searchsorted needs rising ids.
     ids_R = np.full(size, len(table_VD), np.int32)
     ids_R[: len(ids)] = ids
     rows_RD = np.zeros((size, table_VD.shape[1]), table_VD.dtype)

@@ -66,6 +66,8 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
             return experts_fn(h_BTD, indices_BTA, weights_BTA, layer, cfg)
         n_padding = -n_tokens % tokens
 
+        # The number of experts is an index past the last group, so padding tokens add no rows to
+        # any expert.
         def split_chunks(x: Array, fill: int = 0) -> Array:
             x = x.reshape(n_tokens, x.shape[-1])
             x = jnp.pad(x, ((0, n_padding), (0, 0)), constant_values=fill) if n_padding else x
@@ -80,6 +82,8 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
             split_chunks(indices_BTA, cfg.n_experts),
             split_chunks(weights_BTA),
         )
+        # One chunk after the other: computed at once, the chunks would need the memory that they
+        # are to save.
         return lax.map(run_chunk, chunks).reshape(-1, width)[:n_tokens].reshape(h_BTD.shape)
 
     return chunked_experts
@@ -89,5 +93,6 @@ def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank
     """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
     change."""
     w_EDF, low_rank = split_adapter(w_EDF)
+    # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
     w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part) else w_EDF.astype(dtype)
     return w_EDF, {} if low_rank is None else {"low_rank": low_rank}

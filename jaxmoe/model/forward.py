@@ -65,6 +65,8 @@ def forward(
         segment_ids_BT = jnp.ones((batch, time), jnp.int32)
     rows = TokenLayout(positions_BT, segment_ids_BT, ops.rotary(positions_BT, cfg))
     x_BTD = ops.embed(tokens_BT, params["embed"], cfg.dtype)
+    # A gather clamps an id outside of the table, so a wrong tokenizer would go unnoticed without
+    # the NaN.
     x_BTD = jnp.where(is_in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
     plan = None
     if cache is not None:
@@ -91,6 +93,7 @@ def forward(
                 x_BTD, layers[name], rows, cfg, ops, window=window, cached=cached
             )
             kinds = kinds if updated_kind is None else kinds | {name: updated_kind}
+            # Recorded experts have a narrow dtype and are widened one layer at a time.
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
             context = RouterContext(2 * pair + i, step) if takes_context else None
             x_BTD, recorded_layer = moe_block(
@@ -123,6 +126,7 @@ def _advance_cache(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> K
         for name, p in plan.items()
     }
     size = cache.sliding.positions_BC.shape[1]
+    # A call with several tokens leaves the slots sorted by age, so the oldest key is in slot 0.
     next_slot = (cache.next_slot + 1) % size if time == 1 else jnp.zeros_like(cache.next_slot)
     return KVCache(
         sliding=slots["sliding"], full=slots["full"], used=cache.used + time, next_slot=next_slot

@@ -130,6 +130,7 @@ def route_invariant(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Batch-invariant `router`, which receives a tile of tokens as rows of length 1."""
     names = tuple(replayed)
+    # A tile reads only what a router needs, and not the matrices of the experts.
     read = {name: layer[name] for name in ("w_router", "b_router")}
     fn = partial(_route_tile, router, active, names)
     rows = (h_BTD, *replayed.values())
@@ -193,5 +194,6 @@ def split_logprob(
     is that close to the total: so either the first subtraction is exact or the second.
     Numerics: log_kept changes by at most its own rounding or that of logp.
     """
+    # Rounding may leave the difference slightly above 0, and a log-prob may not be.
     logp_B = jnp.minimum(total_B - log_kept_B, 0.0)
     return logp_B, total_B - logp_B

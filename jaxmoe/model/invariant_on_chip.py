@@ -27,7 +27,9 @@ from jaxmoe.shapes import Leaf
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul
 
-ROW_TILES = dict(size=256, min_tiles=2)  # large tiles: each iteration costs a GPU a few launches
+# The tiles are large because each iteration costs a GPU a few launches. There are at least two,
+# because XLA for TPU hoists operations out of a loop that reads only one slice.
+ROW_TILES = dict(size=256, min_tiles=2)
 LANES = 128  # a TPU kernel needs a multiple of this many columns
 
 
@@ -75,6 +77,8 @@ def linear_invariant_mosaic(
         a_RD, b_RF, scale = adapter
         low_rank = LowRank(a_RD[None], as_group(b_RF), scale)
     sizes_1 = jnp.full((1,), x_MD.shape[0], jnp.int32)
+    # One group makes a linear layer a grouped matmul, whose tiles do not depend on the number of
+    # rows.
     out_MF = grouped_matmul(
         x_MD, as_group(base_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=as_group(b_F),
         low_rank=low_rank, impl=impl,

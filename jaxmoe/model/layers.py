@@ -53,6 +53,8 @@ def linear(
     if low_rank is not None:
         a_RD, b_RF, scale = low_rank
         low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)
+        # The grouped matmuls round x·aᵀ too. They compute this function in batch-invariant numerics
+        # on an accelerator.
         low = low.astype(x.dtype)
         y = y + scale * jnp.dot(low, b_RF.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y + _per_row(b_F, y)).astype(x.dtype)
@@ -109,4 +111,5 @@ def keep_sampled_logprobs(
 
 def _per_row(v_D: Array, x: Array) -> Array:
     """A vector in float32, shaped to combine with x along its last axis."""
+    # The tests forbid implicit broadcasting between ranks, which hides mistakes in shapes.
     return v_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v_D.shape)

@@ -104,6 +104,7 @@ def init_adapters(
     such.
     """
     specs, tree = jax.tree_util.tree_flatten_with_path(lora_specs(cfg, lora), is_leaf=_is_spec)
+    # A split into 0 keys is an error, so without leaves one key is left over.
     keys = jax.random.split(key, max(len(specs), 1))
 
     def init_leaf(key: PRNGKeyArray, path: Any, spec: Spec) -> Array:
@@ -113,6 +114,7 @@ def init_adapters(
             leaf = base
             for step in path:
                 leaf = leaf[step.key]
+            # A copy, because a step donates the adapters and the base must survive it.
             return jnp.array(leaf, jnp.float32, copy=True)
         if spec.init == "zeros":
             return jnp.zeros(spec.shape)

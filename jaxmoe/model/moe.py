@@ -36,6 +36,7 @@ def moe_block(
         if context is not None:
             options["context"] = context
         indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **options)
+        # A wrong shape would be broadcast or gathered further down without an error.
         check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
         recorded = ops.record(h_BTD, layer, indices_BTA, weights_BTA)

@@ -116,6 +116,7 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         check_router(ops.router, cfg.model)
     if cfg.model.numerics == "invariant":
         ops = invariant_ops(ops, impls["sink_attention"])
+    # Chunks come last, because they wrap whichever experts were chosen above.
     if cfg.optim.expert_tokens:
         ops = replace(ops, experts=make_chunked_experts(ops.experts, cfg.optim.expert_tokens))
     return ops
@@ -146,6 +147,8 @@ def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:
         impl = impls.get(operation.__name__, "auto")
         return operation if impl == "auto" else partial(operation, impl=impl)
 
+    # An op that stays at "auto" is not wrapped, so that with all of them at "auto" the ops are
+    # unchanged.
     selected = {name: impl for name, impl in impls.items() if impl != "auto"}
     updated = ops
     if "sink_attention" in selected:

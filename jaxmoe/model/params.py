@@ -197,6 +197,8 @@ def cast_for_forward(params: Params, cfg: ModelConfig, shared: Params | None = N
     def read_leaf(spec: Spec, x: Leaf) -> Leaf:
         if not hasattr(x, "dtype"):  # packed or adapted
             return jax.tree.map(lambda part: part if id(part) in shared_ids else jnp.copy(part), x)
+        # A copy even if the dtype is right, because the trainer donates its own arrays at the next
+        # step.
         return x if id(x) in shared_ids else jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
 
     return map_specs(read_leaf, cfg, params)
@@ -218,13 +220,17 @@ def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> 
 def _init_leaf(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
     if spec.init != "normal":
         return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
+    # A row of the embedding is read by a look-up and not by a matmul, so its width stands for the
+    # fan-in.
     fan_in = spec.shape[-1] if spec.axes[-1] == "width" else spec.shape[-2]
+    # Drawn in float32, so that the weights of a narrower dtype are the same draw, rounded.
     return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)
 
 
 def unpadded_size(spec: Spec, cfg: ModelConfig) -> int:
     """Return the number of entries of a parameter, without the padding of the vocabulary."""
     size = math.prod(spec.shape)
+    # Every such size is a multiple of the padded vocabulary, so the division is exact.
     padded = spec.layout in ("pad_rows", "transpose_pad")
     return size // cfg.padded_vocab * cfg.vocab_size if padded else size
 

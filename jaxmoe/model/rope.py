@@ -34,6 +34,7 @@ def yarn_frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
     if cfg.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, cfg.head_dim - 1)
+    # Equal bounds would divide by 0 in the ramp.
     high = high + 1e-3 if low == high else high
     exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float32) / np.float32(cfg.head_dim)
     # Computed in float64 and rounded once: numpy's float32 power can be one bit off, which is

@@ -74,6 +74,7 @@ def router_logits(
     """Return h·W + b in float32."""
     logits = product(h.astype(jnp.float32), layer["w_router"].astype(jnp.float32))
     bias_E = layer["b_router"].astype(jnp.float32)
+    # The tests forbid implicit broadcasting between ranks, which hides mistakes in shapes.
     return logits + bias_E.reshape((1,) * (logits.ndim - 1) + bias_E.shape)
 
 
@@ -108,8 +109,11 @@ def replay_routing(
     if indices_BTA is None:
         return route_top_k(h_BTD, layer, active=active, product=product)
     logits_BTE = router_logits(h_BTD, layer, product)
+    # The router's own choice is computed for all tokens, because the shape of an array cannot
+    # depend on which experts are unknown.
     top_k_BTA = lax.top_k(logits_BTE, active)[1]
     indices_BTA = jnp.where(indices_BTA < 0, top_k_BTA, indices_BTA)
+    # The weights come from this forward's logits, so that the router still has a gradient.
     top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
     return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
 

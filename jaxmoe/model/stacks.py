@@ -23,6 +23,8 @@ def restore_packed(layers: Params, all_layers: Params, pair: Int32[Array, ""]) -
         if not _is_packed(stacked):
             return scanned
         n_experts = stacked.shape[1]
+        # The reshape moves no data. The kernel finds the pair's experts in the stack by their
+        # offset.
         stack = Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
         return Mxfp4Part(stack, pair * n_experts)
 

@@ -31,6 +31,7 @@ def split_params(params: Params, trainable: str) -> tuple[Params, Params | None]
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     matches = [re.fullmatch(trainable, path) is not None for path in paths]
+    # Without frozen parameters the tree is unchanged, and so is the structure of a checkpoint.
     if all(matches):
         return params, None
     if not any(matches):
