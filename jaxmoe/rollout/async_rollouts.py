@@ -122,6 +122,8 @@ class AsyncRollouts(Generic[T]):
         """
         with self._changed:
             now_s = time.perf_counter()
+            # An idle period that still goes on is counted up to now, and begins again at this
+            # moment.
             if not self._making:
                 self._idle_s, self._idle_since = self._idle_s + now_s - self._idle_since, now_s
             trainer_wait_s, thread_wait_s, elapsed_s = (
@@ -144,8 +146,10 @@ class AsyncRollouts(Generic[T]):
             self._closed = True
             self._changed.notify_all()
             making = self._making
+        # Not under the lock, because the thread needs it to end its batch.
         if making:
             self._interrupt()
+        # If it does not end in time, it ends with the process, since it is a daemon.
         self._thread.join(GRACE_S)
 
     def _wait_until(self, condition: Callable[[], object]) -> None:
@@ -158,6 +162,8 @@ class AsyncRollouts(Generic[T]):
         try:
             for step in range(self._first, self._last + 1):
                 with self._changed:
+                    # Tested under the lock together with _closed, so that no batch is started after
+                    # close().
                     self._changed.wait_for(lambda step=step: self._closed or self._may_start(step))
                     if self._closed:
                         return
@@ -167,6 +173,8 @@ class AsyncRollouts(Generic[T]):
                 with self._changed:
                     self._ready.append((step, batch))
                     self._mark_idle()
+        # SystemExit too: if the thread ended without a word, the trainer would wait for its batch
+        # forever.
         except BaseException as error:
             with self._changed:
                 self._error = error

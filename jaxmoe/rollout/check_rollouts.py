@@ -73,6 +73,7 @@ def _check_pair(i: int, first: Rollout, second: Rollout) -> None:
             )
         return
     t = int(differing[0])
+    # The two probabilities are of different distributions then, and may add up to more than 1.
     if first.weight_versions[: t + 1].tolist() != second.weight_versions[: t + 1].tolist():
         return
     probability = float(np.exp(first.rollout_logp[t]) + np.exp(second.rollout_logp[t]))

@@ -77,6 +77,7 @@ def prefill_prompts(
     hidden_BTD, cache, recorded = forward(
         params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step
     )
+    # Prompts are padded on the right, so a row's last token is not in the last column.
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
     experts_BTLA = experts_batch_first(recorded["experts_BTA"], cfg) if keep_experts else None
@@ -141,9 +142,12 @@ def decode_tokens(
 
     def sample_column(rows: DecodeState) -> tuple[DecodeState, Array]:
         greedy = temperature <= 0.0
+        # Greedy answers have the temperature 0, by which the logits cannot be divided.
         sharpness = jnp.where(greedy, 1.0, temperature)
         all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
         streams_B = jax.random.wrap_key_data(rows.stream_B2)
+        # The key depends on the row and the column alone, so that a smaller batch continues with
+        # the same tokens.
         keys_B = jax.vmap(partial(jax.random.fold_in, data=rows.column))(streams_B)
         logits_BV = apply_top_k_top_p(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = sample_tokens(logits_BV, keys_B, greedy=greedy)
@@ -152,6 +156,8 @@ def decode_tokens(
         logp_B, log_kept_B = sampled_logprobs(
             params, logp_B, log_kept_B, rows.hidden_BD, token_B, cfg, ops, sharpness
         )
+        # Rows that have ended are computed with the others. What they sample is dropped on the
+        # host.
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)
@@ -175,12 +181,14 @@ def decode_tokens(
             cfg,
             ops,
             positions_BT=rows.position_B[:, None],
+            # A row that has ended writes padding into its cache.
             segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
             cache=rows.cache,
             step=step,
         )
         experts_BTLA = rows.experts_BTLA
-        if experts_BTLA is not None:  # of the token in the column that was filled last
+        # This forward read the token of the column that was filled last.
+        if experts_BTLA is not None:
             experts_BTLA = write_slots(
                 experts_BTLA, experts_batch_first(recorded["experts_BTA"], cfg), rows.column - 1
             )

@@ -36,7 +36,10 @@ def dynamic_sampling(
             group = rollouts[i : i + samples], rewards[i : i + samples]
             is_uniform = samples > 1 and np.ptp(impute_rewards(group[1], samples)) == 0
             (uniform if is_uniform else mixed).append(group)
+    # Groups with equal rewards fill up the batch, because its shape is fixed. Their advantages are
+    # 0.
     chosen = (mixed + uniform)[:prompts]
+    # Over all generated rollouts, because the chosen ones have a biased mean reward.
     metrics = rollout_metrics(*_join_batches(batches), samples) | {
         "rollout/gen_batches": len(batches)
     }

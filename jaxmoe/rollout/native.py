@@ -62,6 +62,7 @@ class NativeEngine:
         self._mesh, self._shards = mesh, count_shards(mesh, rules.rows)
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
+        # All caches have one size, so that decode is compiled for one number of slots.
         self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
         slots = self._longest + max_new_tokens
         self._prefill = jax.jit(
@@ -69,6 +70,7 @@ class NativeEngine:
         )
         self._decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
+            # The state has the cache, for which there is no room twice.
             donate_argnums=1,
         )  # fmt: skip
         # New partials, because engines would otherwise share jit's cache and count the programs of
@@ -227,6 +229,7 @@ class NativeEngine:
             alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
+            # Rows that have ended fill up the smaller batch, so that few sizes are ever compiled.
             keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:shrunk]
             rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
             original = original[keep]
@@ -252,8 +255,11 @@ class NativeEngine:
                 f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
                 f"Try --set data.max_prompt_tokens={longest}."
             )
+        # Every length is a program of its own, so lengths are rounded up to a few.
         time = _round_up_to_bucket(longest, MIN_PROMPT_TOKENS)
         tokens = np.zeros((width, time), np.int32)
+        # Rows without a prompt have one padding token and are never alive. They keep the shape of
+        # the last batch.
         lengths = np.ones(width, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
@@ -264,6 +270,8 @@ class NativeEngine:
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._repeat(cache, samples=samples)
+        # A random stream belongs to the number of an answer among all answers, and not to its
+        # batch, so that max_parallel_sequences does not change the tokens.
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         state = init_rows(
@@ -279,6 +287,7 @@ class NativeEngine:
         experts: tuple[np.ndarray, np.ndarray] | None,
     ) -> Rollout:  # fmt: skip
         stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
+        # A row is decoded on until the batch ends, so its first stop token ends the answer.
         end = stops[0] + 1 if stops.size else len(tokens)
         reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
         return Rollout(

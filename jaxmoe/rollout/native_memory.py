@@ -34,4 +34,5 @@ def adapter_copy_bytes(cfg: Config) -> int:
     leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
     pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
     full = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
+    # Adapters are float32 on both sides.
     return 4 * count_local_entries(pairs, cfg) + full_copy_bytes(full, cfg)

@@ -27,6 +27,7 @@ def mark_unknown_experts(
     token there are no repetitions; then a prompt or an answer is unknown if all its experts are 0.
     Raises ValueError for a number that is neither an expert nor a mark.
     """
+    # An unsigned dtype cannot hold UNKNOWN_EXPERT.
     experts = experts_TLA.astype(np.int64)
     if experts_TLA.dtype.kind == "u" and np.iinfo(experts_TLA.dtype).max >= n_experts:
         experts[experts_TLA == np.iinfo(experts_TLA.dtype).max] = UNKNOWN_EXPERT

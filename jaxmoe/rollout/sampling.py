@@ -7,9 +7,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 IMPOSSIBLE_LOGIT = -1e30  # never sampled; finite, so that inf − inf cannot occur
-BLOCK_WORDS = (
-    128  # words; divides GPT-OSS's vocabulary of 201,088, and is the width of a TPU's lanes
-)
+# It divides GPT-OSS's vocabulary of 201,088 words, and is the width of a TPU's lanes.
+BLOCK_WORDS = 128
 
 
 def apply_top_k_top_p(
@@ -76,7 +75,8 @@ def sample_tokens(
     token_B = jnp.where(greedy, jnp.argmax(logits_BV, axis=1), sampled_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
     logp_B = chosen_B - max_B - jnp.log(jnp.sum(sums_BN, axis=1))
-    return token_B, jnp.minimum(logp_B, 0.0)  # the trainer's rounding is the same
+    # The difference may round to slightly above 0. The trainer's log-probs are rounded alike.
+    return token_B, jnp.minimum(logp_B, 0.0)
 
 
 def split_into_blocks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B N S"]:
@@ -95,7 +95,9 @@ def sample_by_race(
     Errors: with a NaN among the logits the word is meaningless; its log-prob is NaN.
     """
     N, S = logits_NS.shape
+    # The second race needs times that are independent of the first, so all are drawn at once.
     times_M = sample_exponentials(jax.random.bits(key, (N + S, 2), jnp.uint32))
+    # A sum of 0 gives an infinite time, which never wins.
     block = jnp.argmin(times_M[:N] / sums_N)
     inside_S = lax.dynamic_index_in_dim(logits_NS, block, keepdims=False)
     # Relative to the block's maximum, since the weights of an unlikely block would underflow.
@@ -112,4 +114,5 @@ def sample_exponentials(bits_N2: UInt32[Array, "N 2"]) -> Float[Array, " N"]:
     """
     high_N, low_N = bits_N2[:, 0].astype(jnp.float32), bits_N2[:, 1].astype(jnp.float32)
     u_N = high_N * 2.0**-32 + (low_N + 0.5) * 2.0**-64
-    return -jnp.log1p(-jnp.minimum(u_N, 1.0 - 2.0**-24))  # u may round to 1, and log(0) is −inf
+    # u may round to 1, and log(0) is −inf.
+    return -jnp.log1p(-jnp.minimum(u_N, 1.0 - 2.0**-24))
