@@ -33,6 +33,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     print(format_plan(cfg))
     print(f"  kernels      {describe_kernels(cfg)}")
     errors: list[ConfigError] = []
+    # All checks run, so that one dry run shows every mistake.
     for check in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
         try:
             if text := check(cfg):
@@ -112,6 +113,8 @@ def _format_recomputation(cfg: Config) -> str:
     """Describe the recomputation in the backward pass, for sequences of full length."""
     flops = layer_flops(cfg)
     recomputed = flops.recomputed_flops(cfg)
+    # Forward and backward together: the backward has 2 times the linear FLOPs and 2.5 times those
+    # of attention.
     share = recomputed / (3 * flops.linear + 3.5 * flops.attention)
     scope = "all but attention" if cfg.optim.remat_keeps else "all"
     return (

@@ -132,6 +132,8 @@ class Job:
 
         Raises ConfigError if one is not finite.
         """
+        # One transfer for all metrics. It also waits for the step, so that an error on the device
+        # is raised in its own step.
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         check_finite(values, step, rate=rate)
         assert_compiled_once(step_fn, step - self.first_step)
@@ -212,10 +214,9 @@ class Job:
         """Score the weights at the start of RL, or repeat an evaluation that failed."""
         step = self.position.step
         rows = read_metrics(self.work / "metrics.jsonl")
+        # Only the first process writes the file, so its answer counts below.
         is_logged = any(r["step"] == step and "eval/accuracy" in r for r in rows)
-        if (
-            not self.is_eval_due(step) or gather_from_processes(is_logged)[0]
-        ):  # the first process writes the file
+        if not self.is_eval_due(step) or gather_from_processes(is_logged)[0]:
             return
         with report_phase(f"scoring the held-out rows at step {step}"):
             self.log.write("rl", step, self.evaluate_held_out())
@@ -275,6 +276,7 @@ class Job:
         """
         self.log.check_in_place()
         if self.position.checkpoint_number > self.saved_number:
+            # A step donates the state, so the arrays of a step that failed may be gone.
             if any(x.is_deleted() for x in jax.tree.leaves(self.position.state)):
                 return "The failed step deleted the weights: resume from the last checkpoint."
             self._write_checkpoint()
@@ -300,9 +302,9 @@ class Job:
         self.log.check_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
             self.save_checkpoint()
-        stop_signal = max_over_processes(
-            self.stop.signal
-        )  # processes without the signal must stop too
+        # A checkpoint needs all processes, so those without the signal must stop too.
+        stop_signal = max_over_processes(self.stop.signal)
+        # After the last step the run ends by itself, and as a success.
         if stop_signal and not (last and self.position.stage == "rl"):
             raise self.stop_after_saving(stop_signal)
 

@@ -227,6 +227,7 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         "grouped_swiglu": [down._replace(D=m.d_model, F=2 * m.d_expert)],
         "grouped_matmul": [down],
         "token_logprobs": [
+            # The last column of a row has no target and is not computed.
             LogprobsCase(
                 "run", B * (T - 1), m.d_model, m.padded_vocab, m.vocab_size, r.temperature or 1.0
             )

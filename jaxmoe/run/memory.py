@@ -201,6 +201,7 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
     weights = m.d_model * (heads + m.n_experts + 3 * m.experts_per_token * m.d_expert)
     window = min(m.sliding_window, T)
+    # Of one full and one sliding layer, whose window grows up to its size and then stays.
     pairs = T * (T + 1) // 2 + window * (window + 1) // 2 + (T - window) * window
     half = m.n_layers // 2
     return LayerFlops(
@@ -222,6 +223,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     if not has_device_memory:  # CPU devices share the host's memory
         available //= cfg.mesh.devices
         cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
+    # Stages follow each other, so only the largest must fit.
     largest = max(stages, key=lambda name: _bytes_needed(cfg, name))
     needed = _bytes_needed(cfg, largest)
     if needed <= available:

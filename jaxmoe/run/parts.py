@@ -70,6 +70,8 @@ def make_parts(cfg: Config) -> Parts:
     """
     n_trained, n_params = count_trained(cfg)
     sources = json.dumps(source_digests(cfg), indent=1)
+    # Processes with different configs or code would compile different programs, and wait for each
+    # other's collectives forever.
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = choose_run_kernels(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
@@ -77,6 +79,7 @@ def make_parts(cfg: Config) -> Parts:
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
+    # Printed after the checks, so that a refused run prints only its error.
     kernels.print_decision()
     print(f"trains   {n_trained:,} of {n_params:,} parameters", flush=True)
     if (n_devices := jax.device_count()) > cfg.mesh.devices:

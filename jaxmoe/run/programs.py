@@ -80,6 +80,8 @@ def out_shardings_option(
     """
     if (mesh := state_mesh(mesh, cfg.optim)) is None:
         return {}
+    # If XLA chose others, the state could not be updated in place, and the next step would be
+    # compiled again.
     shardings = state_shardings(state, cfg.model, mesh, cfg.optim.moments)
     return {"out_shardings": (shardings, *(None,) * n_unspecified) if n_unspecified else shardings}
 
