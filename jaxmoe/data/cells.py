@@ -150,7 +150,9 @@ def _parse_answers(
 def _answer_texts(value: Any) -> list[str | None]:
     """All accepted spellings of an answer; [None] if the value cannot be an answer."""
     if isinstance(value, bool):
-        return [str(value), str(value).lower()]  # Python's spelling and JSON's
+        # Python's spelling and JSON's are both right. bool is tested first, because it is a
+        # subclass of int.
+        return [str(value), str(value).lower()]
     return [_answer_text(value)]
 
 

@@ -60,6 +60,7 @@ class FileSource:
                 turns,
                 dict(row.columns),
             ]
+            # Columns of a parquet file may hold dates and other values that JSON has no form for.
             hasher.update(json.dumps(content, sort_keys=True, default=repr).encode())
         return hasher.hexdigest()[:16]
 

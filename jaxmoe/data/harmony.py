@@ -103,6 +103,7 @@ def _parse_messages(
     messages: list[tuple[str, str]] = []
     header: dict[str, list[int]] = {}
     current_mark = ""  # the last mark: following tokens belong to it
+    # One more start mark closes the last message, which may be truncated.
     for token in [*tokens, ids["<|start|>"]]:
         mark = marks.get(token)
         if token in ends or mark == "<|start|>":

@@ -91,6 +91,7 @@ def stream_prompts(
             for row in row_order[first : first + share]
         ]
 
+    # grain takes seeds of 32 bits.
     row_order = grain.MapDataset.source(range(len(source))).seed(seed % 2**32)
     row_order = (row_order.shuffle() if shuffle else row_order).repeat()
     # The stream is endless, so drop_remainder drops nothing. Without it, grain rounds

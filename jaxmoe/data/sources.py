@@ -111,6 +111,7 @@ def _split_gym(
     overlong: PromptLengthFilter | None,
 ) -> tuple[Source, Source]:  # fmt: skip
     """Split a procedural task: train has the first rows, held_out has rows after them."""
+    # A procedural task repeats questions, so more rows are generated than are needed.
     source = open_source(task, options=options, size=train_size + 4 * eval_size + 16, seed=seed)
     chosen: dict[str, int] = {}
     for index in range(train_size, len(source)):
@@ -126,6 +127,7 @@ def _split_gym(
             f"Try --set data.held_out_rows={max(1, len(chosen) // 2)}."
         )
     train = _TrainIndices(source, frozenset(chosen), train_size, task, overlong)
+    # If no row is left to train on, this fails at once and not in the first step.
     _ = train[0]
     return Subset(source, train), Subset(source, tuple(chosen.values()))
 

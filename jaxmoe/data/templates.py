@@ -99,6 +99,7 @@ class Template:
         if system := row.system or self.system:
             chat.insert(0, Message("system", system))
         text = self._render_chat(chat, row)
+        # The longest first, because one name may be the beginning of another.
         names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, names)) or "(?!)")
         names_in_row = {name for turn in chat for name in special.findall(turn.content)}

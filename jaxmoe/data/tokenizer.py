@@ -142,6 +142,8 @@ class HFTokenizer:
             ) from error
         self._plain.encode_special_tokens = True
         for tokenizer in (self._marked, self._plain):
+            # A tokenizer.json may ask for truncation or padding, which would change prompts without
+            # a word.
             tokenizer.no_truncation()
             tokenizer.no_padding()
         vocab = self._marked.get_vocab(with_added_tokens=True)
@@ -170,6 +172,8 @@ class HFTokenizer:
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         tokenizer = self._marked if specials else self._plain
         try:
+            # The prompt's template decides on special tokens. The file may ask for a start token as
+            # well.
             ids = tokenizer.encode(_replace_invalid(text), add_special_tokens=False).ids
         # tokenizers raises bare Exception, for example for a word that is not in the vocabulary
         # of a tokenizer without an unknown token
@@ -188,6 +192,8 @@ class HFTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
+        # A model's vocabulary may be larger than the tokenizer's, so the policy may sample ids that
+        # have no text.
         valid_ids = [i for i in ids if 0 <= i < self.vocab_size]
         return self._marked.decode(valid_ids, skip_special_tokens=False)
 

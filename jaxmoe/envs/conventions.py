@@ -115,7 +115,8 @@ def detect_convention(
             )  # fmt: skip
     takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters) and not positional
     if takes_any_keyword and required <= {*TRL, *columns} - {"prompt"}:
-        return TRL_CONVENTION  # def f(**kwargs): TRL calls every function with all there is
+        # TRL calls every function with all that there is, so f(**kwargs) is one of its functions.
+        return TRL_CONVENTION
     raise ConfigError(
         f"{label} must take {_ACCEPTED_SIGNATURES}; it takes ({', '.join(map(str, parameters))}). "
         "Wrap it in a function that does."
@@ -132,6 +133,7 @@ def _trl_arguments(samples: Sequence[Sample], state: SimpleNamespace) -> dict[st
     return {
         name: [s.row.columns.get(name) for s in samples]
         for name in dict.fromkeys(name for s in samples for name in s.row.columns)
+        # TRL passes every column but these two, which it passes as prompts and completions.
         if name not in ("prompt", "completion")
     } | {
         "prompts": [s.prompt for s in samples],
@@ -183,6 +185,7 @@ def _check_list(label: str, returned: Any, count: int) -> list[Any]:
         values = list(returned)
     except TypeError:
         values = None
+    # A text or a dict has a length too, but is one value.
     if values is None or isinstance(returned, str | Mapping) or len(values) != count:
         raise ConfigError(
             f"{label} must return a list of {count} rewards, one per completion, got "

@@ -113,9 +113,10 @@ def _token_rows(
     """
     rows, start = [], 0
     for end in range(1, len(ids) + 1):
+        # A character of UTF-8 has up to four bytes, and a token may end in the middle of one.
         text = decode(ids[start:end])
         if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
-            continue  # the first bytes of a character
+            continue
         gap = max(gaps[start:end], key=abs)
         rows.append(
             [truncate_text(text), _round_number(gap), _round_number(probs[start:end].prod())]

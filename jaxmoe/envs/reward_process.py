@@ -68,6 +68,8 @@ class RewardProcess:
         key = f"{path} {sorted(options.items())}"
         with self._lock:
             self._import_function(label, key, path, options)
+            # Several calls at once are asynchronous, and the process itself cancels those that are
+            # late. The extra time lets it report the others before it would be killed.
             limit_s = self._timeout_s + (_GRACE_S if len(calls) > 1 else 0.0)
             answer = self._request(
                 label, (key, path, options, calls, self._timeout_s), limit_s, rows
@@ -124,6 +126,8 @@ class RewardProcess:
         connection, child = self._connection, self._child
         assert connection is not None and child is not None
         try:
+            # Pickled before it is sent, so that an error of pickling is not taken for one of the
+            # connection.
             content = pickle.dumps(message)
         except Exception as error:
             raise ConfigError(
@@ -148,6 +152,8 @@ class RewardProcess:
 
     def _start_process(self) -> None:
         trainer_end, worker_end = socket.socketpair()
+        # The trainer's copy is closed. While it is open, the end of the process would not end the
+        # connection.
         with worker_end:
             self._child = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("reward_worker.py")),
@@ -157,7 +163,11 @@ class RewardProcess:
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the trainer owns the accelerator
             )  # fmt: skip
         self._connection = Connection(trainer_end.detach())
+        # finalize also runs when the interpreter exits, so that the process does not outlive the
+        # run.
         self._stop_process = weakref.finalize(self, _kill_process, self._child, self._connection)
+        # A script or a config file may have changed the trainer's path, and the process must find
+        # the same modules.
         self._connection.send(list(sys.path))
 
     def _rebuild_error(self, label: str, content: Any, rows: Sequence[str]) -> BaseException:

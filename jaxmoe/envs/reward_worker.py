@@ -36,6 +36,8 @@ def run_calls(
     for number, arguments in enumerate(calls):
         try:
             results.append(function(**arguments))
+        # BaseException, because sys.exit() in a reward function must not end the process without an
+        # answer.
         except BaseException as error:
             raise _set_call_number(error, number) from error.__cause__
     if any(inspect.isawaitable(result) for result in results):
@@ -126,6 +128,7 @@ def _describe_error(error: BaseException) -> tuple[str, Any]:
     number = getattr(error, "call_number", 0)
     try:
         pickled = pickle.dumps(error)
+        # Some exceptions can be pickled and not be rebuilt.
         pickle.loads(pickled)
     except BaseException:
         pickled = None

@@ -126,6 +126,7 @@ def score_samples(
             if value is not None:
                 totals[i] += reward.weight * value
                 scored[i] = True
+            # Rewards are float32 on the device. NaN fails the comparison too.
             if value is None or not abs(totals[i]) <= np.finfo(np.float32).max:
                 raise ConfigError(
                     f"{label} must return a finite number, or a dict with one as its score, got "

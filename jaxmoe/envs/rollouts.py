@@ -52,6 +52,8 @@ def collect_rollouts(
     def generate(number: int) -> GenBatch:
         start = time.perf_counter()
         report("sampling")
+        # Derived from the step and the number of the batch, so that a resumed run samples the same
+        # answers.
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         prompts = next(data)
         rollouts = engine.generate(
@@ -78,6 +80,8 @@ def collect_rollouts(
     metrics["data/epoch"] = data.epoch
     if task.overlong is not None:
         metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))
+    # The state is taken at once, because with asynchronous rollouts the stream is further ahead
+    # when this step is saved.
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
 
 
@@ -97,6 +101,7 @@ def open_rollouts(
         return SyncRollouts(make)
     return AsyncRollouts(
         make, first=step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
+        # close() is the call that ends a generate() in another thread.
         stop=stop_signal, interrupt=engine.close,
     )  # fmt: skip
 

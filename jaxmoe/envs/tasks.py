@@ -290,6 +290,8 @@ def evaluate_held_out(
     rollouts = engine.generate(prompts, greedy, seed=0)
     rewards = score_rollouts(rollouts, task.held_out, task, report, step=version).rewards
     report("answering the held-out rows")
+    # With the same seed at each evaluation, the weights alone make the difference between two of
+    # them.
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
     check_order(rollouts, prompts, samples=1)
     check_order(sampled, prompts, samples=samples)
