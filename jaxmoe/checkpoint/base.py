@@ -112,4 +112,5 @@ def pack_base(policy: Params, cfg: Config) -> Params:
     if folder.is_dir():
         shutil.rmtree(folder)
     save_params(packed, cfg.model, folder, dtype="mxfp4")
+    # Read back from the files, so that this process and a resume train on the same rounded values.
     return load_base(cfg)

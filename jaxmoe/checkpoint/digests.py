@@ -88,8 +88,10 @@ def partial_digest(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, .
             sums_R[top : top + step] += np.add.reduce(chunk_words, axis=1)
             sums_C += np.add.reduce(chunk_words, axis=0)
         first = first_column + (start[-1] if start else 0)
+        # uint64 wraps around, which is the sum modulo 2^64.
         weighted_sum += int(np.dot(sums_C, np.arange(first, first + len(sums_C), dtype=np.uint64)))
     weighted_sum += int(np.dot(sums_R, bases_R))
+    # The factors 2i + 1 are odd, so that a flipped bit of any element changes the sum modulo 2^64.
     return (int(np.add.reduce(sums_R)) + 2 * weighted_sum) % 2**64
 
 

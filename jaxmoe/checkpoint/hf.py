@@ -92,6 +92,7 @@ def load_params(
     params = jax.tree.map(init_leaf, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
 
     def leaf_of_entry(entry: Entry) -> Leaf:
+        # The views of a stacked array let a tensor be read directly into its place.
         leaf = leaf_of(params, entry)
         return leaf if entry.pair is None else jax.tree.map(lambda x: x[entry.pair], leaf)
 

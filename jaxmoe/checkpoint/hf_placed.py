@@ -42,9 +42,12 @@ def load_sharded_params(
         for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
             part = tensor[index][0] if stacked else tensor[index]
             shards_by_device.setdefault(device, []).append(jax.device_put(part, device))
+        # device_put is asynchronous. Without the wait, several tensors would be in host memory at
+        # once.
         jax.block_until_ready(list(shards_by_device.values()))
 
     def join_shards(path: Any, abstract: Any, sharding: NamedSharding) -> jax.Array:
+        # Removed from the dict, so that the parts are freed as soon as they are stacked.
         shards_by_device = parts.pop(tuple(str(step.key) for step in path))
         stacked = path[0].key == "layers"
         arrays = [jnp.stack(x) if stacked else x[0] for x in shards_by_device.values()]

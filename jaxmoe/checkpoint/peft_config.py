@@ -113,6 +113,7 @@ def adapter_scale(directory: Path, config: Mapping[str, Any], target: str, rank:
 
     def find_value(key: str, patterns: str) -> Any:
         for pattern, value in (config.get(patterns) or {}).items():
+            # PEFT matches its patterns in this way, at the end of a module's name.
             if re.match(rf"(.*\.)?({pattern})$", target):
                 return value
         return config.get(key)

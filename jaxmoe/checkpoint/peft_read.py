@@ -42,9 +42,8 @@ class PeftAdapter(NamedTuple):
 
     adapters: Params  # {"layers": {"sliding" | "full": {name: Pair}}}, numpy float32
     scales: dict[str, float]  # by name: W' = W + scale · aᵀ b
-    expert_axis: (
-        ExpertAxis | None
-    )  # the experts' axis that A spans in the file; None without experts
+    # The experts' axis that A spans in the file; None without experts.
+    expert_axis: ExpertAxis | None
 
 
 def read_adapter(

@@ -183,16 +183,16 @@ def restore_run(
     """
     _check_workdir(work)
     has_lock = jax.process_index() == 0 and (work / LOCK).exists()
-    with lock_run_folder(work, enabled=to_train and has_lock):  # fail before an engine starts
+    # Taken and given back, so that a folder in use is refused before an engine starts.
+    with lock_run_folder(work, enabled=to_train and has_lock):
         pass
     directory = work / "checkpoints"
     number = store.find_latest_step(directory)
     if number is None:
         return None
     extra = store.restore_extra(directory, number)
-    digests = ContentDigests(
-        extra.get("contents", {}), contents or {}
-    )  # older checkpoints have no digests
+    # Older checkpoints have no digests.
+    digests = ContentDigests(extra.get("contents", {}), contents or {})
     changed = []
     if to_train:
         changed = check_resume(work, extra["config"], cfg, digests)

@@ -68,6 +68,7 @@ def weights_digest(directory: Path) -> str:
         size = path.stat().st_size
         hasher.update(f"{path.name} {size} ".encode())
         with open(path, "rb") as file:
+            # A sample, because reading all of a large checkpoint would take minutes at every start.
             for start in range(0, size, max(BLOCK_BYTES, size // 64)):
                 file.seek(start)
                 hasher.update(file.read(BLOCK_BYTES))

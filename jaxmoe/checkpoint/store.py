@@ -210,6 +210,8 @@ def _open_manager(directory: Path, *, keep: int | None) -> Iterator[ocp.Checkpoi
     absl = logging.getLogger("absl")
     level = absl.level
     absl.setLevel(logging.CRITICAL)  # orbax logs every action
+    # A save is complete when it returns, because the next step donates the state. Only a writer
+    # removes unfinished folders: a reader would remove the one that a running training is writing.
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=keep is not None
     )

@@ -124,6 +124,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} must be a safetensors file; {error}. Fetch it again.") from error
     position = 8 + length
+    # A damaged header could let tensors overlap, or leave bytes that belong to none.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset != position:
             raise ConfigError(
@@ -231,6 +232,7 @@ def encode_header(planned: list[PlannedTensor], digests: dict[str, str] | None =
         begin, end = end, end + planned_bytes(item)
         entries[item[0]] = {"dtype": item[1], "shape": item[2], "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The data begins at a multiple of eight bytes, as safetensors' own writer has it.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -245,6 +247,8 @@ def write_shard(
     digests = {name: f"{0:016x}" for name, _, _ in planned}
     with open(path, "wb") as file:
         file.write(encode_header(planned, digests))
+        # The stream goes on with the tensors of the next file. zip asks `planned` first, so it
+        # takes none of them from the stream.
         for (name, dtype, shape), (array_name, array) in zip(planned, stream, strict=False):
             if (array_name, array.shape, array.dtype) != (name, shape, DTYPES[dtype]):
                 raise RuntimeError(
@@ -252,8 +256,11 @@ def write_shard(
                 )
             digests[name] = f"{partial_digest(array, (0,) * array.ndim, shape):016x}"
             file.write(array.reshape(-1).view(np.uint8).data)
+        # The digests are known only now. The header with them is as long as the first one.
         file.seek(0)
         file.write(encode_header(planned, digests))
         file.flush()
+        # The folder is renamed when all files are written, and a name must not reach the disk
+        # before the data.
         os.fsync(file.fileno())
     return sum(map(planned_bytes, planned))
