@@ -48,7 +48,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 def config_from_args(args: argparse.Namespace) -> Config:
     """The config of parsed options. Raises ConfigError if it is invalid."""
     keep_freed_memory()
-    os.umask(os.umask(0o022) | 0o002)  # no file of a run may be writable by everybody
+    # No file of a run may be writable by everybody. A umask can only be read by setting it.
+    os.umask(os.umask(0o022) | 0o002)
     config = resolve(load_config(args.config), *args.changes)
     if config.mesh.devices > 1:
         use_one_thread_per_device()
@@ -62,8 +63,9 @@ class ExitStatus:
         self.code = 0
 
     def __enter__(self) -> "ExitStatus":
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a path may not be encodable
-            sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr does
+        # A path may not be encodable. It is then printed with escapes, as Python's stderr does.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         return self
 
     def __exit__(
@@ -158,6 +160,7 @@ def handle_stop_signals() -> Iterator[StopRequest]:
         if number == signal.SIGHUP:
             _drop_lost_terminal()
         with suppress(OSError):  # the terminal may be closed
+            # print would raise an error if the signal interrupted another print.
             os.write(2, b"\nstopping after this step and saving; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -36,10 +36,8 @@ def load_config(name: str) -> Config:
     require(hasattr(module, "get_config"), f"{path} must define get_config() -> Config.")
     try:
         config = module.get_config()
-    except (
-        TypeError,
-        AttributeError,
-    ) as error:  # from a dataclass: one line; from elsewhere: keep the traceback
+    # An error of a config dataclass becomes one line. An error from elsewhere keeps its traceback.
+    except (TypeError, AttributeError) as error:
         problem = _unknown_field(str(error))
         if problem is None and _is_config_comparison(error):
             problem = (
@@ -71,6 +69,7 @@ def _check_types(config: Any, path: Path, prefix: str = "") -> None:
         kinds = [typing.get_origin(kind) or kind for kind in types_allowed]
         name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         require(
+            # isinstance would accept True as an int.
             type(value) in (kinds + [int] if float in kinds else kinds) and _fits_int64(value),
             f"{path}: {prefix}{field} must be {name}, got "
             f"{value!r:.40}. Compare it with configs/tiny.py.",
@@ -161,6 +160,8 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
             changes[head] = _parse_field(text, field_type, _prefix + head)
     for head, parts in inner.items():
         changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
+    # A config checks its fields against each other when it is made, so all changes are made at
+    # once.
     return dataclasses.replace(config, **changes)
 
 
@@ -203,6 +204,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _parse_field(text: str, field_type: Any, path: str) -> Any:
+    # A text stays as it was typed, even if it looks like a number.
     if field_type is str:
         return text
     value = _parse_value(text)

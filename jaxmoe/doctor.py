@@ -106,15 +106,17 @@ def run_doctor(cfg: Config) -> bool:
     with closing(open_engine(engine_cfg, ops, work)) as engine:
         with report_phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
             try:
-                if (
-                    previous is not None
-                ):  # a tensor that the loader forgets is then stale, not random
+                if previous is not None:
+                    # A tensor that the loader forgets is then one of known weights, which the
+                    # comparison can name, and not a random one.
                     engine.load(previous, version - 1)
                 engine.load(params, version)
             except EngineError as error:
                 return report_not_loaded(error, work, weights_name)
         with report_phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=N_SAMPLES)
+            # The same prompt and seed without the other rows: what differs is an effect of the
+            # batch.
             rollouts_single = engine.generate(prompts[:1], task.sampling, seed=3, samples=N_SAMPLES)
         loaded = engine.loaded_states() if isinstance(engine, Inspectable) else []
         recorded = record_modules(engine, rollouts, cfg)
@@ -174,6 +176,7 @@ def record_modules(
     sequences = [
         [*r.prompt.tokens, *r.tokens.tolist()] for r in rollouts[::N_SAMPLES][:N_RECORDED_SEQUENCES]
     ]
+    # Cut to one length, because the comparison by op has no padding.
     tokens_BT = np.array([row[: min(map(len, sequences))] for row in sequences], np.int32)
     recorded = []
     for row in tokens_BT.tolist():

@@ -71,6 +71,7 @@ def run_eval(cfg: Config) -> float:
         params = initial_params(cfg, mesh) if base is None else init_run_adapters(cfg, base)
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
+        # Versions of weights count the steps of RL, and not those of the warm start.
         version = position.step if position is not None and position.stage == "rl" else 0
         if base is not None:
             params = with_adapters(base, params, cfg.lora.scales)

@@ -21,9 +21,11 @@ from typing import IO, BinaryIO
 from jaxmoe.config.errors import ConfigError
 
 _MODE = 0o664  # minus the umask: files of a run are never writable by everybody
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO of that name must not block
+# O_NONBLOCK, because opening a FIFO of that name must not block.
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _LEFTOVER = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.tmp")
-_OLD_S = 3600.0  # no write of such a file takes this long
+# No write of such a file takes this long, so an older one has no writer.
+_OLD_S = 3600.0
 
 
 # Errors of a disk, a quota or a limit (ulimit), which are not bugs of the program.
@@ -56,10 +58,12 @@ def replace_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         try:
             with file:
                 yield file
+                # Without the sync, a crash of the machine after the rename may leave an empty file.
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, path)
+        # Also on Ctrl-C, so that no temporary file is left behind.
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
@@ -81,12 +85,14 @@ def new_file(path: Path) -> BinaryIO:
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file to append to, unbuffered. Raises RunFolderError."""
     with _as_run_folder_error(path):
+        # Unbuffered, so that a line survives if the process is killed after the write.
         return open(path, "ab", buffering=0, opener=_open_without_links)
 
 
 def append_bytes(file: IO[bytes], content: bytes) -> None:
     """Write all bytes to an unbuffered file. Raises RunFolderError."""
     with _as_run_folder_error(Path(file.name)):
+        # An unbuffered write may write only a part.
         remaining = memoryview(content)
         while remaining:
             remaining = remaining[file.write(remaining) :]
@@ -111,6 +117,7 @@ def remove_leftovers(folder: Path) -> None:
         for path in folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 with suppress(OSError):
+                    # A younger file may belong to another program that is writing it.
                     if time.time() - path.lstat().st_mtime > _OLD_S:
                         path.unlink()
 
@@ -126,6 +133,7 @@ def describe_missing_inodes(folder: Path) -> str | None:
         disk = os.statvfs(folder)
     except OSError:
         return None
+    # Filesystems without a fixed number of inodes report 0 of them.
     return "no inodes left" if disk.f_files and not disk.f_favail else None
 
 

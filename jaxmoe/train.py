@@ -132,9 +132,8 @@ def load_position(cfg: Config, parts: Parts) -> tuple[Position, Params | None, d
         init_warmup = partial(init_warmup_state, cfg=cfg, tx=supervised)
         policy = initial_params(cfg, mesh)
         if pins := out_shardings_option(cfg, mesh, jax.eval_shape(init_warmup, policy), 0):
-            init_warmup = jax.jit(
-                init_warmup, **pins
-            )  # moments are made with their final shardings
+            # The moments are made with their final shardings, and never on one device.
+            init_warmup = jax.jit(init_warmup, **pins)
         position = Position("warmup", 0, init_warmup(policy), None)
     return position, base, digests
 
@@ -147,6 +146,8 @@ def warm_start(job: Job) -> None:
     w = cfg.warmup
     program = job.parts.supervised_program(cfg, job.ops, mesh, state)
     step_fn = jax.jit(program.fn, **program.options)
+    # Another seed than that of RL's prompts, so that the two stages read the rows in different
+    # orders.
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if job.position.data is not None:
         data.set_state(job.position.data)
@@ -218,6 +219,7 @@ def train_rl(job: Job) -> None:
                     metrics = job.fetch_metrics(
                         step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr)
                     )
+                # Before the position moves on, so that a resume samples a refused batch again.
                 job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)
                 metrics["optim/lr"] = policy_learning_rate(cfg, step)

@@ -104,6 +104,7 @@ class MetricsLog:
 
     def check_in_place(self) -> None:
         """Raise ConfigError if the run folder was removed or replaced since the start."""
+        # A file that was deleted while it is open has no link left.
         if self._enabled and not (
             self._path.exists() and os.fstat(self._metrics.fileno()).st_nlink
         ):

@@ -64,6 +64,7 @@ def _draw_panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> N
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
     """Save a figure as PNG. Raises RunFolderError if it cannot be written."""
+    # Without pyplot, which keeps every figure in a global list and may look for a display.
     FigureCanvasAgg(figure)
     with replace_file(path) as file:
         figure.savefig(file, dpi=dpi, format="png")

@@ -18,9 +18,8 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.run_files import replace_text
 
-ID_FILE = (
-    "tracker_id"  # a file in the run folder, so that a resumed run continues the same tracker run
-)
+# A file in the run folder, so that a resumed run continues the same run of its trackers.
+ID_FILE = "tracker_id"
 
 
 class Trackers:

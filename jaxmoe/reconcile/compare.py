@@ -133,6 +133,7 @@ def explain_gap(
     def compute_logp(faults: Faults, jitter: bool = False) -> tuple[np.ndarray, float]:
         """Return log-probs under these faults, and the mean of their ulp."""
         key = (jitter, *((h.name, h.value) for h in faults))
+        # Pairs of faults ask again for what was computed for one of them.
         if key not in cache:
             v = _add_jitter(base) if jitter else base
             for h in faults:

@@ -221,6 +221,7 @@ def list_other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
         return _set_knobs(variant, round_head=half, round_router=half and torch,
                      round_logits=half and torch)  # fmt: skip
 
+    # An engine in PyTorch that computes in bfloat16 rounds its router and its logits too.
     torch_router = (False, True) if other_dtype == "bfloat16" else (False,)
     return [
         Hypothesis(
@@ -257,7 +258,6 @@ def _structure_hypotheses(cfg: ModelConfig) -> list[Hypothesis]:
             return replace(
                 v,
                 knobs=v.knobs._replace(
-                    # fmt: skip
                     frequencies=engine_knobs.frequencies,
                     rope_scale=engine_knobs.rope_scale,
                 ),
@@ -270,6 +270,7 @@ def _structure_hypotheses(cfg: ModelConfig) -> list[Hypothesis]:
             change_rope, "rope",
         )  # fmt: skip
 
+    # Finite, because an infinite value could make a NaN further on.
     huge = jnp.float32(3e38)
     hypotheses = [
         Hypothesis("sinks_off", "structure", "attention must include each head's sink",

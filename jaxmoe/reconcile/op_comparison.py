@@ -182,6 +182,7 @@ def score_with_differences(
 
     def call_op(place: str, fn: Callable[..., Array], *inputs: Any) -> Array:
         output = fn(*inputs)
+        # Selected by an array, so that one program serves all ops.
         is_added = added_P[OP_NAMES.index(op_of_place(place))] > 0
         with_difference = output.astype(jnp.float32) + added[place]
         return jnp.where(is_added, with_difference, output.astype(jnp.float32)).astype(output.dtype)

@@ -28,6 +28,7 @@ def print_report(
             markup=False,
             soft_wrap=True,
         )
+    # A fix may hold brackets, which rich would take for markup.
     for line in format_verdict(report):
         console.print(line, markup=False, soft_wrap=True)
 

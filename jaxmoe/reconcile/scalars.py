@@ -167,6 +167,7 @@ def fit_scalar(
         if best_point() != point:
             damping = 1.0
             continue
+        # The step was too long, and its slope was measured over too large a distance.
         damping /= 4.0
         try_point(point + SLOPE_STEP)
     point = best_point()

@@ -81,6 +81,7 @@ def mean_gap(a_N: np.ndarray, b_N: np.ndarray) -> float:
 def pad_rollouts(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
     """Return the rows of some rollouts, with the engine's experts where it reports them."""
     ends = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
+    # The spare column is for the fault that an engine puts a token before the prompt.
     shape = (len(rollouts), max(ends) + 1)
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     sampled = np.zeros(shape, bool)

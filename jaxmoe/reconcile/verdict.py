@@ -225,6 +225,7 @@ def _pick_simplest(ranked: list[tuple[Faults, float]], tolerance: float) -> tupl
 
 def _drop_duplicates(ranked: list[tuple[Faults, float]]) -> list[tuple[Faults, float]]:
     """Return each set of faults once, in the order that explains most."""
+    # A dict keeps the last value of a key, which is then the best one.
     worst_first = sorted(ranked, key=lambda item: -item[1])
     return list(
         {frozenset(h.name for h in f): (f, remaining) for f, remaining in worst_first}.values()
