@@ -64,6 +64,7 @@ def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
     """
     check_reward_groups(rewards_PR)
     samples = rewards_PR.shape[1]
+    # r_i − (mean of the others) = (r_i − mean of all)·R/(R − 1).
     return group_advantages(rewards_PR, scale_by_std=False) * (samples / (samples - 1))
 
 

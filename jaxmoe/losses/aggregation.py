@@ -55,6 +55,7 @@ def seq_mean_token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """
     length_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
     rows = jnp.maximum(jnp.sum((length_B1 > 0).astype(jnp.float32)), 1.0)
+    # A row without trained tokens gets 0/1 and not 0/0.
     return mask_BT.astype(jnp.float32) / (jnp.maximum(length_B1, 1.0) * rows)
 
 

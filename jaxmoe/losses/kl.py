@@ -28,6 +28,7 @@ def kl_k1(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
     Source: Schulman, "Approximating KL Divergence" (2020), k1.
     """
     require_same_shape(logp_BT=logp_BT, logq_BT=logq_BT)
+    # Half precision is widened first. Otherwise the difference itself would be rounded to it.
     return logp_BT.astype(jnp.float32) - logq_BT.astype(jnp.float32)
 
 

@@ -78,6 +78,7 @@ def gspo(
     mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
     log_ratio = masked_log_ratio(mask_BT, logp_BT, old_logp_BT)
     mean_log_ratio = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
+    # The bracket is exactly 0 and carries the gradient of this token alone.
     log_s = jnp.where(mask_BT, mean_log_ratio + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
     # Only a large log s can overflow. exp of a very negative one is 0, which is right.
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))

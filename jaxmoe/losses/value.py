@@ -31,6 +31,7 @@ def clipped_value_loss(
     require_same_shape(
         mask_BT=mask_BT, values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT
     )
+    # Selected before any arithmetic: a NaN that is masked afterwards still has a NaN gradient.
     values, old, returns = (
         jnp.where(mask_BT, x, 0.0).astype(jnp.float32)
         for x in (values_BT, old_values_BT, returns_BT)

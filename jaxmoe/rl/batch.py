@@ -90,6 +90,8 @@ def rollout_batch(
     not equal, or a reward is missing or not finite; ConfigError if a row does not fit, or the
     engine returns no experts.
     """
+    # In another order, answers to different prompts would be compared with each other without an
+    # error.
     check_prompt_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
         raise ValueError(
@@ -243,6 +245,7 @@ def _pad_rows(
         mask[row, start:end] = True
     return Batch(
         tokens_BT=tokens,
+        # Padding goes on counting positions. Its segment 0 hides it from all other tokens.
         positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), shape),
         segment_ids_BT=segments,
         loss_mask_BT=mask,

@@ -134,6 +134,7 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     detached_logp_BT = lax.stop_gradient(logp_BT)
     # With old_logp=detached the ratio is 1 at every token and has the gradient of the log-prob.
     old_logp_BT = select_old_logp(a, batch, detached_logp_BT)
+    # Functions take arrays by name, so a second array of a name would silently replace the first.
     _check_new_names(
         {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
     )

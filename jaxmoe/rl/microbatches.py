@@ -184,6 +184,7 @@ def _init_merged(merge: Any, shapes: Any) -> Any:
     def start(merge_op: str, tree: Any) -> Any:
         if merge_op == ROWS:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
+        # In bfloat16 a sum stops growing when its summands are 256 times smaller.
         return jax.tree.map(lambda s: jnp.full(s.shape, empty[merge_op], jnp.float32), tree)
 
     return jax.tree.map(start, merge, shapes)

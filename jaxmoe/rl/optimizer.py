@@ -96,6 +96,8 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
         return policy
     pretrain = cfg.critic.pretrain_steps * updates
     if pretrain:
+        # While the policy waits its optimizer is not called, so its warm-up and decay begin with
+        # its own first update.
         policy = optax.transforms.conditionally_mask(
             policy, lambda step, **_: jnp.asarray(step) >= pretrain
         )

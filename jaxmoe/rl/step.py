@@ -52,6 +52,8 @@ def train_step(
 
 def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransformation) -> TrainState:
     """Return the state after one optax update; gradients are cast to the parameters' dtype."""
+    # Sums over microbatches are float32. They would widen moments of another dtype, and the next
+    # step would be compiled again.
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -81,6 +81,8 @@ def rl_step(
     outside the vocabulary are found only by `check_tokens`, on the host.
     """
     check_algorithm(algorithm, batch.samples_per_prompt)
+    # The base is an argument of its own, because the state is donated and the base must outlive the
+    # step.
     full_state = replace(state, frozen=replace(state.frozen, base=base))
     # The check comes before the conversion to jax arrays, because only host arrays have values that
     # it can read while jax traces.
@@ -115,6 +117,7 @@ def rl_step(
         state, metrics, logp_BT = update(state, replace(rows, packing=part.packing))
         return state, (metrics, logp_BT)
 
+    # A scan, because a loop in Python would compile an update for every minibatch.
     state, (metrics, logp_UBT) = lax.scan(next_update, state, minibatches)
     logp_BT = batch.old_logp_BT
     # Without a score of the batch, these are the log-probs of the first epoch, in which each row is
@@ -198,6 +201,8 @@ def update_minibatch(
     # denominator. The loss is linear in it, so loss and gradient are rescaled.
     if needs_late_normalization(algorithm):
         kept_weight = aux.sums.pop("kept")
+        # If every token is dropped, loss and gradient are 0, and any positive denominator leaves
+        # them so.
         share = jnp.sum(batch.loss_weights_BT) / jnp.where(kept_weight > 0, kept_weight, 1.0)
         # The factor is cast, since a float32 factor would promote gradients of another dtype.
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
@@ -216,7 +221,8 @@ def update_minibatch(
         metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
     closed = is_gate_closed(metrics.means, gate)
     metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
-    if not gate.has_limits:  # without a gate, no lax.cond
+    # Without a gate there is no condition, so none is compiled into the step.
+    if not gate.has_limits:
         return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
     # A closed gate leaves out the complete update: neither the moments nor the count of updates, on
     # which the learning rate depends, see the batch.
