@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ConfigError
 from jaxmoe.shapes import Leaf, Params
 
-PAD_TOKEN_ID = 0  # the id at padding positions of packed rows
+# The id at padding positions of packed rows.
+PAD_TOKEN_ID = 0
 
 
 @struct.dataclass

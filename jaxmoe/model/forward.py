@@ -108,6 +108,8 @@ def forward(
     if routed is not None:
         routed_LBTA = jnp.moveaxis(routed, 2, 0)
         routed = routed_LBTA.reshape(cfg.n_layers // 2, 2, *routed_LBTA.shape[1:])
+    # The window of attention is static and differs between the layers of a pair, so the scan is
+    # over pairs. With it the program does not grow with the number of layers.
     (x_BTD, kinds), recorded = jax.lax.scan(
         ops.remat(run_layer_pair),
         (x_BTD, kinds),

@@ -30,7 +30,8 @@ from pallas_kernels.grouped_matmul import LowRank, grouped_matmul
 # The tiles are large because each iteration costs a GPU a few launches. There are at least two,
 # because XLA for TPU hoists operations out of a loop that reads only one slice.
 ROW_TILES = dict(size=256, min_tiles=2)
-LANES = 128  # a TPU kernel needs a multiple of this many columns
+# A TPU's registers have 128 lanes, so a kernel needs a multiple of this many columns.
+LANES = 128
 
 
 def mosaic_invariant_ops(router: Callable[..., Any], impl: Impl) -> dict[str, Callable[..., Any]]:

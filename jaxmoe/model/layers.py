@@ -92,6 +92,7 @@ def target_logprobs(
     )  # fmt: skip
     last_column = ((0, 0), (0, 1))
     logp_BT, entropy_BT = (
+        # NaN and not 0, so that a use of the last column is noticed.
         jnp.pad(x_M.reshape(batch, time - 1), last_column, constant_values=jnp.nan)
         for x_M in per_token_M
     )

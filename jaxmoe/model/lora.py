@@ -76,6 +76,7 @@ def _pair_spec(name: str, spec: Spec, rank: int) -> Pair:
         f"lora.{key} must be at most {min(inputs, outputs)}, that of {name} "
         f"[{inputs}, {outputs}], got {rank}. Try --set lora.{key}={min(inputs, outputs, 16)}.",
     )
+    # No checkpoint of the base has adapters, so they have our layout and no name there.
     unstacked = replace(spec, layout="same", read="compute", hf="")
     return Pair(
         replace(

@@ -196,6 +196,7 @@ def checkpoint_inputs_on_host(
     """
 
     def run_named(carry: Any, scanned: Any) -> Any:
+        # A policy of jax.checkpoint selects values by their names, and a carry has none.
         return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT_NAME), carry), scanned)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -19,7 +19,8 @@ from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
 
-POLL_S = 0.05  # interval at which a stop request is polled; a signal does not wake a Condition
+# A stop request is polled, because a signal does not wake a Condition.
+POLL_S = 0.05
 GRACE_S = 60.0  # time for an interrupted batch to end
 
 
@@ -85,6 +86,8 @@ class AsyncRollouts(Generic[T]):
             self._n_ready_at_take = len(self._ready)
             self._wait_until(lambda: self._ready or self._stop())
             self._trainer_wait_s += time.perf_counter() - start
+            # A batch that is ready is trained on even if a stop was requested, because the run
+            # saves after that step.
             if not self._ready:
                 return None
             batch_step, batch = self._ready.popleft()
@@ -155,6 +158,8 @@ class AsyncRollouts(Generic[T]):
     def _wait_until(self, condition: Callable[[], object]) -> None:
         while not (self._error or condition()):
             self._changed.wait(POLL_S)
+        # Raised even if batches are ready. Otherwise the trainer would learn of it only some steps
+        # later.
         if self._error:
             raise self._error
 

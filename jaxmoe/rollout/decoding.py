@@ -160,6 +160,7 @@ def decode_tokens(
         # host.
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
+        # The start indices of a slice must have one dtype, and the column is int32.
         zero = jnp.zeros((), jnp.int32)
         start_indices = (zero, rows.column)
         if log_kept_BT is not None and log_kept_B is not None:

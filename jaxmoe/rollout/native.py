@@ -39,7 +39,9 @@ from jaxmoe.rollout.decoding import (
 )
 from jaxmoe.shapes import Leaf, Params
 
-SHRINK_FACTOR = 4  # the batch shrinks by this factor when few enough rows are alive
+# The batch shrinks by this factor when few enough rows are alive. Each size is a program of its
+# own.
+SHRINK_FACTOR = 4
 MIN_BATCH_ROWS = 8  # a batch does not shrink below this
 MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two
 
@@ -70,7 +72,7 @@ class NativeEngine:
         )
         self._decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
-            # The state has the cache, for which there is no room twice.
+            # The state has the cache, which should not exist twice.
             donate_argnums=1,
         )  # fmt: skip
         # New partials, because engines would otherwise share jit's cache and count the programs of
@@ -177,9 +179,11 @@ class NativeEngine:
                 f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
                 f"{sampling.max_new_tokens}."
             )
-        if sampling.temperature <= 0.0:  # top-k and top-p never exclude the most likely token
+        # Greedy answers take the most likely token, which top-k and top-p never exclude.
+        if sampling.temperature <= 0.0:
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        params, version = self._loaded  # used for all tokens, even if load() is called meanwhile
+        # Read once and used for all tokens, even if another thread calls load() in between.
+        params, version = self._loaded
         # An embedding in host memory is copied to the device for these rollouts.
         loaded = jax.tree.map(jnp.asarray, params), version
         per_batch = self.prompts_per_batch(samples)
@@ -214,6 +218,7 @@ class NativeEngine:
             size = len(original)
             # On a mesh the batch does not shrink, since rows would have to move between devices.
             shrunk = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
+            # At the smallest size the loop goes on until no row is alive.
             max_alive = shrunk if shrunk < size else 0
             rows = self._decode(
                 params, rows, stop_ids, jnp.float32(sampling.temperature), jnp.int32(version),

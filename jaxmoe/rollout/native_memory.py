@@ -17,7 +17,8 @@ from jaxmoe.rollout.native import prompts_per_batch
 def plan_native_memory(cfg: Config) -> EngineMemory:
     """Return the bytes of the engine's copy of the weights, and of its cache, on each device."""
     r, mesh = cfg.rollout, cfg.mesh
-    if cfg.lora.ranks:  # it reads the base without a copy
+    # The engine reads the base of a LoRA run without a copy.
+    if cfg.lora.ranks:
         weights = adapter_copy_bytes(cfg)
     else:
         weights = copy_bytes(param_specs(cfg.model), cfg, sampling_rules(cfg.model).rules)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-IMPOSSIBLE_LOGIT = -1e30  # never sampled; finite, so that inf − inf cannot occur
+# It is never sampled, and finite, so that inf − inf cannot occur.
+IMPOSSIBLE_LOGIT = -1e30
 # It divides GPT-OSS's vocabulary of 201,088 words, and is the width of a TPU's lanes.
 BLOCK_WORDS = 128
 
@@ -42,11 +43,13 @@ def log_kept_mass(
     is the log-prob over the full vocabulary. Numerics: float32, one logarithm of the ratio of the
     two sums.
     """
-    max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)  # the most likely token is always retained
+    # One maximum for both sums: the most likely token is always retained.
+    max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
 
     def mass(x_BV: Array) -> Array:
         return jnp.sum(jnp.exp(x_BV - max_B1), axis=1)
 
+    # The retained words are a part of all, so the ratio exceeds 1 only by rounding.
     return jnp.log(jnp.minimum(mass(retained_BV) / mass(logits_BV), 1.0))
 
 
