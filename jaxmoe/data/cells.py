@@ -163,7 +163,8 @@ def _answer_text(value: Any) -> str | None:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
-        return format(Decimal(repr(value)), "f")  # no exponent: nobody answers "1e-07"
+        # Without an exponent, because nobody answers "1e-07".
+        return format(Decimal(repr(value)), "f")
     return None
 
 

@@ -182,6 +182,7 @@ def _divide(above: str, below: str) -> Fraction | None:
 
 def _parse_decimal(digits: str, exponent: str) -> Fraction | None:
     digits = re.sub("[, ]", "", digits)
+    # The length of the exponent is tested first, since int() of a long text takes long.
     if len(digits) > _MAX_DIGITS or len(exponent) > 6 or abs(int(exponent)) > _MAX_DIGITS:
         return None
     return Fraction(digits.removesuffix(".")) * Fraction(10) ** int(exponent)

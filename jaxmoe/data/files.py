@@ -104,6 +104,8 @@ def _find_files(task: str) -> list[Path]:
     path = Path(task)
     if task.startswith("package:"):
         package, _, inside = task.removeprefix("package:").partition("/")
+        # find_spec would import the parents of a dotted name, so only a top-level package is looked
+        # up.
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         roots = (spec.submodule_search_locations if spec is not None else None) or []
         if not roots:
@@ -115,6 +117,7 @@ def _find_files(task: str) -> list[Path]:
     if path.is_dir():
         return _files_of_folder(path)
     if _GLOB.search(task) and not path.is_file():
+        # glob has no fixed order, and the split into training and held-out rows depends on it.
         files = sorted(Path(name) for name in glob.glob(task, recursive=True))
         files = [file for file in files if file.is_file() and _suffix(file) in _readers_by_suffix()]
         if not files:
@@ -187,6 +190,7 @@ def _iter_json(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _iter_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:line", value) of each line that is not blank."""
+    # Split as bytes, because a line separator of Unicode inside a text does not end a line of JSON.
     for line, raw in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not raw.strip():
             continue

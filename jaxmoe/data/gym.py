@@ -96,14 +96,16 @@ def _make_gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: in
             )
     gym_options = dict(options)
     try:
-        if name == "composite":  # config files give its parts as plain dicts
+        # A config file gives the parts of a composite task as plain dicts.
+        if name == "composite":
             spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
             parts = gym_options.get("datasets", [])
             gym_options["datasets"] = [spec(**p) if isinstance(p, dict) else p for p in parts]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return factory.create_dataset(name, size=size, seed=seed, **gym_options)
-    except Exception as error:  # tasks check their options by assert, TypeError, ValueError
+    # The tasks check their options by assert, TypeError and ValueError.
+    except Exception as error:
         option_text = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
         raise ConfigError(
             f"data.options must suit reasoning_gym:{name} with {size} rows; it refused "

@@ -98,6 +98,7 @@ def score_checked(
         return 0.0
     if not _is_accepted(check, answer):
         return 0.0
+    # Garbage is tried only after an accepted response, because most responses are wrong.
     return float(not any(_is_accepted(check, text) for text in GARBAGE))
 
 
@@ -151,6 +152,7 @@ def _is_arithmetic(tree: ast.AST, runs_sympy: bool) -> bool:
         return False  # exp(exp(9)) as an exact number has more digits than memory holds
     return (
         len(variables) <= _MAX_VARIABLES
+        # Names with a leading underscore lead to Python's internals.
         and not any(name.startswith("_") for name in names)
         and not any(isinstance(n, ast.Constant) and not _is_number(n.value) for n in nodes)
         and all(isinstance(c.func, ast.Name) and c.func.id in _FUNCTIONS for c in calls)

@@ -106,6 +106,8 @@ class Template:
         tokens = tokenizer.encode(text, specials=True)
         ids = {tokenizer.special(name) for name in names}
         template_ids = [tokenizer.special(name) for name in special.findall(text)]
+        # The usual case: every special id of the encoded text is the template's, so the text is
+        # encoded in one piece, as transformers does.
         if not names_in_row and [i for i in tokens if i in ids] == template_ids:
             return text, tokens
         name_of = dict(zip(_STAND_INS, sorted(names_in_row), strict=False))
@@ -119,6 +121,8 @@ class Template:
                 for turn in chat
             ]
             marked = self._render_chat(hidden, row)
+            # A template may treat a stand-in differently from the string that it replaces. The
+            # results differ then, and the row is refused.
             if _restore_specials(marked, name_of) == text:
                 return text, _encode_with_stand_ins(marked, special, name_of, tokenizer)
         raise ConfigError(

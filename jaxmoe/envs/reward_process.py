@@ -54,7 +54,8 @@ class RewardProcess:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # an evaluation and the rollouts' thread may both score
+        # An evaluation and the thread of the rollouts may both score.
+        self._lock = threading.Lock()
         self._late_calls: dict[str, int] = {}  # calls in a row, by function
         self._loaded: set[str] = set()
         self._connection: Connection | None = None
@@ -159,8 +160,10 @@ class RewardProcess:
                 [sys.executable, str(Path(__file__).with_name("reward_worker.py")),
                  str(worker_end.fileno())],
                 pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL,
-                start_new_session=True,  # the trainer alone handles Ctrl-C
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the trainer owns the accelerator
+                # The trainer alone handles Ctrl-C.
+                start_new_session=True,
+                # The trainer owns the accelerator.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
         self._connection = Connection(trainer_end.detach())
         # finalize also runs when the interpreter exits, so that the process does not outlive the
@@ -180,7 +183,8 @@ class RewardProcess:
 
 def _kill_process(child: subprocess.Popen[bytes], connection: Connection) -> None:
     try:
-        os.killpg(child.pid, signal.SIGKILL)  # and the processes that the function started
+        # The group, so that processes which the function started end with it.
+        os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     child.wait()

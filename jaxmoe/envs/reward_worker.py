@@ -78,7 +78,8 @@ def _set_call_number(error: BaseException, number: int) -> BaseException:
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument, until it closes."""
     connection = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this process ends
+    # The trainer decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     functions: dict[Any, Callable[..., Any]] = {}
     sys.path[:] = connection.recv()
@@ -101,6 +102,7 @@ def _exit_with_parent(parent: int) -> None:
     """Exit when the trainer is gone: a killed trainer cannot end a function that never returns."""
     while os.getppid() == parent:
         time.sleep(1.0)
+    # sys.exit would end this thread alone.
     os._exit(1)
 
 

@@ -162,7 +162,8 @@ def _call_reward(
                 f"{label} must return within data.reward_timeout_s seconds; it did not, on "
                 f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
             )
-    elif is_async(reward.function):  # all at once: the calls wait for I/O
+    # All at once, because such calls wait for I/O.
+    elif is_async(reward.function):
         report(f"scoring {len(samples)} answers by {name}")
         outcomes = run(label, reward.path, reward.options, reward.function, calls, names)
     else:

@@ -59,6 +59,8 @@ def collect_rollouts(
         rollouts = engine.generate(
             prompts, task.sampling, seed=seed, samples=rollout_cfg.samples_per_prompt
         )
+        # Checked before they are scored: a reward of another prompt's answer would be trained on
+        # without an error.
         check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)
         check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)

@@ -94,6 +94,8 @@ class Task:
                 self._make_prompt(source, i, limit=sys.maxsize) for i in self._rows_to_check(source)
             ]
             longest = max(prompts, key=lambda p: len(p.tokens))
+            # The prompts above are made without a limit, so that the error is about the longest
+            # one.
             self._make_prompt(source, longest.id)
             max_tokens = max(max_tokens, len(longest.tokens))
         return max_tokens
@@ -163,11 +165,14 @@ def digest_contents(cfg: Config, task: Task) -> dict[str, str]:
         digests["init.tokenizer (its chat template)"] = task.template.chat.digest
     sources = {"data.task": task.train, "data.options.held_out": task.held_out}
     for key, source in sources.items():
+        # Only rows of files can change between two starts. A procedural task is a function of its
+        # options.
         is_configured = key == "data.task" or "held_out" in cfg.data.options
         if is_configured and isinstance(source, Subset) and isinstance(source.source, FileSource):
             digests[key] = source.source.digest
     folder = Path(cfg.init.checkpoint)
-    if cfg.init.checkpoint and folder.is_dir():  # a resumed run does not need it
+    # A resumed run does not need the folder, and it may be gone.
+    if cfg.init.checkpoint and folder.is_dir():
         digests["init.checkpoint"] = weights_digest(folder)
     return digests
 

@@ -261,12 +261,14 @@ class Job:
 
     def draw_plots(self) -> None:
         """Plot the run so far; at its end also one file per panel."""
+        # Only the first process has the metrics.
         if jax.process_index():
             return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
         try:
             self.parts.plot_run(rows, self.work, panels=last, score=self.parts.task.score_name)
-        except RunFolderError as error:  # plots can be drawn again from metrics.jsonl
+        # Plots can be drawn again from metrics.jsonl, so a run does not end for them.
+        except RunFolderError as error:
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 
     def save_checkpoint(self) -> str:
@@ -292,7 +294,8 @@ class Job:
         try:
             save_run(self.work, self.cfg, self.position, self.contents)
         except CheckpointError as error:
-            if jax.process_count() > 1:  # other processes may have written their part
+            # Other processes may have written their part already.
+            if jax.process_count() > 1:
                 raise
             print(f"! {error} Retrying once.", file=sys.stderr, flush=True)
             save_run(self.work, self.cfg, self.position, self.contents)
@@ -327,10 +330,12 @@ class Job:
             raise  # saving failed, so do not save again
         except EngineError as error:
             raise type(error)(f"{error} {self.save_checkpoint()}") from error
-        except ConfigError as error:  # the same command would fail again in the same step
+        # The same command would fail again in the same step.
+        except ConfigError as error:
             message = self.save_checkpoint()
             saved = message.replace("; the same command ", "; after the fix, the command ")
             raise type(error)(f"{error} {saved}") from error
-        except Exception as error:  # for example in a user's reward: keep the traceback
+        # This may be a user's reward, so its traceback is kept.
+        except Exception as error:
             error.add_note(self.save_checkpoint())
             raise

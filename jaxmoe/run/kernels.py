@@ -32,7 +32,8 @@ from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
-INVARIANT_TPUS = ("TPU v5", "TPU v6")  # their compiled programs were examined
+# Those whose compiled programs were examined.
+INVARIANT_TPUS = ("TPU v5", "TPU v6")
 MAX_XLA_TOKENS = 2048  # longer rows on a GPU or TPU use XLA's attention only with kernels=xla
 
 

@@ -62,7 +62,8 @@ class Memory:
             "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # no training state
         }[stage]
         parts = {name: getattr(self, name) for name in names}
-        if stage == "syncing":  # old and new copy exist at the same time
+        # The old and the new copy of the engine exist at the same time.
+        if stage == "syncing":
             parts["engine_copy"] *= 2
         return parts
 
@@ -97,6 +98,7 @@ def plan_memory(cfg: Config) -> Memory:
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
     local_critic = count_local_entries(backbone, cfg)
     lora = bool(cfg.lora.ranks)
+    # Adapters are float32, whatever optim.param_dtype is.
     weight_bytes = 4 if lora else jnp.dtype(cfg.optim.param_dtype).itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
     policy = policy_specs(m, cfg.lora)
@@ -109,7 +111,8 @@ def plan_memory(cfg: Config) -> Memory:
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
     routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
     expert_tokens = min(tokens, cfg.optim.expert_tokens or tokens)
-    if mesh.expert * mesh.tensor > 1:  # the all-to-all uses buffers of twice the size
+    # The all-to-all of experts uses buffers of twice the size.
+    if mesh.expert * mesh.tensor > 1:
         routed, expert_tokens = routed * 2 // mesh.tensor, tokens
     rows = 2 * expert_tokens * compute_bytes * routed  # and their gradient
     arrays = tokens * (compute_bytes * (4 * m.d_model + heads) + 4 * (m.n_q_heads + m.n_experts))
@@ -117,7 +120,8 @@ def plan_memory(cfg: Config) -> Memory:
     inputs = m.n_layers // 2 * tokens * m.d_model * compute_bytes
     inputs_on_host = cfg.optim.remat_inputs == "host"
     saved_activations = (0 if inputs_on_host else inputs) if cfg.optim.remat else m.n_layers * layer
-    if expert_tokens < tokens and not cfg.optim.remat:  # the rows of a chunk are recomputed
+    # Even without remat the backward pass recomputes the rows of a chunk.
+    if expert_tokens < tokens and not cfg.optim.remat:
         saved_activations -= (m.n_layers - 1) * rows
     host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
@@ -163,7 +167,8 @@ def base_bytes(cfg: Config) -> tuple[int, int, int]:
     experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
     dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
     return (
-        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # 4 bits each, and a byte per 32
+        # Four bits for each value, and one byte for 32 of them.
+        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),
         full_copy_bytes(dense, cfg),
         full_copy_bytes(table, cfg),
     )
@@ -220,8 +225,10 @@ def check_memory(cfg: Config, *stages: str) -> None:
     if (available := device_bytes()) is None:
         return
     has_device_memory = jax.local_devices()[0].platform != "cpu"
-    if not has_device_memory:  # CPU devices share the host's memory
+    # Devices of a CPU share the host's memory.
+    if not has_device_memory:
         available //= cfg.mesh.devices
+        # What a config moves to the host's memory is then in the same memory, and is counted too.
         cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
     # Stages follow each other, so only the largest must fit.
     largest = max(stages, key=lambda name: _bytes_needed(cfg, name))
@@ -256,6 +263,7 @@ def find_smaller_config(
             next_candidate = override(candidate, f"{key}={value}")
         except ConfigError:  # it does not fit the other settings
             continue
+        # A setting that saves nothing in this stage is not suggested.
         if _bytes_needed(next_candidate, stage) < _bytes_needed(candidate, stage):
             candidate, changes = next_candidate, [*changes, f"--set {key}={value}"]
     return candidate, changes
@@ -289,7 +297,8 @@ def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, objec
         sizes = [cfg.rollout.sequences_per_step]
         sizes += [cfg.warmup.sequences_per_step] if cfg.warmup.steps else []
         yield "optim.microbatches", math.gcd(*sizes)
-    if host:  # the host's memory is separate from the device's
+    # Only a device with memory of its own can gain from the host's.
+    if host:
         yield "optim.moments", "host"
         yield "optim.remat_inputs", "host"
         yield "lora.embedding_rows", 16_384  # refused without LoRA

@@ -73,7 +73,9 @@ def make_parts(cfg: Config) -> Parts:
     # Processes with different configs or code would compile different programs, and wait for each
     # other's collectives forever.
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
-    kernels = choose_run_kernels(cfg)  # before this process opens the device
+    # Before this process opens the device, because a TPU admits one process and the check is
+    # another.
+    kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, *STAGES)

@@ -48,6 +48,7 @@ def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainSta
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
     )
+    # The state is donated: at full size a device has no room for the old and the new one.
     return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
 
 
@@ -68,6 +69,7 @@ def rl_program(
         step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
+    # The base of a LoRA run is the fourth argument and is not donated: it stays for all steps.
     return JitProgram(fn, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
 
 
