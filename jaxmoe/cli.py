@@ -28,7 +28,8 @@ from jaxmoe.run_files import is_disk_error
 def parse_config(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
     """(config, dry_run) of a command line. Raises ConfigError for an invalid config."""
     args = build_parser(description).parse_args(argv)
-    if args.dry_run:  # a dry run writes no file, not even bytecode of the config file
+    # A dry run writes no file, not even the bytecode of the config file.
+    if args.dry_run:
         sys.dont_write_bytecode = True
     return config_from_args(args), args.dry_run
 
@@ -86,7 +87,8 @@ class ExitStatus:
 
     def _handle_error(self, error: BaseException | None, *, pipe_closed: bool) -> bool:
         if pipe_closed:
-            _print_error("\n".join(getattr(error, "__notes__", [])))  # the note says what was saved
+            # The notes of the error say what was saved.
+            _print_error("\n".join(getattr(error, "__notes__", [])))
             self.code = 128 + signal.SIGPIPE
         elif isinstance(error, ConfigError | EngineError):
             _print_error(f"error: {escape_unprintable(str(error))}")

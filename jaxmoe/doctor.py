@@ -93,7 +93,9 @@ def run_doctor(cfg: Config) -> bool:
         f"the doctor recomputes log-probs with GPT-OSS's router, and router.function is "
         f"{cfg.router.function}: it would report your router as a fault of the engine.",
     )
-    kernels = choose_run_kernels(cfg)  # must precede the first use of the device
+    # Before this process opens the device, because a TPU admits one process and the check is
+    # another.
+    kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.with_xla_fallback)
     check_memory(cfg, scoring_stage(cfg))
     kernels.print_decision()
@@ -185,7 +187,8 @@ def record_modules(
         except EngineError as error:
             print(f"per-op comparison: skipped; {escape_unprintable(str(error))}")
             return None
-        if len(workers) > 1:  # each worker has a shard of every tensor
+        # Each worker has a shard of every tensor, which cannot be compared with a full one.
+        if len(workers) > 1:
             return None
         recorded.append(read_recording(workers[0], logp, cfg.model))
     return tokens_BT, recorded
@@ -199,6 +202,7 @@ def examine_rollouts(
     tokenizer, engine_encode = task.tokenizer, None
     if cfg.init.checkpoint and (Path(cfg.init.checkpoint) / "tokenizer.json").is_file():
         engine_encode = partial(encode_prompt, task, load_tokenizer(cfg.init.checkpoint))
+    # Every process of the engine reports the same fault, and one line of it is enough.
     findings = {
         f.name: f
         for worker in (loaded or [None])

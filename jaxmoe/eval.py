@@ -48,7 +48,9 @@ def run_eval(cfg: Config) -> float:
     """Print and return accuracy (or the mean of the user's rewards), and print some answers."""
     sources = json.dumps(source_digests(cfg), indent=1)
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
-    kernels = choose_run_kernels(cfg)  # before this process opens the device
+    # Before this process opens the device, because a TPU admits one process and the check is
+    # another.
+    kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, scoring_stage(cfg))

@@ -52,7 +52,8 @@ def show_samples(run: Path, step: int | None = None) -> None:
         )
     chosen = max(steps) if step is None else step
     page = run / "samples.html"
-    try:  # before printing: `| head` closes the pipe early
+    # Written before anything is printed, because `| head` closes the pipe early.
+    try:
         write_page(rows if step is None else steps[step], f"Samples of {run.resolve().name}", page)
     except RunFolderError as error:
         print(format_samples(chosen, steps[chosen]))

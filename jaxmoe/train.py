@@ -122,10 +122,13 @@ def load_position(cfg: Config, parts: Parts) -> tuple[Position, Params | None, d
     shapes = stage_shapes(cfg, supervised, tx, mesh)
     position = restore_run(Path(cfg.workdir), cfg, shapes, contents=digests | base_digests)
     if position is None:
-        load_initial_adapters(cfg)  # refuses a wrong one before the base is loaded
+        # A wrong adapter is refused before the base is loaded, which takes long.
+        load_initial_adapters(cfg)
     base = load_stage_base(cfg, position and position.stage)
-    digests |= base_digests if base is not None else {}  # after a warm start it is made again
-    if position is None and base is not None:  # RL from a given base: no full trained weights
+    # After a warm start the base is made again, so an older digest would be wrong.
+    digests |= base_digests if base is not None else {}
+    # RL begins on a given base, so the full weights are never trained and need no state.
+    if position is None and base is not None:
         init_rl = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
         position = Position("rl", 0, init_rl(init_run_adapters(cfg, base)), None)
     if position is None:
@@ -159,7 +162,8 @@ def warm_start(job: Job) -> None:
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
             )
-            batch = replace(batch, shared={"step": np.int32(0)})  # RL steps behind the weights
+            # No RL step is behind these weights.
+            batch = replace(batch, shared={"step": np.int32(0)})
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
                 state, metrics = step_fn(state, shard_rows(batch, mesh))
@@ -191,6 +195,7 @@ def train_rl(job: Job) -> None:
         cfg, parts.task, engine, job.position.step, job.position.data, report=job.show_phase,
         stop_signal=lambda: job.stop.signal,
     )  # fmt: skip
+    # On an error the state is saved first. Closing the rollouts may take a minute.
     with closing(rollouts), job.save_on_error():
         if job.base is not None and isinstance(engine, BaseReader):
             engine.share_base(job.base)

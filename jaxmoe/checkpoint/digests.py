@@ -35,7 +35,8 @@ def array_digests(tree: Leaf) -> dict[str, str]:
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         parts = list(pool.map(lambda item: _sum_local_shards(item[1]), flat))
-    if jax.process_count() > 1:  # send 32-bit halves: jax may have 64-bit types disabled
+    # Sent as 32-bit halves, because jax may have 64-bit types disabled.
+    if jax.process_count() > 1:
         halves = np.array([divmod(part, 2**32) for part in parts], np.uint32)
         everywhere = multihost_utils.process_allgather(halves)
         parts = [sum(int(hi) * 2**32 + int(lo) for hi, lo in sums_of_processes)
@@ -54,7 +55,8 @@ def _sum_local_shards(leaf: Leaf) -> int:
         return partial_digest(leaf, (0,) * leaf.ndim, leaf.shape)
     total = 0
     for shard in leaf.addressable_shards:
-        if shard.replica_id == 0:  # one copy of each shard, over all processes
+        # One copy of each shard, over all processes.
+        if shard.replica_id == 0:
             start = tuple(index.start or 0 for index in shard.index)
             total += partial_digest(copy_shard_to_host(shard.data, None), start, leaf.shape)
     return total % 2**64

@@ -23,13 +23,15 @@ def join_failed_writers(timeout_s: float = 30.0) -> Iterator[None]:
     earlier = set(threading.enumerate())
     try:
         yield
-    except Exception:  # a second Ctrl-C stops at once
+    # Not for a KeyboardInterrupt: a second Ctrl-C stops at once.
+    except Exception:
         warnings.filterwarnings("ignore", "coroutine 'async_serialize", RuntimeWarning)
         end = time.monotonic() + timeout_s
         # a thread may start another one before it ends
         while (threads := set(threading.enumerate()) - earlier) and time.monotonic() < end:
             for thread in threads:
-                if thread.is_alive():  # not one that is just being started
+                # A thread that is just being started is not alive yet, and cannot be joined.
+                if thread.is_alive():
                     # not thread.join: that of orbax raises the thread's error
                     threading.Thread.join(thread, max(0.0, end - time.monotonic()))
             time.sleep(0.001)

@@ -140,7 +140,8 @@ def _read_dense(
 ) -> Iterator[tuple[int, int]]:
     """Read into a dense leaf; yields (number of non-finite values, bytes read) of each chunk."""
     for start, chunk, nbytes in _read_chunks(entry, tensors):
-        with np.errstate(over="ignore"):  # overflow gives infinity, which is counted below
+        # An overflow gives infinity, which is counted below.
+        with np.errstate(over="ignore"):
             chunk = chunk.astype(leaf.dtype, copy=False)
         _write_rows(leaf, chunk, start, entry.layout)
         yield count_not_finite(chunk), nbytes

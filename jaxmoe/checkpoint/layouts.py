@@ -61,7 +61,8 @@ def copy_shard_to_host(data: jax.Array, pair: int | None) -> np.ndarray:
     the shard on the device first.
     """
     (device,) = data.devices()
-    if device.platform == "cpu":  # the host copy is the array's own memory
+    # The host copy is the array's own memory, so there is nothing to free.
+    if device.platform == "cpu":
         array = np.asarray(data)
         return array if pair is None else array[pair]
     return np.asarray(jnp.array(data, copy=True) if pair is None else data[pair])

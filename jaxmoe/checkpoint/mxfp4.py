@@ -22,7 +22,8 @@ GROUP = 32  # values under one scale
 _MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _FP4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=1)
-_PAIR_BITS = _PAIRS.view(np.uint64)[:, 0]  # both values of a byte, looked up as one word
+# Both values of a byte are looked up as one word of 64 bits.
+_PAIR_BITS = _PAIRS.view(np.uint64)[:, 0]
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -62,7 +63,8 @@ def encode_blocks(
     largest = np.abs(groups).max(axis=-1)
     if not np.isfinite(largest).all():
         raise ValueError("MXFP4 needs finite values, got NaN or infinity.")
-    exponent = np.clip(np.frexp(largest)[1] - 3, -127, 127)  # frexp's mantissa is in [1/2, 1)
+    # frexp's mantissa is in [1/2, 1), so its exponent is floor(log2) + 1.
+    exponent = np.clip(np.frexp(largest)[1] - 3, -127, 127)
     size = np.abs(groups) * np.ldexp(np.float32(1), -exponent)[..., None]
     codes = np.signbit(groups).astype(np.uint8) << 3
     # Each midpoint that the value exceeds adds one to the code; ties go to the even code.

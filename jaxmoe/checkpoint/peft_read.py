@@ -182,7 +182,8 @@ def _find_expert_axis(
     version = str(config.get("peft_version") or "")
     if chosen is not None or len(possible) == 1:
         return chosen or possible[0]
-    if experts[0].digest is not None or re.match(r"0\.18\.", version):  # only jaxmoe writes digests
+    # Only jaxmoe writes digests, and it writes "in".
+    if experts[0].digest is not None or re.match(r"0\.18\.", version):
         return "in"
     if version == "0.19.0":
         return "out"

@@ -133,14 +133,17 @@ def lock_run_folder(work: Path, *, enabled: bool = True) -> Iterator[None]:
         ) from error
     with file:
         try:
+            # The kernel gives this lock back however the process ends, so that no stale lock blocks
+            # a resume.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{work} must be used by one process at a time; another process trains in it. "
                 "Wait for it, or try --workdir runs/another."
             ) from error
+        # Some filesystems have no locks, and a run must work there too.
         except OSError:
-            pass  # the filesystem has no locks
+            pass
         yield
 
 

@@ -105,7 +105,8 @@ def check_use(
     work: Path, saved_config: dict[str, Any], cfg: Config, digests: ContentDigests = NO_DIGESTS
 ) -> None:
     """Raise ConfigError if the checkpoint has another model or trained on the held-out rows."""
-    if cfg.lora.ranks:  # adapters with another base are another model
+    # Adapters with another base are another model.
+    if cfg.lora.ranks:
         digests.check_unchanged(work, ("base", "init.checkpoint"))
     same_task = (
         saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
@@ -153,8 +154,9 @@ def _find_differences(saved_config: dict[str, Any], cfg: Config) -> Iterator[tup
         a, b = old.get(name), new.get(name)
         if name not in old and not name.startswith("data.options."):
             a = _default_value(cfg, name)
+        # A field that no longer exists has no value that could be compared.
         elif name not in new and not name.startswith("data.options."):
-            continue  # a field that no longer exists
+            continue
         if a != b:
             yield name, a, b
 

@@ -70,11 +70,13 @@ def save_checkpoint(
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise _write_error(directory, step, error) from error
-    if newest is not None and newest >= step:  # orbax skips such a step silently
+    # orbax skips such a step without an error.
+    if newest is not None and newest >= step:
         raise CheckpointError(
             f"checkpoint {step} must come after {newest}, the newest in {directory}. "
             f"Move {directory / str(newest)} away, or use another --workdir."
         )
+    # Tested in advance, because a save into a full disk fails halfway and leaves files to remove.
     if free < needed:
         raise CheckpointError(_format_no_space(directory, step, needed, free))
     digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
@@ -92,10 +94,12 @@ def save_checkpoint(
             )
     except Exception as error:
         is_distributed = jax.process_count() > 1
+        # Another process died. The disk of this one is fine.
         if is_distributed and isinstance(error, jax.errors.JaxRuntimeError):
-            raise  # another process died; this process's disk is fine
+            raise
         full = describe_missing_inodes(directory)  # before the cleanup
-        if not is_distributed:  # other processes may still write there
+        # Other processes may still write into the folder.
+        if not is_distributed:
             remove_unfinished(directory)
         refused = "No space left" in str(error) or "ENOSPC" in str(error)
         with suppress(OSError):
@@ -209,7 +213,8 @@ def _silence_failed_transfers() -> Iterator[None]:
 def _open_manager(directory: Path, *, keep: int | None) -> Iterator[ocp.CheckpointManager]:
     absl = logging.getLogger("absl")
     level = absl.level
-    absl.setLevel(logging.CRITICAL)  # orbax logs every action
+    # orbax logs every action.
+    absl.setLevel(logging.CRITICAL)
     # A save is complete when it returns, because the next step donates the state. Only a writer
     # removes unfinished folders: a reader would remove the one that a running training is writing.
     options = ocp.CheckpointManagerOptions(

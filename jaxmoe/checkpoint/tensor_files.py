@@ -79,6 +79,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(file_of_tensor.values())):
+        # An index comes from others. A name with a path in it could read any file of this machine.
         if Path(shard).name != shard or not shard.isprintable() or len(shard.encode()) > 255:
             raise ConfigError(f"{index} must name files in its folder, got {shard!r:.80}.")
         for name, tensor in read_header(directory / shard).items():
@@ -142,6 +143,7 @@ def _parse_entry(
     name: str, entry: Any, path: Path, first: int, digests: dict[str, str]
 ) -> StoredTensor:
     """Parse and check a tensor's entry in an untrusted header; its data starts at byte `first`."""
+    # Names are printed in errors, where control characters could move the cursor.
     if not name.isprintable():
         raise ValueError(f"{name!r} is not a printable name")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():

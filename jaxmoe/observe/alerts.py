@@ -84,7 +84,8 @@ def count_logged_bad_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """The counts of `count_bad_steps` after the last RL step in the rows of metrics.jsonl, which
     a resumed run continues."""
     metrics_of_steps: dict[int, dict[str, float]] = {}
-    for row in rows:  # an evaluation that is repeated after a resume has a row of its own
+    # An evaluation that is repeated after a resume has a row of its own.
+    for row in rows:
         if row["stage"] == "rl":
             numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
             metrics_of_steps.setdefault(row["step"], {}).update(numbers)

@@ -29,6 +29,7 @@ def plot_gap(
     low = float(min(trainer_N.min(), engine_N.min()))
     scatter.plot([low, 0], [low, 0], color=GREY, lw=1)
     scatter.set(xlabel="trainer, nats", ylabel="engine, nats", title="log-prob of sampled tokens")
+    # A gap of exactly 0 has no place on a logarithmic axis.
     gap_N = np.sort(np.maximum(np.abs(trainer_N - engine_N), 1e-9))
     spread.plot(gap_N, 1 - np.arange(len(gap_N)) / len(gap_N), color=ORANGE)
     spread.set(xscale="log", yscale="log", xlabel="|Δlogp|, nats", title="share of tokens above")

@@ -58,6 +58,7 @@ class MetricsLog:
         self._files = ExitStack()
         self._trackers = Trackers(trackers, directory, project, config or {}, fresh=fresh)
         with ExitStack() as on_error:
+            # If one of the files cannot be opened, those before it are closed.
             on_error.callback(self._close_files)
             self._open_files(directory, last, suffix=f".{stage}{step}")
             on_error.pop_all()
@@ -69,10 +70,13 @@ class MetricsLog:
         files = [directory / "metrics.jsonl", self._samples_path]
         self._path = files[0]
         for path in files:
+            # Before the file is opened to append, because this replaces it and an open file would
+            # be the old one.
             _drop_lines_after(path, last)
         self._metrics, self._samples = (self._until_closed(open_to_append(f)) for f in files)
         make_folder(directory / "tensorboard")
-        for i, name in enumerate(STAGES):  # separate folders: a purge hides all tags of its folder
+        # The stages have separate folders, because a purge hides all tags of its folder.
+        for i, name in enumerate(STAGES):
             folder = directory / "tensorboard" / name
             if (i, 0) >= last:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +98,8 @@ class MetricsLog:
             self._close_files()
 
     def _close_files(self) -> None:
-        with suppress(OSError):  # nothing is buffered, so no data is lost
+        # Nothing is buffered, so no data is lost.
+        with suppress(OSError):
             self._files.close()
         self._trackers.close()
 
@@ -234,7 +239,8 @@ def _drop_lines_after(path: Path, last: tuple[int, int]) -> None:
         return
     lines = [line for line, row in _read_lines(path) if _row_position(row) <= last]
     if last == (0, 0):
-        lines = []  # nothing was saved: the run starts over
+        # Nothing was saved, so the run starts over.
+        lines = []
     _rewrite_lines(path, lines)
 
 

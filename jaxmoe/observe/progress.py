@@ -107,6 +107,7 @@ class Progress:
             if previous is not None and previous[0] == text and n_done >= previous[2]
             else time_s
         )
+        # One tuple, so that another thread reads a consistent state.
         self._activity = text, start, n_done, total
         if (
             self._bar is None

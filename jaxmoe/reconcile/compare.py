@@ -179,7 +179,8 @@ def _score_rows(v: Variant, run: Programs, sampling: Sampling) -> Scores:
     """Return the scores of all rows, computed a few at a time; every call has the same shape."""
     rows, (total, time) = v.rows, v.rows.tokens_BT.shape
     replay = v.rows.replay_LBTA
-    if not v.replay_experts:  # as many experts as the engine selects
+    # The engine of a variant may select another number of experts than were recorded.
+    if not v.replay_experts:
         replay = np.full((*replay.shape[:3], v.cfg.experts_per_token), -1, np.int32)
     rows_per_call = min(total, max(1, MAX_TOKENS_PER_CALL // time))
     axes, parts = (0, 0, 0, 0, 1, 1, 1), []
@@ -251,6 +252,7 @@ def _compare_experts(
     replaying = replace(base, replay_experts=True)
     plain, replayed, jittered = (scored(v) for v in (base, replaying, _add_jitter(replaying)))
     engine_LBTA = np.sort(base.rows.replay_LBTA, axis=-1)
+    # After sorting, the −1 of a token that the engine did not report comes first.
     is_recorded_LBT = engine_LBTA[..., 0] >= 0
 
     def find_switched(s: Scores) -> np.ndarray:

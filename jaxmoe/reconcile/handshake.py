@@ -79,6 +79,7 @@ def find_config_differences(model: Mapping[str, Any], cfg: ModelConfig) -> dict[
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     flat = {name: x for name, x in {**model, **rope}.items() if x is not None}
     if rope.get("rope_type") == "default":
+        # RoPE without YaRN is YaRN with the factor 1.
         flat["factor"] = 1.0
     fields = {field: flat[hf_name] for hf_name, field in FIELDS.items() if hf_name in flat}
     if max(float(fields.get("rope_factor", 0.0)), cfg.rope_factor) <= 1.0:

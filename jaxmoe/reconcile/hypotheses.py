@@ -124,6 +124,7 @@ def _drop_prompt_end(rows: SampledRows) -> SampledRows:
 
     end = np.argmax(rows.sampled_BT, axis=1) - 1
     tokens, segments, sampled = (
+        # A prompt of one token keeps it, because the first answer token is predicted from it.
         np.stack([shift_left(x, b, int(i), 0) if i >= 1 else x[b] for b, i in enumerate(end)])
         for x in (rows.tokens_BT, rows.segments_BT, rows.sampled_BT)
     )

@@ -168,6 +168,8 @@ def compute_op_differences(
     def call_op(place: str, fn: Callable[..., Array], *inputs: Any) -> Array:
         output = fn(*inputs)
         differences[place] = engine[place] - output.astype(jnp.float32)
+        # The next op continues from the engine's output, so that its difference does not include
+        # the earlier ones.
         return engine[place].astype(output.dtype)
 
     forward_by_op(params, tokens_BT, cfg, ops, call_op)
@@ -199,7 +201,8 @@ def compare_ops(
     """Return the comparison of every op; `engine` has the recorded tensors of each row."""
     engine_arrays = {name: jnp.asarray(np.stack([x[name] for x in engine])) for name in engine[0]}
     added = run.differences(params, tokens_BT, engine_arrays)
-    added["logp"] = added["logp"].at[:, 0].set(0.0)  # column 0 has no prediction
+    # Column 0 has no prediction.
+    added["logp"] = added["logp"].at[:, 0].set(0.0)
 
     def score_added(added_ops: Sequence[int]) -> np.ndarray:
         logp_BT = run.with_differences(

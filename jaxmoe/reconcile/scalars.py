@@ -131,6 +131,7 @@ def fit_scalar(
 
     def try_point(u: float) -> float:
         u = s.to_coordinate(s.to_value(u))
+        # The keys are floats, so a point is the same one if it differs by rounding.
         nearby = [x for x in evaluations if abs(x - u) < 1e-9]
         if nearby:
             return nearby[0]
@@ -142,6 +143,7 @@ def fit_scalar(
         return min(evaluations, key=lambda u: evaluations[u][0])
 
     def slope_at(u: float) -> np.ndarray:
+        # Two points that are closer would give a slope of rounding errors.
         neighbor = min(
             (x for x in evaluations if abs(x - u) >= SLOPE_STEP / 2), key=lambda x: abs(x - u)
         )
