@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -98,6 +99,24 @@ def invariant_implementations(package: str, op: str) -> dict[str, Implementation
             unsupported=functools.partial(unbound.unsupported, f"mosaic_{chip}"),
         )
     return implementations
+
+
+def implementations_of(
+    package: str, op: str, xla: Run, reference: Run, *,
+    extra: Mapping[str, Implementation[Run]] = MappingProxyType({}), invariant_in: str = "",
+) -> dict[str, Implementation[Run]]:  # fmt: skip
+    """The implementations of an operation, in order of preference.
+
+    They are the Pallas kernels of the package, `extra`, `xla` and `reference`, and the
+    batch-invariant ones of the package `invariant_in`, if it is named.
+    """
+    return {
+        **mosaic_implementations(package, op),
+        **extra,
+        "xla": Implementation(xla),
+        "reference": Implementation(reference),
+        **(invariant_implementations(invariant_in, op) if invariant_in else {}),
+    }
 
 
 def kernel_module(package: str, kernels: str) -> Any:

@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
 # in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have, and cuts
 # no program into parts: none is worth a thread or XNNPACK. One assertion depends on it
-# and says so (equal bits, test_decode_attention_gpu.py). With `XLA_FLAGS=` before the command
+# and says so (equal bits, test_decode_attention_kernels.py). With `XLA_FLAGS=` before the command
 # everything compiles as users do; so do tests on a chip and for one (-m aot, -m "aot and …", but
 # not "… and not aot").
 os.environ.setdefault(

@@ -224,13 +224,6 @@ def sharded_shapes(
     )  # fmt: skip
 
 
-def shard_state(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
-    """Put a TrainState on its devices; unchanged without a mesh."""
-    if mesh is None:
-        return state
-    return jax.device_put(state, state_shardings(state, cfg, mesh))
-
-
 def batch_sharding(mesh: Mesh, ndim: int, placement: MeshRules = TRAINING) -> NamedSharding:
     """Return the sharding of an array of a batch, [B], [B, T] or [B, T, …]."""
     cut = (placement.rows, placement.time)[:ndim]

@@ -12,13 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments import as_floats, as_integers, resolve_scale, window_size
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.signature import PagedAttention
-from pallas_kernels.dispatch import (
-    Impl,
-    Implementation,
-    invariant_implementations,
-    mosaic_implementations,
-    select_implementation,
-)
+from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.common import (
     as_int32_layout,
@@ -28,17 +22,16 @@ from pallas_kernels.sink_attention.common import (
 from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
-IMPLS: dict[str, Implementation[Attention]] = {
-    **mosaic_implementations(_HERE, "decode_attention"),
-    "xla": Implementation(xla.decode_attention_xla),
-    "reference": Implementation(reference.decode_attention_reference),
-    **invariant_implementations("pallas_kernels.sink_attention", "decode_attention"),
-}
-_PAGED: dict[str, Implementation[PagedAttention]] = {
-    **mosaic_implementations(_HERE, "paged_decode_attention"),
-    "xla": Implementation(xla.paged_decode_attention_xla),
-    "reference": Implementation(reference.paged_decode_attention_reference),
-}
+IMPLS: dict[str, Implementation[Attention]] = implementations_of(
+    _HERE, "decode_attention", xla.decode_attention_xla, reference.decode_attention_reference,
+    invariant_in="pallas_kernels.sink_attention",
+)  # fmt: skip
+_PAGED: dict[str, Implementation[PagedAttention]] = implementations_of(
+    _HERE,
+    "paged_decode_attention",
+    xla.paged_decode_attention_xla,
+    reference.paged_decode_attention_reference,
+)
 
 
 def decode_attention(

@@ -24,8 +24,8 @@ from pallas_kernels import hopper
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
 from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
-from pallas_kernels.dispatch import target_device
 from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention.pallas_gpu_blocks import arrays_unsupported
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
@@ -70,16 +70,10 @@ def paged_decode_attention_mosaic_gpu(
 
 def decode_attention_mosaic_gpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
     """The reason why the kernel cannot run, or None."""
-    if not target_device().is_hopper:
-        return f"it needs a Hopper GPU (wgmma), this is {target_device().kind}"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {q_BTNH.dtype} is not bfloat16 or float16"
-    if q_BTNH.shape[3] not in (64, 128):
-        return f"head size {q_BTNH.shape[3]} is not 64 or 128"
+    if reason := arrays_unsupported(q_BTNH, k_BSKH):
+        return reason
     if q_BTNH.shape[1] > pages.MAX_QUERIES:
         return f"{q_BTNH.shape[1]} queries per row are more than {pages.MAX_QUERIES}"
-    if 0 in (*q_BTNH.shape, *k_BSKH.shape):
-        return "there are no queries or no keys"
     return None
 
 

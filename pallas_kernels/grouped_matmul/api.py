@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import as_floats, as_integers
-from pallas_kernels.dispatch import (
-    Impl,
-    Implementation,
-    invariant_implementations,
-    mosaic_implementations,
-    select_implementation,
-)
+from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
 from pallas_kernels.grouped_matmul import low_rank as low_rank_impls
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
@@ -26,31 +20,24 @@ from pallas_kernels.grouped_matmul.signature import (
     MatmulSwiglu,
 )
 
-_PACKAGE = "pallas_kernels.grouped_matmul"
-IMPLS: dict[str, Implementation[Matmul]] = {
-    **mosaic_implementations(_PACKAGE, "grouped_matmul"),
-    "xla": Implementation(xla.grouped_matmul_xla),
-    "reference": Implementation(reference.grouped_matmul_reference),
-    **invariant_implementations(_PACKAGE, "grouped_matmul"),
-}
-SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = {
-    **mosaic_implementations(_PACKAGE, "grouped_swiglu"),
-    "xla": Implementation(xla.grouped_swiglu_xla),
-    "reference": Implementation(reference.grouped_swiglu_reference),
-    **invariant_implementations(_PACKAGE, "grouped_swiglu"),
-}
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = {
-    **mosaic_implementations(_PACKAGE, "grouped_matmul_low_rank"),
-    "xla": Implementation[Any](xla.grouped_matmul_low_rank_xla),
-    "reference": Implementation(low_rank_impls.grouped_matmul_low_rank_reference),
-    **invariant_implementations(_PACKAGE, "grouped_matmul_low_rank"),
-}
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = {
-    **mosaic_implementations(_PACKAGE, "grouped_swiglu_low_rank"),
-    "xla": Implementation(low_rank_impls.grouped_swiglu_low_rank_xla),
-    "reference": Implementation(low_rank_impls.grouped_swiglu_low_rank_reference),
-    **invariant_implementations(_PACKAGE, "grouped_swiglu_low_rank"),
-}
+_HERE = "pallas_kernels.grouped_matmul"
+_LOW_RANK_XLA: Any = xla.grouped_matmul_low_rank_xla  # a custom_vjp to type checkers
+IMPLS: dict[str, Implementation[Matmul]] = implementations_of(
+    _HERE, "grouped_matmul", xla.grouped_matmul_xla, reference.grouped_matmul_reference,
+    invariant_in=_HERE,
+)  # fmt: skip
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = implementations_of(
+    _HERE, "grouped_swiglu", xla.grouped_swiglu_xla, reference.grouped_swiglu_reference,
+    invariant_in=_HERE,
+)  # fmt: skip
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = implementations_of(
+    _HERE, "grouped_matmul_low_rank", _LOW_RANK_XLA,
+    low_rank_impls.grouped_matmul_low_rank_reference, invariant_in=_HERE,
+)  # fmt: skip
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = implementations_of(
+    _HERE, "grouped_swiglu_low_rank", low_rank_impls.grouped_swiglu_low_rank_xla,
+    low_rank_impls.grouped_swiglu_low_rank_reference, invariant_in=_HERE,
+)  # fmt: skip
 
 
 def grouped_matmul(

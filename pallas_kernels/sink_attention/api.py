@@ -13,9 +13,8 @@ from pallas_kernels.arguments import as_floats, resolve_scale, window_size
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
-    invariant_implementations,
+    implementations_of,
     lazy_implementation,
-    mosaic_implementations,
     select_implementation,
 )
 from pallas_kernels.masks import Layout
@@ -30,22 +29,24 @@ from pallas_kernels.sink_attention.common import (
 from pallas_kernels.sink_attention.signature import Attention, AttentionBackward
 
 _HERE = "pallas_kernels.sink_attention"
-_TRITON = f"{_HERE}.triton_kernels.jax_triton_call"
-IMPLS: dict[str, Implementation[Attention]] = {
-    **mosaic_implementations(_HERE, "sink_attention"),
-    "triton": lazy_implementation(_TRITON, "sink_attention_triton", ("gpu",), proven=False),
-    "xla": Implementation(xla.sink_attention_xla),
-    "reference": Implementation(reference.sink_attention_reference),
-    **invariant_implementations(_HERE, "sink_attention"),
-}
-BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = {
-    **mosaic_implementations(_HERE, "sink_attention_backward"),
-    "triton": lazy_implementation(
-        _TRITON, "sink_attention_backward_triton", ("gpu",), proven=False
-    ),
-    "xla": Implementation(xla.sink_attention_backward_xla),
-    "reference": Implementation(reference.sink_attention_backward_reference),
-}
+
+
+def _triton(op: str) -> dict[str, Implementation[Any]]:
+    module = f"{_HERE}.triton_kernels.jax_triton_call"
+    return {"triton": lazy_implementation(module, f"{op}_triton", ("gpu",), proven=False)}
+
+
+IMPLS: dict[str, Implementation[Attention]] = implementations_of(
+    _HERE, "sink_attention", xla.sink_attention_xla, reference.sink_attention_reference,
+    extra=_triton("sink_attention"), invariant_in=_HERE,
+)  # fmt: skip
+BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = implementations_of(
+    _HERE,
+    "sink_attention_backward",
+    xla.sink_attention_backward_xla,
+    reference.sink_attention_backward_reference,
+    extra=_triton("sink_attention_backward"),
+)
 
 
 def sink_attention(

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import count_gpu_cores, target_device
+from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
 from pallas_kernels.sink_attention import pallas_gpu_blocks as shared
@@ -95,15 +95,7 @@ def sink_attention_mosaic_gpu_unsupported(
     q_BTNH: Array, k_BSKH: Array, *_arrays: Array
 ) -> str | None:
     """The reason why the kernel cannot run, or None."""
-    if not target_device().is_hopper:
-        return f"it needs a Hopper GPU (wgmma), this is {target_device().kind}"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {q_BTNH.dtype} is not bfloat16 or float16"
-    if q_BTNH.shape[3] not in (64, 128):
-        return f"head size {q_BTNH.shape[3]} is not 64 or 128"
-    if 0 in (*q_BTNH.shape, *k_BSKH.shape):
-        return "there are no queries or no keys"
-    return None
+    return shared.arrays_unsupported(q_BTNH, k_BSKH)
 
 
 sink_attention_backward_mosaic_gpu_unsupported = sink_attention_mosaic_gpu_unsupported

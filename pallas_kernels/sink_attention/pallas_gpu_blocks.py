@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.masks import Layout, is_in_window, mark_key_padding
 
 BEFORE_ALL_KEYS = -(2**30)  # a position before all keys; distances from it do not overflow
@@ -79,6 +80,19 @@ class Padded(NamedTuple):
         """The query blocks that each key block visits; those that need a mask count as mixed."""
         needed, full = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.full_Bnm))
         return visit_table(needed, full, jnp.zeros(full.shape[::2], bool))
+
+
+def arrays_unsupported(q_BTNH: Any, k_BSKH: Any) -> str | None:
+    """The reason why a Hopper kernel of attention cannot take these arrays, or None."""
+    if not target_device().is_hopper:
+        return f"it needs a Hopper GPU (wgmma), this is {target_device().kind}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {q_BTNH.dtype} is not bfloat16 or float16"
+    if q_BTNH.shape[3] not in (64, 128):
+        return f"head size {q_BTNH.shape[3]} is not 64 or 128"
+    if 0 in (*q_BTNH.shape, *k_BSKH.shape):
+        return "there are no queries or no keys"
+    return None
 
 
 def pad_to_multiple(x: Array, multiple: int, axis: int = 1) -> Array:

@@ -12,23 +12,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import as_floats, as_integers, forbid_derivative
-from pallas_kernels.dispatch import (
-    Impl,
-    Implementation,
-    invariant_implementations,
-    mosaic_implementations,
-    select_implementation,
-)
+from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
 from pallas_kernels.token_logprobs import reference, xla
 from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
-IMPLS: dict[str, Implementation[TokenLogprobs]] = {
-    **mosaic_implementations(_HERE, "token_logprobs"),
-    "xla": Implementation(xla.token_logprobs_xla),
-    "reference": Implementation(reference.token_logprobs_reference),
-    **invariant_implementations(_HERE, "token_logprobs"),
-}
+IMPLS: dict[str, Implementation[TokenLogprobs]] = implementations_of(
+    _HERE, "token_logprobs", xla.token_logprobs_xla, reference.token_logprobs_reference,
+    invariant_in=_HERE,
+)  # fmt: skip
 
 
 def token_logprobs(

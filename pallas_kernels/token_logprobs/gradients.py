@@ -15,7 +15,7 @@ from pallas_kernels.token_logprobs import streamed
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def logprobs_with_gradients(
     forward: Callable[..., Any], gradients: Callable[..., sig.Gradients], hidden_MD: sig.Hidden,
-    w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Temperature,
+    w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
 ) -> sig.Result:  # fmt: skip
     """logp and entropy of forward(…) = (logp, entropy, lse), with the derivative by `gradients`.
 
@@ -56,8 +56,8 @@ def passes_of(
     """
 
     def logprobs(
-        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-        temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+        vocab_size: int, interpret: bool = False,
     ) -> sig.Result:  # fmt: skip
         statics = dict(vocab_size=vocab_size, interpret=interpret)
         forward = partial(stream_vocabulary, **statics, merge=streamed.merge_partials)
@@ -65,8 +65,8 @@ def passes_of(
         return logprobs_with_gradients(forward, partial(gradients, **statics), *operands)
 
     def statistics(
-        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-        temperature: sig.Temperature, vocab_size: int, interpret: bool = False,
+        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+        vocab_size: int, interpret: bool = False,
     ) -> sig.Statistics:  # fmt: skip
         operands = hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
         return stream_vocabulary(*operands, streamed.merge_partial_statistics)

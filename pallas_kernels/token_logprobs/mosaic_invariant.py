@@ -23,7 +23,7 @@ ROWS = 256  # tokens of a block; fewer are padded to it
 
 def token_logprobs_mosaic_invariant(
     kernels: str, hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int, *, interpret: bool = False,
+    temperature: sig.Scalar, vocab_size: int, *, interpret: bool = False,
 ) -> sig.Result:  # fmt: skip
     """Batch-invariant (logp, entropy) by `kernels`: a token's bits depend on that token alone.
 

@@ -266,13 +266,11 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
 
 
 def token_gradients_mosaic_gpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
-    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
-    dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
+    vocab_size: int, dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
 ) -> sig.Gradients:  # fmt: skip
-    """Gradients of hidden states and head, from dz (see `streamed.gradient_coefficients`) of one
-    chunk of the head at a time."""
+    """(dhidden, dw_head) from dz of a chunk at a time; see `streamed.gradient_coefficients`."""
     n_tokens = hidden_MD.shape[0]
     if n_tokens == 0:
         return jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)
@@ -314,3 +312,7 @@ def token_logprobs_mosaic_gpu_unsupported(hidden_MD, w_head_DV) -> str | None:
     if columns % TILE:
         return f"the head's {columns} columns are not a multiple of {TILE}"
     return None
+
+
+token_statistics_mosaic_gpu_unsupported = token_logprobs_mosaic_gpu_unsupported
+token_gradients_mosaic_gpu_unsupported = token_logprobs_mosaic_gpu_unsupported

@@ -108,8 +108,8 @@ def _compiler_params() -> pltpu.CompilerParams:
 
 
 def softmax_partials_tpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int, interpret: bool, max_rows: int | None = None,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    vocab_size: int, interpret: bool, max_rows: int | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """peak, total, moment and chosen of every lane, [M, 128] each; see `streamed.merge_partials`.
 
@@ -176,13 +176,11 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
 
 
 def token_gradients_mosaic_tpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
-    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
-    dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
+    vocab_size: int, dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
 ) -> sig.Gradients:  # fmt: skip
-    """Gradients of hidden states and head, from dz (see `streamed.gradient_coefficients`) of one
-    chunk of the head at a time."""
+    """(dhidden, dw_head) from dz of a chunk at a time; see `streamed.gradient_coefficients`."""
     if hidden_MD.shape[0] == 0:
         return jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)
     targets_M = targets_M.astype(jnp.int32)
@@ -217,3 +215,7 @@ def token_logprobs_mosaic_tpu_unsupported(hidden_MD, w_head_DV) -> str | None:
     if 2 * (rows + columns) * row_bytes > BLOCK_BYTES:
         return f"blocks of {rows} and {columns} rows of {row_bytes} bytes exceed {BLOCK_BYTES}"
     return None
+
+
+token_statistics_mosaic_tpu_unsupported = token_logprobs_mosaic_tpu_unsupported
+token_gradients_mosaic_tpu_unsupported = token_logprobs_mosaic_tpu_unsupported

@@ -14,7 +14,7 @@ from pallas_kernels.token_logprobs import signature as sig
 
 def token_logprobs_reference(
     hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature | float = 1.0, vocab_size: int | None = None,
+    temperature: sig.Scalar | float = 1.0, vocab_size: int | None = None,
 ) -> sig.Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution.
 
@@ -33,8 +33,8 @@ def token_logprobs_reference(
 
 
 def token_statistics_reference(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    vocab_size: int,
 ) -> sig.Statistics:  # fmt: skip
     """The target's logit (0 if the target is not among the words), lse and entropy."""
     logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
@@ -46,10 +46,9 @@ def token_statistics_reference(
 
 
 def token_gradients_reference(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
-    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
-    dhidden_MD: sig.Hidden | None = None,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
+    vocab_size: int, dhidden_MD: sig.Hidden | None = None,
 ) -> sig.Gradients:  # fmt: skip
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H).
 
@@ -70,9 +69,9 @@ def token_gradients_reference(
 def _word_logits(
     hidden_MD: sig.Hidden,
     w_head_DV: sig.Head,
-    temperature: sig.Temperature | float,
+    temperature: sig.Scalar | float,
     vocab_size: int | None,
-) -> tuple[Float[Array, "M words"], sig.Temperature]:
+) -> tuple[Float[Array, "M words"], sig.Scalar]:
     """(logits of the words, temperature by which to divide them)."""
     f32 = jnp.float32
     logits_MV = jnp.dot(

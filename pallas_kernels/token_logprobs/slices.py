@@ -11,38 +11,21 @@ slice needs no other slice, only lse and entropy over the full vocabulary:
 These are the two passes of token_logprobs, in the same implementations. Next: `reference.py`.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Impl, Implementation, lazy_implementation, select_implementation
+from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
 from pallas_kernels.token_logprobs import reference, streamed, xla
 from pallas_kernels.token_logprobs.api import check_logprobs_arguments
 from pallas_kernels.token_logprobs.signature import TokenGradients, TokenStatistics
 
-
-def _mosaic_passes(op: str) -> dict[str, Implementation[Any]]:
-    """The kernels of one pass, `{op}_mosaic_gpu` and `{op}_mosaic_tpu`."""
-    return {
-        f"mosaic_{chip}": lazy_implementation(
-            f"pallas_kernels.token_logprobs.pallas_{chip}", f"{op}_mosaic_{chip}", (chip,),
-            f"token_logprobs_mosaic_{chip}_unsupported", proven=False,
-        )
-        for chip in ("gpu", "tpu")
-    }  # fmt: skip
-
-
-STATISTICS: dict[str, Implementation[TokenStatistics]] = {
-    **_mosaic_passes("token_statistics"),
-    "xla": Implementation(xla.token_statistics_xla),
-    "reference": Implementation(reference.token_statistics_reference),
-}
-GRADIENTS: dict[str, Implementation[TokenGradients]] = {
-    **_mosaic_passes("token_gradients"),
-    "xla": Implementation(xla.token_gradients_xla),
-    "reference": Implementation(reference.token_gradients_reference),
-}
+_HERE = "pallas_kernels.token_logprobs"
+STATISTICS: dict[str, Implementation[TokenStatistics]] = implementations_of(
+    _HERE, "token_statistics", xla.token_statistics_xla, reference.token_statistics_reference
+)
+GRADIENTS: dict[str, Implementation[TokenGradients]] = implementations_of(
+    _HERE, "token_gradients", xla.token_gradients_xla, reference.token_gradients_reference
+)
 
 
 def token_statistics(

@@ -127,8 +127,8 @@ def stream_vocabulary(
 
 
 def token_logprobs_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    vocab_size: int,
 ) -> sig.Result:  # fmt: skip
     """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
@@ -142,8 +142,8 @@ def token_logprobs_xla(
 
 
 def token_statistics_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, vocab_size: int,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    vocab_size: int,
 ) -> sig.Statistics:  # fmt: skip
     """The target's logit, lse and entropy over a slice of the vocabulary.
 
@@ -156,10 +156,9 @@ def token_statistics_xla(
 
 
 def token_gradients_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Temperature, lse_M: sig.PerToken, entropy_M: sig.PerToken,
-    dlogp_M: sig.PerToken, dentropy_M: sig.PerToken, vocab_size: int,
-    dhidden_MD: sig.Hidden | None = None,
+    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
+    vocab_size: int, dhidden_MD: sig.Hidden | None = None,
 ) -> sig.Gradients:  # fmt: skip
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H), recomputed in blocks.
 

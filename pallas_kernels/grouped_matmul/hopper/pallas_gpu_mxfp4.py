@@ -83,14 +83,10 @@ class Mxfp4Plan(NamedTuple):
 
 
 def multiply_rows_mxfp4_hopper(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4 | Mxfp4Part,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None,
-    transposed: bool,
-    interpret: bool,
+    lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None, transposed: bool, interpret: bool,
     adapter: tuple[Array, ...] = (),
-) -> Float[Array, "M _"]:
+) -> Float[Array, "M _"]:  # fmt: skip
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed.
 
     `adapter` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] to the accumulators.
@@ -104,14 +100,10 @@ def multiply_rows_mxfp4_hopper(
 
 
 def multiply_swiglu_mxfp4_hopper(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4 | Mxfp4Part,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None,
-    swiglu: Swiglu,
-    interpret: bool,
+    lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None, swiglu: Swiglu, interpret: bool,
     adapter: tuple[Array, ...] = (),
-) -> tuple[Float[Array, "M _"], ...]:
+) -> tuple[Float[Array, "M _"], ...]:  # fmt: skip
     """The activated product [M, F] and, with `swiglu.save`, the product [M, 2F].
 
     `adapter` is that of `multiply_rows_mxfp4_hopper`.

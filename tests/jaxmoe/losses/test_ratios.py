@@ -10,26 +10,9 @@ from hypothesis import strategies as st
 
 from jaxmoe.losses import kl
 from jaxmoe.losses import ratios as c
+from tests.jaxmoe.losses.ratio_rows import OLD, ROLLOUT, ratios, row, true_mask
 
 EPS = float(np.finfo(np.float32).eps)
-
-
-def row(*values):
-    return jnp.asarray([values], jnp.float32)
-
-
-def true_mask(x):
-    return jnp.ones(x.shape, bool)
-
-
-def ratios(old, rollout, mask=None):
-    """log ρ and the mask of one row."""
-    old, rollout = row(*old), row(*rollout)
-    mask = true_mask(old) if mask is None else jnp.asarray([mask], bool)
-    return c.log_ratios(old, rollout, mask), mask
-
-
-OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
 
 
 # --- published: SkyRL, tests/train/algorithms/test_off_policy_correction.py

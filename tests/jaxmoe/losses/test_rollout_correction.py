@@ -24,25 +24,10 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.losses.rollout_correction import STATISTICS
+from tests.jaxmoe.losses.ratio_rows import OLD, ROLLOUT, ratios, row, true_mask
 
 EPS = float(np.finfo(np.float32).eps)
-OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
 RHO = np.exp([0.5, -0.5, 1.0])
-
-
-def row(*values):
-    return jnp.asarray([values], jnp.float32)
-
-
-def true_mask(x):
-    return jnp.ones(x.shape, bool)
-
-
-def ratios(old, rollout, mask=None):
-    """log ρ and the mask of one row."""
-    old, rollout = row(*old), row(*rollout)
-    mask = true_mask(old) if mask is None else jnp.asarray([mask], bool)
-    return log_ratios(old, rollout, mask), mask
 
 
 # --- published: verl, tests/trainer/ppo/test_rollout_corr.py

@@ -15,6 +15,7 @@ from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
+from tests.jaxmoe.random_weights import noisy_params
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -24,18 +25,9 @@ CFG = ModelConfig(
 B, T = 2, 24
 
 
-def noisy_params(cfg=CFG):
-    """Every leaf random: zero biases and unit norms would hide mistakes."""
-    params = init_params(jax.random.key(0), cfg)
-    flat, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(flat))
-    noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, flat, strict=True)]
-    return jax.tree.unflatten(tree, [x + n for x, n in zip(flat, noise, strict=True)])
-
-
 @pytest.fixture(scope="module")
 def params():
-    return noisy_params()
+    return noisy_params(CFG)
 
 
 RUN = jax.jit(forward, static_argnums=(2, 3))

@@ -23,7 +23,6 @@ from jaxmoe.parallel.sharding import (
     batch_sharding,
     make_mesh,
     shard_batch,
-    shard_state,
     sharded_shapes,
     state_shardings,
 )
@@ -35,6 +34,8 @@ from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
 from jaxmoe.rl.update import rl_step
 from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 CFG = ModelConfig(
     vocab_size=250, vocab_multiple=16, d_model=48, n_layers=2, n_q_heads=16, n_kv_heads=8,
@@ -49,11 +50,8 @@ TWOS = [dict.fromkeys(three, 2) for three in combinations(AXES, 3)]
 EIGHTS = [{axis: 8} for axis in AXES]
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Use the command's promotion of dtypes: optax raises floats to integer powers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+def put_state(state, mesh):
+    return state if mesh is None else jax.device_put(state, state_shardings(state, CFG, mesh))
 
 
 def make_batch(seed):
@@ -105,7 +103,7 @@ def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, route
     """
     mesh = make_mesh(MeshConfig(**sizes))
     ops = sharded_ops(replace(plain_ops(), remat=remat, router=router), mesh, CFG)
-    state = shard_state(make_state(a), CFG, mesh)
+    state = put_state(make_state(a), mesh)
     pins = (
         {} if mesh is None else {"out_shardings": (state_shardings(state, CFG, mesh), None, None)}
     )

@@ -19,6 +19,8 @@ from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.streamed import stream_state
 from pallas_kernels.ahead_of_time import chip_mesh, compile_on, compiler_unavailable
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 # three pairs of layers; a critic without any, of which one parameter is a scalar, as a count is
 SHAPES = Trained(
     {"embed": (5, 7), "layers": {"full": {"w": (3, 4, 2), "b": (3, 6)}, "sliding": {"s": (3, 1)}}},
@@ -33,12 +35,6 @@ CFG = ModelConfig(
 ADAMW = optax.adamw(
     lambda count: jnp.exp2(-count), b1=0.5, b2=0.5, eps=1.0, weight_decay=0.5
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def drawn(seed):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError, EngineError, MeshConfig, ModelConfig
-from jaxmoe.model import abstract_params, forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.model import abstract_params, forward, plain_ops, sequence_logprobs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
+from tests.jaxmoe.random_weights import noisy_params
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -40,11 +41,7 @@ STOPPING = Sampling(max_new_tokens=NEW, stop_ids=STOPS)
 
 @jax.jit
 def weights():
-    params = init_params(jax.random.key(0), CFG)
-    flat, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(flat))
-    noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, flat, strict=True)]
-    return jax.tree.unflatten(tree, [x + n for x, n in zip(flat, noise, strict=True)])
+    return noisy_params(CFG)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import urllib3
+
+from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
 
 def too_few(answer):
@@ -52,13 +54,7 @@ class Proxy:
         pool = urllib3.PoolManager(maxsize=64, retries=False)
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # or head and body of an answer are 40 ms apart
-
-            def log_message(self, *args):
-                pass
-
+        class Handler(QuietHandler):
             def do_GET(self):
                 self.pass_on("GET")
 

@@ -10,7 +10,7 @@ import io
 import json
 import secrets
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -25,6 +25,7 @@ from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.vllm.weight_sync.checksum import digest_array
+from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
 ROWS = 4  # sequences computed at once
 
@@ -72,13 +73,7 @@ class StandIn:
         self.updating = False
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # or head and body of an answer are 40 ms apart
-
-            def log_message(self, *args):
-                pass
-
+        class Handler(QuietHandler):
             def do_GET(self):
                 outer.answer(self, {})
 

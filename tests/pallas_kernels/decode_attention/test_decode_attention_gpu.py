@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.decode_attention import cases, pallas_gpu
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.dispatch import Target
+from pallas_kernels.sink_attention import pallas_gpu_blocks
 from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.three_way import three_way
 
@@ -32,7 +33,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(pallas_gpu_blocks, "target_device", lambda: Target("gpu", "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(
@@ -54,5 +55,5 @@ def test_other_gpus_and_odd_pages_have_a_reason(on_hopper, monkeypatch):
         q, shape(9, 24, 2, 64)
     )
     assert pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(q, shape(9, 128, 2, 64)) is None
-    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA A100"))
+    monkeypatch.setattr(pallas_gpu_blocks, "target_device", lambda: Target("gpu", "NVIDIA A100"))
     assert "Hopper" in pallas_gpu.decode_attention_mosaic_gpu_unsupported(q, shape(2, 96, 2, 64))

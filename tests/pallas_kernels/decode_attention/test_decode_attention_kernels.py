@@ -11,12 +11,12 @@ from pallas_kernels.decode_attention import cases, pallas_gpu, pallas_tpu
 from tests.pallas_kernels.decode_attention import checks
 
 KERNELS = {
-    "gpu": pallas_gpu.decode_attention_mosaic_gpu,
-    "tpu": pallas_tpu.decode_attention_mosaic_tpu,
+    "mosaic_gpu": pallas_gpu.decode_attention_mosaic_gpu,
+    "mosaic_tpu": pallas_tpu.decode_attention_mosaic_tpu,
 }
 PAGED = {
-    "gpu": pallas_gpu.paged_decode_attention_mosaic_gpu,
-    "tpu": pallas_tpu.paged_decode_attention_mosaic_tpu,
+    "mosaic_gpu": pallas_gpu.paged_decode_attention_mosaic_gpu,
+    "mosaic_tpu": pallas_tpu.paged_decode_attention_mosaic_tpu,
 }
 # One function for each, so that tests share what is compiled for it.
 KERNELS, PAGED = (
@@ -24,10 +24,10 @@ KERNELS, PAGED = (
     for kernels in (KERNELS, PAGED)
 )
 FAST = {
-    "gpu": ("window_left", "pages_16_window"),
-    "tpu": ("uneven", "several_new", "window_left", "pages_16_window", "pages_64"),
+    "mosaic_gpu": ("window_left", "pages_16_window"),
+    "mosaic_tpu": ("uneven", "several_new", "window_left", "pages_16_window", "pages_64"),
 }
-SLOW_GPU = [pytest.param("gpu", marks=pytest.mark.slow), "tpu"]
+SLOW_GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.slow), "mosaic_tpu"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +61,7 @@ def test_values_are_as_good_as_the_plain_formula(chip, case):
 
 @pytest.mark.slow
 def test_float16_is_as_good_on_a_gpu():
-    checks.check(KERNELS["gpu"], cases.get_decode_case("uneven"), jnp.float16)
+    checks.check(KERNELS["mosaic_gpu"], cases.get_decode_case("uneven"), jnp.float16)
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_float16_is_as_good_on_a_gpu():
 )
 def test_float32_keeps_float32_on_a_tpu(name):
     case = cases.get_decode_case(name)
-    checks.check(kernel_of("tpu", case), case, jnp.float32)
+    checks.check(kernel_of("mosaic_tpu", case), case, jnp.float32)
 
 
 def test_more_rows_than_a_tile_of_a_gpu_take_several():
     case = cases.AttentionCase("tiles", 1, 13, 72, 12, 2, 64, 33)
     assert pallas_gpu.decode_tiles(13, 6) == (2, 64)
-    checks.check(KERNELS["gpu"], case)
+    checks.check(KERNELS["mosaic_gpu"], case)
 
 
 @pytest.mark.slow
 def test_one_large_step_of_a_tpu_gives_the_same_numbers(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "KEYS", 512)
-    checks.check(lambda *args: KERNELS["tpu"](*args), cases.get_decode_case("uneven"))
+    checks.check(lambda *args: KERNELS["mosaic_tpu"](*args), cases.get_decode_case("uneven"))
 
 
 @pytest.mark.parametrize("chip", SLOW_GPU)
 def test_a_row_depends_on_its_own_slots_only(chip, monkeypatch):
-    if chip == "gpu":
+    if chip == "mosaic_gpu":
         # The one assertion that the flags of tests/conftest.py would change: the older emitters
         # without LLVM's passes round exp and log by where in a loop a number stands.
         optimised = {"xla_backend_optimization_level": 3}

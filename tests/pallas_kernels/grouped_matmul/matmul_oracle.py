@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import pallas_gpu, reference
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("out", "dlhs", "drhs", "dbias")
 ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
@@ -16,6 +17,15 @@ ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
 knows_transposes = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
 )
+
+
+def hopper(sizes, lhs, rhs, bias):
+    """The Hopper kernel, interpreted."""
+    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+
+
+def hopper_swiglu(sizes, lhs, rhs, bias):
+    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
 
 
 def naive(sizes, lhs, rhs, bias):
@@ -57,6 +67,23 @@ def values_and_gradients(f, dout, sizes, lhs, rhs, bias):
     else:
         out, pull = jax.vjp(partial(f, sizes), lhs, rhs, bias)
     return out, *pull(dout)
+
+
+def as_float32(*arrays):
+    return [x if isinstance(x, Mxfp4) else x.astype(jnp.float32) for x in arrays]
+
+
+def check_all(ours, plain, oracle, args, name):
+    """Check values and every gradient of `ours` against `oracle`, by the error of `plain`."""
+    lhs, rhs, sizes, bias, dout = args
+    names = [x for x in NAMES if x != "drhs" or not isinstance(rhs, Mxfp4)]
+    actual = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
+    simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
+    wide = as_float32(lhs, rhs, bias, dout)
+    expected = values_and_gradients(oracle, wide[3], sizes, *wide[:3])
+    for array, a, b, c in zip(names, actual, simple, expected, strict=True):
+        assert a.dtype == lhs.dtype
+        three_way(a, b, c, f"{name} {array}")
 
 
 def mark_slow(sizes, *fast):

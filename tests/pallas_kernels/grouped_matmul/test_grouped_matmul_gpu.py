@@ -22,12 +22,13 @@ from pallas_kernels.grouped_matmul.hopper import (
 )
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
-    ALPHA,
-    LIMIT,
-    NAMES,
+    as_float32,
+    check_all,
     exact,
     exact_swiglu,
     forward,
+    hopper,
+    hopper_swiglu,
     knows_transposes,
     mark_slow,
     naive,
@@ -53,51 +54,28 @@ def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
     return *cases.init_matmul_inputs(case, dtype), dout
 
 
-def mine(sizes, lhs, rhs, bias):
-    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
-
-
-def mine_swiglu(sizes, lhs, rhs, bias):
-    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
-
-
-def up(*arrays):
-    return [x.astype(jnp.float32) for x in arrays]
-
-
-def check_all(ours, plain, oracle, args, name):
-    """Values and every gradient of `ours` against `oracle`, forgiven what `plain` gets wrong."""
-    lhs, rhs, sizes, bias, dout = args
-    got = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
-    simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
-    wanted = values_and_gradients(oracle, *up(dout), sizes, *up(lhs, rhs, bias))
-    for what, a, b, c in zip(NAMES, got, simple, wanted, strict=True):
-        assert a.dtype == lhs.dtype
-        three_way(a, b, c, f"{name} {what}")
-
-
 @knows_transposes
 @pytest.mark.parametrize(
     "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
 )
 def test_values_and_every_gradient_are_as_good_as_the_naive_masks(name):
-    check_all(mine, naive, exact, make(SIZES[name]), name)
+    check_all(hopper, naive, exact, make(SIZES[name]), name)
 
 
 @pytest.mark.parametrize("name", mark_slow(SIZES, "a tile and more, tails, none"))
 def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(monkeypatch, name):
     monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", (64,))  # two column tiles
     lhs, rhs, sizes, bias, _ = make(SIZES[name], width=256)
-    got = forward(mine_swiglu, sizes, lhs, rhs, bias)
+    got = forward(hopper_swiglu, sizes, lhs, rhs, bias)
     simple = forward(naive_swiglu, sizes, lhs, rhs, bias)
-    three_way(got, simple, forward(exact_swiglu, sizes, *up(lhs, rhs, bias)), name)
+    three_way(got, simple, forward(exact_swiglu, sizes, *as_float32(lhs, rhs, bias)), name)
 
 
 @pytest.mark.parametrize("name", mark_slow(SIZES, "whole tiles"))
 def test_the_forward_pass_alone(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
-    got = forward(mine, sizes, lhs, rhs, bias)
-    wanted = forward(exact, sizes, *up(lhs, rhs, bias))
+    got = forward(hopper, sizes, lhs, rhs, bias)
+    wanted = forward(exact, sizes, *as_float32(lhs, rhs, bias))
     three_way(got, forward(naive, sizes, lhs, rhs, bias), wanted, "out")
 
 
@@ -105,7 +83,7 @@ def test_the_forward_pass_alone(name):
 def test_every_gradient_of_the_fused_activation():
     *args, _ = make(SIZES["rows past the sum"])
     dout = jax.random.normal(jax.random.key(8), (M, F // 2)).astype(jnp.bfloat16)
-    check_all(mine_swiglu, naive_swiglu, exact_swiglu, (*args, dout), "swiglu")
+    check_all(hopper_swiglu, naive_swiglu, exact_swiglu, (*args, dout), "swiglu")
 
 
 @knows_transposes
@@ -116,14 +94,14 @@ def test_a_nan_stays_in_its_own_group_and_one_past_the_sum_goes_nowhere():
     bad = sum(sizes[:group]) + 7
     lhs = lhs.at[used:].set(jnp.nan).at[bad].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
-    got = values_and_gradients(mine, dout, sizes_E, lhs, rhs, bias)
+    got = values_and_gradients(hopper, dout, sizes_E, lhs, rhs, bias)
     out, dlhs, drhs, dbias = (np.asarray(x, np.float32) for x in got)
     assert not out[used:].any() and not dlhs[used:].any()
     assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [bad]
     assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
     assert np.isfinite(dlhs).all() and np.isfinite(dbias).all()
     dout = dout.at[used:].set(0).at[bad].set(jnp.nan)
-    _, dlhs, drhs, dbias = values_and_gradients(mine, dout, sizes_E, lhs, rhs, bias)
+    _, dlhs, drhs, dbias = values_and_gradients(hopper, dout, sizes_E, lhs, rhs, bias)
     assert np.isnan(np.asarray(dlhs, np.float32)).any(axis=1).nonzero()[0].tolist() == [bad]
     for x in (drhs, dbias):
         axes = tuple(range(1, x.ndim))
@@ -136,7 +114,7 @@ def test_fewer_rows_than_a_tile_no_bias_and_float16():
     assert got.shape == (9, F) and got.dtype == jnp.float16
     zero = jnp.zeros_like(bias)
     simple = forward(naive, sizes, lhs, rhs, zero)
-    three_way(got, simple, forward(exact, sizes, *up(lhs, rhs, zero)), "out")
+    three_way(got, simple, forward(exact, sizes, *as_float32(lhs, rhs, zero)), "out")
 
 
 @pytest.mark.slow
@@ -145,11 +123,11 @@ def test_fewer_rows_than_a_tile_no_bias_and_float16():
 def test_other_tiles_give_the_same_bits(monkeypatch, widths, stages, chunk):
     lhs, rhs, sizes, bias, dout = make(SIZES["a tile and more, tails, none"])
     args = (dout, sizes, lhs, rhs, bias)
-    before = values_and_gradients(mine, *args)
+    before = values_and_gradients(hopper, *args)
     monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", widths)
     monkeypatch.setattr(pallas_gpu_tiles, "STAGES", stages)
     monkeypatch.setattr(pallas_gpu_tiles, "CHUNK", chunk)
-    after = values_and_gradients(lambda *x: mine(*x), *args)  # another function: traced anew
+    after = values_and_gradients(lambda *x: hopper(*x), *args)  # another function: traced anew
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
@@ -158,10 +136,10 @@ def test_other_tiles_give_the_same_bits(monkeypatch, widths, stages, chunk):
 @knows_transposes
 @pytest.mark.parametrize("name", SIZES)
 def test_every_gradient_in_float16_and_of_the_fused_activation(name):
-    check_all(mine, naive, exact, make(SIZES[name], jnp.float16), name)
+    check_all(hopper, naive, exact, make(SIZES[name], jnp.float16), name)
     *args, _ = make(SIZES[name], jnp.float16, width=384)
     dout = jax.random.normal(jax.random.key(8), (M, 192)).astype(jnp.float16)
-    check_all(mine_swiglu, naive_swiglu, exact_swiglu, (*args, dout), f"swiglu {name}")
+    check_all(hopper_swiglu, naive_swiglu, exact_swiglu, (*args, dout), f"swiglu {name}")
 
 
 @knows_transposes

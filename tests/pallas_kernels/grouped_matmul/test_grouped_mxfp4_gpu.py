@@ -14,11 +14,12 @@ import pytest
 from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
-    ALPHA,
-    LIMIT,
+    check_all,
     exact,
     exact_swiglu,
     forward,
+    hopper,
+    hopper_swiglu,
     knows_transposes,
     mark_slow,
     naive,
@@ -51,39 +52,19 @@ def make(sizes, n_rows=M, width=F, out_width=None):
     return lhs, packed, jnp.asarray(sizes, jnp.int32), bias, dout
 
 
-def mine(sizes, lhs, rhs, bias):
-    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
-
-
-def mine_swiglu(sizes, lhs, rhs, bias):
-    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
-
-
-def check(ours, plain, oracle, args, name):
-    """Values, dlhs and dbias of `ours` against `oracle`, forgiven what `plain` gets wrong."""
-    lhs, rhs, sizes, bias, dout = args
-    lhs_32, bias_32, dout_32 = (x.astype(jnp.float32) for x in (lhs, bias, dout))
-    got = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
-    simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
-    wanted = values_and_gradients(oracle, dout_32, sizes, lhs_32, rhs, bias_32)
-    for what, a, b, c in zip(("out", "dlhs", "dbias"), got, simple, wanted, strict=True):
-        assert a.dtype == lhs.dtype
-        three_way(a, b, c, f"{name} {what}")
-
-
 @knows_transposes
 @pytest.mark.parametrize(
     "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
 )
 def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_weights(name):
-    check(mine, naive, exact, make(SIZES[name]), name)
+    check_all(hopper, naive, exact, make(SIZES[name]), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
-    got, simple = (forward(f, sizes, lhs, rhs, bias) for f in (mine_swiglu, naive_swiglu))
+    got, simple = (forward(f, sizes, lhs, rhs, bias) for f in (hopper_swiglu, naive_swiglu))
     up = lhs.astype(jnp.float32), rhs, bias.astype(jnp.float32)
     three_way(got, simple, forward(exact_swiglu, sizes, *up), name)
 
@@ -93,7 +74,7 @@ def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
 @pytest.mark.parametrize("name", SIZES)
 def test_both_gradients_of_the_fused_activation(name):
     args = make(SIZES[name], out_width=F // 2)
-    check(mine_swiglu, naive_swiglu, exact_swiglu, args, name)
+    check_all(hopper_swiglu, naive_swiglu, exact_swiglu, args, name)
 
 
 @knows_transposes
@@ -107,7 +88,7 @@ def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
     lhs = lhs.at[used:].set(jnp.nan).at[row].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
     args = sizes_E, lhs, rhs._replace(scales_EDF=scales), bias
-    got = values_and_gradients(mine, dout, *args)
+    got = values_and_gradients(hopper, dout, *args)
     out, dlhs, dbias = (np.isnan(np.asarray(x, np.float32)) for x in got)
     wanted = np.zeros((M, F), bool)
     wanted[row] = True
@@ -135,9 +116,9 @@ def test_fewer_rows_than_a_tile_and_no_bias():
 @knows_transposes
 def test_four_bit_weights_have_no_gradient():
     lhs, rhs, sizes, bias, dout = make(SIZES["rows past the sum"])
-    drhs = jax.eval_shape(lambda rhs: jax.vjp(partial(mine, sizes), lhs, rhs, bias)[1](dout), rhs)[
-        1
-    ]
+    drhs = jax.eval_shape(
+        lambda rhs: jax.vjp(partial(hopper, sizes), lhs, rhs, bias)[1](dout), rhs
+    )[1]
     assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
 
 

@@ -113,3 +113,14 @@ def compare(case, actual, inputs, ct, simple=None, exact=None, scale=None, expon
         room = 5 * sigma + (4 + largest) * np.finfo(np.float32).eps * np.abs(exact[-1])
         error = np.abs(np.asarray(actual[-1], np.float64) - exact[-1])
         assert np.all(error <= room), f"{case.name} dsink: error {error}, room {room}"
+
+
+def check_empty(attend, head_size):
+    """Check results without keys and without queries; attend(window, q, k, v, sink, *layout)."""
+    q, kv = jnp.ones((2, 3, 4, head_size)), jnp.ones((2, 3, 2, head_size))
+    sink, place = jnp.arange(4.0), jnp.ones((2, 3), jnp.int32)
+    none = place[:, :0]
+    o, lse = attend(0, q, kv[:, :0], kv[:, :0], sink, place, none, place, none)
+    assert not o.any() and (lse == sink[None, None]).all()
+    o, lse = attend(0, q[:, :0], kv, kv, sink, none, place, none, place)
+    assert o.shape == (2, 0, 4, head_size) and lse.shape == (2, 0, 4)

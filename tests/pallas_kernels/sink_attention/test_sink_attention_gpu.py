@@ -199,7 +199,7 @@ def test_the_real_tiles_fit_the_block(monkeypatch):
 def test_what_it_cannot_do_is_said(monkeypatch):
     q, k = jnp.ones((1, 4, 2, 64), jnp.bfloat16), jnp.ones((1, 4, 1, 64), jnp.bfloat16)
     assert "needs a Hopper GPU" in pallas_gpu.sink_attention_mosaic_gpu_unsupported(q, k)
-    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(pallas_gpu_blocks, "target_device", lambda: Target("gpu", "NVIDIA H200"))
     assert pallas_gpu.sink_attention_mosaic_gpu_unsupported(q, k) is None
     for reason, change in (
         ("float32 is not", lambda x: x.astype(jnp.float32)),

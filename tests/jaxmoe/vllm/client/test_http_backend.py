@@ -3,13 +3,14 @@
 
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.vllm.client import http_backend, http_client
 from jaxmoe.vllm.client.http_backend import HttpBackend
+from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
 SERVER_IDLE_S = 0.5  # by a server that forgets
 
@@ -18,13 +19,7 @@ SERVER_IDLE_S = 0.5  # by a server that forgets
 def server():
     """Its connections die without a word once they idle, as if the word were under way."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # or head and body of an answer are 40 ms apart
-
-        def log_message(self, *args):
-            pass
-
+    class Handler(QuietHandler):
         def do_GET(self):
             start, idle = time.monotonic(), getattr(self, "last", None)
             if idle is not None and start - idle > SERVER_IDLE_S:
