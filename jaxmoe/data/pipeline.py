@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endless, resumable stream of prompts that feeds the training loop.
 
-grain shuffles the rows for each epoch. The prompts of a step depend on the seed alone and are
-then divided among processes, so the global batch is the same for any number of processes.
+grain shuffles the rows for each epoch. The prompts of a step depend on the seed alone, so they are
+the same for any number of processes.
 Next: jaxmoe/train.py reads the stream; jaxmoe/rollout/engine.py answers the prompts.
 """
 
@@ -19,7 +19,7 @@ from jaxmoe.records import Prompt
 
 
 class PromptIterator(Iterator[list[Prompt]]):
-    """Iterator over the prompts of each step for this process, with a small state to save."""
+    """Iterator over the prompts of each step, with a small state to save."""
 
     def __init__(self, steps: Iterator[list[Prompt]], stream: dict[str, int]) -> None:
         self._steps: Any = steps
@@ -62,33 +62,24 @@ def stream_prompts(
     max_prompt_tokens: int,
     seed: int,
     shuffle: bool = True,
-    shard_index: int = 0,
-    shard_count: int = 1,
 ) -> PromptIterator:
-    """Endless lists of prompts_per_step / shard_count prompts, for process `shard_index`.
+    """Endless lists of `prompts_per_step` prompts.
 
-    prompts_per_step: P, the total over all processes. Step s consists of the rows
-        s*P … s*P+P-1 of the concatenated epochs; each process takes one contiguous share of it.
+    prompts_per_step: P. Step s consists of the rows s*P … s*P+P-1 of the concatenated epochs.
     shuffle: True to reorder the rows in each epoch; False to keep the order of the source.
 
-    Raises: ConfigError at once for sizes that do not divide; during iteration for a row that is
+    Raises: ConfigError at once for a step without prompts; during iteration for a row that is
         longer than max_prompt_tokens or that the template cannot render.
     """
-    if prompts_per_step < 1 or prompts_per_step % shard_count:
+    if prompts_per_step < 1:
         raise ConfigError(
-            f"rollout.prompts_per_step ({prompts_per_step}) must be a positive multiple of the "
-            f"{shard_count} processes. Try --set rollout.sequences_per_step="
-            f"(a multiple of {shard_count} * rollout.samples_per_prompt)."
+            f"rollout.prompts_per_step must be positive, got {prompts_per_step}. Try --set "
+            "rollout.sequences_per_step=(a multiple of rollout.samples_per_prompt)."
         )
-    if not 0 <= shard_index < shard_count:
-        raise ConfigError(f"shard_index ({shard_index}) must be in 0..{shard_count - 1}.")
-    share = prompts_per_step // shard_count
-    first = shard_index * share
 
     def make_prompts(row_order: list[int]) -> list[Prompt]:
         return [
-            make_prompt(source, row, tokenizer, template, max_prompt_tokens)
-            for row in row_order[first : first + share]
+            make_prompt(source, row, tokenizer, template, max_prompt_tokens) for row in row_order
         ]
 
     # grain takes seeds of 32 bits.

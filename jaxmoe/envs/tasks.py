@@ -71,12 +71,11 @@ class Task:
         """The name to show for eval/accuracy: a user's rewards may be negative, or sums past 1."""
         return "mean reward" if self.rewards else "accuracy"
 
-    def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
+    def stream(self, count: int, seed: int) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
         return prompt_stream(
             self.train, self.tokenizer, template=self.template, prompts_per_step=count,
             max_prompt_tokens=self.max_prompt_tokens, seed=seed, shuffle=self.shuffle,
-            shard_index=shard, shard_count=shards,
         )  # fmt: skip
 
     def held_out_prompts(self) -> list[Prompt]:

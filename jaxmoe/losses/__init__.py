@@ -28,7 +28,7 @@ from jaxmoe.losses.aggregation import (
     token_mean,
 )
 from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_importance, kl_k3_with_k2_gradient
-from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
+from jaxmoe.losses.mismatch import mismatch_metrics
 from jaxmoe.losses.objectives import (
     cispo,
     dppo_tv,
@@ -95,7 +95,6 @@ __all__ = [
     "token_rewards",
     "clipped_value_loss",
     "veto",
-    "weight_metrics",
     "whiten",
     "whitened_bootstrapped_gae",
     "whitened_gae",

@@ -113,17 +113,6 @@ def effective_sample_size(
     return jnp.where(square > 0, jnp.square(mean) / jnp.where(square > 0, square, 1.0), 0.0)
 
 
-def weight_metrics(
-    weights_BT: Float[Array, "B T"],
-    ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],
-    above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"],
-    mask_BT: Bool[Array, "B T"],
-) -> Metrics:
-    """`weight_parts` in one dict."""
-    means, maxima, minima = weight_parts(weights_BT, ratio_BT, above_BT, mask_BT)
-    return means | maxima | minima
-
-
 def weight_parts(
     weights_BT: Float[Array, "B T"],
     ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],

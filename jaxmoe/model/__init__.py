@@ -4,7 +4,7 @@
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import KVCache, init_cache
 from jaxmoe.model.config import gpt_oss_20b, gpt_oss_120b, tiny
-from jaxmoe.model.critic import init_critic, sequence_values, values_after
+from jaxmoe.model.critic import init_critic, values_after
 from jaxmoe.model.forward import forward
 from jaxmoe.model.head import next_token_logits, sequence_logprobs
 from jaxmoe.model.ops import Ops, make_ops, plain_ops
@@ -27,7 +27,6 @@ __all__ = [
     "param_specs",
     "plain_ops",
     "sequence_logprobs",
-    "sequence_values",
     "values_after",
     "tiny",
 ]

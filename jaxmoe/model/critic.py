@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.head import shift_right
 from jaxmoe.model.params import value_head_specs
 from jaxmoe.shapes import Params
 
@@ -27,14 +26,6 @@ def init_critic(policy: Params, cfg: ModelConfig, dtype: str, *, own_backbone: b
     # policy and critic together.
     backbone = {name: leaf for name, leaf in policy.items() if name != "head"}
     return {"value_head": head, "backbone": jax.tree.map(jnp.copy, backbone)}
-
-
-def sequence_values(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """Return values_BT[b, t]: the expected reward before tokens_BT[b, t] is known.
-
-    V_t = h_{t−1}·w + b; column 0 has no predecessor and is 0. Units of reward; float32.
-    """
-    return shift_right(values_after(critic, hidden_BTD))
 
 
 def values_after(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:

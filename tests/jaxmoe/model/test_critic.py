@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, init_critic, init_params, plain_ops, sequence_values
+from jaxmoe.model import forward, init_critic, init_params, plain_ops, values_after
+from jaxmoe.model.head import shift_right
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -22,7 +23,7 @@ POLICY = init_params(jax.random.key(0), CFG)
 @jax.jit
 def values_of(critic, tokens):
     hidden, _, _ = forward(critic["backbone"], tokens, CFG, OPS)
-    return sequence_values(critic, hidden)
+    return shift_right(values_after(critic, hidden))
 
 
 def randomize_critic(critic):
@@ -43,7 +44,7 @@ def test_a_value_is_the_head_of_the_token_before():
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, 24)), jnp.float32)
     critic = randomize_critic({})
     want = np.float64(hidden) @ np.sin(np.arange(24.0)) + 0.5
-    actual = np.asarray(sequence_values(critic, hidden))
+    actual = np.asarray(shift_right(values_after(critic, hidden)))
     np.testing.assert_allclose(actual[:, 1:], want[:, :-1], atol=24 * 4 * np.finfo(np.float32).eps)
     assert not actual[:, 0].any()  # nothing comes before the first token
 
@@ -82,4 +83,4 @@ def test_a_shared_critic_is_a_head_alone_and_answers_in_float32(dtype):
     shapes = {name: (x.shape, str(x.dtype)) for name, x in critic["value_head"].items()}
     assert shapes == {"w_value": ((24,), dtype), "b_value": ((), dtype)}
     hidden = jnp.ones((B, T, 24), jnp.dtype(dtype))
-    assert sequence_values(critic, hidden).dtype == jnp.float32
+    assert values_after(critic, hidden).dtype == jnp.float32
