@@ -219,6 +219,7 @@ def compile_jitted(mesh: Mesh, jitted: Any, *args: Any, **static: Any) -> jax.st
     """Compile a jitted function as `compile_on` does; `static` are its static arguments."""
     target_platform = mesh.devices.flat[0].platform
     platform = target_platform if target_platform in ("tpu", "cpu") else "cuda"
+    # Pallas reads from the mesh which generation of the chip it lowers for.
     with jax.set_mesh(mesh), _without_compilation_cache():
         return jitted.trace(*args, **static).lower(lowering_platforms=(platform,)).compile()
 
@@ -278,7 +279,9 @@ def _mosaic_dump(dump: Path | None) -> Iterator[Path]:
 
 def _target_config(gpu: Gpu) -> str:
     major, minor = gpu.capability
+    # wgmma is an architecture-specific feature: it exists in sm_90a, not in sm_90.
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    # Pallas derives the compute capability from the name, so it must be the vendor's.
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048

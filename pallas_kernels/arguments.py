@@ -26,6 +26,7 @@ def forbid_derivative(name: str, x: Any) -> Any:
 
     For arguments whose derivative is not computed. Returning a zero instead would hide that.
     """
+    # Only a traced value can be differentiated.
     if not isinstance(x, Tracer):
         return x
 
@@ -64,11 +65,13 @@ def window_size(window: Any) -> int:
         size = operator.index(window)
     except TypeError:
         size = 0
+    # operator.index takes True for 1.
     if isinstance(window, bool) or size < 1:
         raise ValueError(
             "window must be a Python integer of at least 1 (the query's own key); got "
             f"{window!r}. Pass None for no window."
         )
+    # Kernels compare int32 distances, of which none is larger.
     return min(size, MAX_DISTANCE)
 
 

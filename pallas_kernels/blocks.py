@@ -33,6 +33,8 @@ def block_table(
     k_lo, k_hi = (x[:, None, :] for x in block_bounds(*k))
     qs_lo, qs_hi = (x[:, :, None] for x in block_bounds(q[1], *q[1:]))
     ks_lo, ks_hi = (x[:, None, :] for x in block_bounds(k[1], *k[1:]))
+    # Bounds of whole blocks cost one comparison a pair of blocks, where the exact test would cost
+    # one a pair of tokens.
     needed = (k_lo <= q_hi) & (ks_lo <= qs_hi) & (qs_lo <= ks_hi)
     uniform = (qs_lo == qs_hi) & (ks_lo == ks_hi) & (qs_lo == ks_lo) & (k_hi <= q_lo)
     if window:
@@ -57,6 +59,7 @@ def block_ranges(
     m = needed_Bnm.shape[2]
     any_needed = needed_Bnm.any(2)
     first = jnp.where(any_needed, jnp.argmax(needed_Bnm, axis=2), 0)
+    # A contiguous range costs four scalars a block; the unneeded blocks inside it are masked.
     last = jnp.where(any_needed, m - jnp.argmax(needed_Bnm[:, :, ::-1], axis=2), 0)
     block_ids = jnp.arange(m)[None, None, :]
     full_first = jnp.where(full_Bnm.any(2), jnp.argmax(full_Bnm, axis=2), last)

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 WARPGROUP_ROWS = 64  # rows of a wgmma tile, which one warpgroup owns
-SHARED_BYTES = 232_448  # shared memory that one block of threads can use
+# Shared memory that one block of threads can use: 1 KiB less than a core has.
+SHARED_BYTES = 232_448
 # Registers per thread of a consumer and of the producer warpgroup, by the number of consumers. At
 # launch the 64K registers are divided equally among warpgroups. Consumers take the registers that
 # the producer releases; if the sum were larger, they would wait forever.
@@ -67,6 +68,7 @@ def make_kernel(
         num_threads=num_threads,
         thread_name="warpgroup",
         kernel_name=name,
+        # Exponentials and logarithms then are single instructions, with errors of about 2 ulp.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret_params(interpret),
     )
@@ -179,6 +181,7 @@ class Ring(NamedTuple):
     def wait_free(self, n: Any) -> None:
         """Producer: wait until all consumers have released the slot of step n."""
 
+        # In its first use a slot is free: no consumer has been there to release it.
         @pl.when(n >= self.stages)
         def _():
             plgpu.barrier_wait(self.free.at[self.slot_of(n)])
@@ -222,6 +225,8 @@ class Ring(NamedTuple):
                 products = operands(k, self.slot_of(offset + k))
                 for i, (a, b) in enumerate(products):
                     plgpu.wgmma(accs[i % len(accs)], a, b)
+                # This step's products may still run; those of the previous step have ended, so its
+                # slot can be refilled.
                 plgpu.wgmma_wait(len(products))
                 pl.when(k > 0)(lambda: self.release(offset + k - 1))
 

@@ -102,6 +102,7 @@ def opaque_count(count: int) -> Array:
 
 def take_tile(x: Array, i: Array | int) -> Array:
     """x[i], clamped to the last index."""
+    # Negative indices would take a comparison and a selection at each read.
     return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
 
 

@@ -122,6 +122,7 @@ def time_sides(
         runs = [s.passes(inputs, ct) for s in sides]
         for name in [p for p in runs[0] if p in runs[1]]:
             pair = times.setdefault(name, [[], []])
+            # Alternating, so that a clock that rises or falls favours neither side.
             for index in (0, 1) if i % 2 == 0 else (1, 0):
                 pair[index].append(time_run(runs[index][name]))
     work = op.work(case, jnp.dtype(dtype).itemsize)

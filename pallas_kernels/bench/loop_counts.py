@@ -143,10 +143,11 @@ def _weights_loops(case: Any) -> LoopCounts:
         table = group_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows)
         low, high = np.asarray(table.low_V), np.asarray(table.high_V)
     core_tiles = -(-n_tiles // tpu.count_tpu_cores())
+    # Of the first core, whose tiles are full: the slower core bounds the time.
     full = sum(
         _full_iterations(tile, None if n_tiles == 1 else case.F - n * tile)
         for n in range(core_tiles)
-    )  # the first core's tiles are the full ones
+    )
     inner = tuple(
         LoopCounts((n * core_tiles, n * core_tiles), (LoopCounts((n * full,)),))
         for _, n in _product_counts(low, high, rows, high > low)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels.bench.ops import Op
 
 Run = Callable[[], Any]  # starts the work and returns its results, possibly before they are ready
-MIN_TIMED_S = 0.02  # a timing repeats the work for at least so long, to hide clock and dispatch
+# A timing repeats the work for at least so long, so that the clock's resolution and the dispatch
+# of a call do not count.
+MIN_TIMED_S = 0.02
 
 
 class Anchors(NamedTuple):
@@ -32,6 +34,7 @@ def measure_anchors(platform: str, dtype: Any) -> Anchors:
     matmul, copy = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1.0)
     matmul_s = statistics.median(time_run(lambda: matmul(a, b)) for _ in range(10))
     copy_s = statistics.median(time_run(lambda: copy(x)) for _ in range(10))
+    # A copy reads and writes four bytes of each element.
     return Anchors(2e-12 * width**3 / matmul_s, 8e-9 * elements / copy_s)
 
 
@@ -54,6 +57,8 @@ class JittedOp:
     def __init__(self, op: Op, case: Any, impl: str) -> None:
         call, n = op.call(case, impl), op.differentiated
         self.forward = jax.jit(call)
+        # The function that jax.vjp returns is a pytree of residuals: it can leave one program and
+        # enter another, so the backward pass is timed alone.
         self.pull = jax.jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))
         self.backward = jax.jit(lambda pull, ct: pull(ct))
 

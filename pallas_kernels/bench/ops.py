@@ -102,6 +102,7 @@ def _key_spans(case: Any, inputs: tuple[Any, ...], row_ids: np.ndarray) -> Spans
     In the order of segment and position the keys of a window are consecutive.
     """
     q_pos, k_pos, q_seg, k_seg = (np.asarray(x, np.int64) for x in inputs[4:8])
+    # One number orders by segment and then by position, which is below 2^32.
     S, segment_stride = k_pos.shape[1], 1 << 32
     low, high = np.full(len(row_ids), S), np.zeros(len(row_ids), int)
     if not case.window:

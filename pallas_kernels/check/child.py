@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.check.verdicts import KernelVerdict
 
-TIMEOUT_S = 600.0  # compiling for the chip included
+# Includes compiling for the chip, which may take minutes.
+TIMEOUT_S = 600.0
 CHIP_TIMEOUT_S = 120.0
 _START = (  # the alarm ends a hanging child whose parent is dead
     "import json, signal, sys; signal.alarm(int(sys.argv[3])); "
@@ -69,6 +70,8 @@ def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
             finally:
                 if child.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
+                        # The group and not the process: compilers that the child started would go
+                        # on.
                         os.killpg(child.pid, signal.SIGKILL)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.wait(10)  # a driver may keep it alive; then it is abandoned

@@ -67,6 +67,7 @@ def find_wrong_result(
                 max_row_error(a, c),
                 error_limit(max_row_error(b, c), a, dtype, output=i < outputs),
             )
+            # Written so that NaN is an error.
             if not result_error <= max_error:
                 return f"{name}: relative error {result_error:.2e}, limit {max_error:.2e}"
     return None

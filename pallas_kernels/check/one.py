@@ -27,7 +27,8 @@ from pallas_kernels.check.sampled import (
     select_compared,
 )
 
-MARK = "kernel check: "  # begins each line that is for the parent
+# Begins each line that is for the parent: libraries and drivers print to the same stream.
+MARK = "kernel check: "
 N_REPEATS = 3  # calls that must return the same bits
 
 
@@ -131,12 +132,14 @@ def find_fault(op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEAT
         ct = mask_cotangents(op, jax.tree.unflatten(tree, leaves), row_ids)
     jitted = JittedOp(op, case, impl)
     first_results = run_passes(jitted, inputs, ct)
+    # A race or a sum in no fixed order shows as a difference between calls.
     for _ in range(repeats - 1):
         for name, a, b in zip(
             op.results, first_results, run_passes(jitted, inputs, ct), strict=False
         ):
             if not bool(_same_bits(a, b)):
                 return f"{name} has different bits in two calls with the same inputs"
+    # Only samples are compared below, but a gradient must be finite everywhere.
     gradients = zip(
         op.results[-op.differentiated :], first_results[-op.differentiated :], strict=True
     )
@@ -151,6 +154,7 @@ def find_fault(op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEAT
 
 @jax.jit
 def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    # As numbers a NaN differs from itself, and −0 equals 0.
     bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
     a, b = (jax.lax.bitcast_convert_type(x, bits) for x in (a, b))
     return jnp.all(a == b)

@@ -97,6 +97,7 @@ def save_verdict(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
             file.write(json.dumps(record, indent=1) + "\n")
+        # Several processes may check at once, and a reader must not see half a file.
         os.replace(file.name, path)
     except OSError as error:
         log_line(

@@ -66,9 +66,12 @@ def pages_from_table(
     Pages of more than `max_page` tokens (a multiple of it) are split, without a copy.
     """
     (P, size, K, H), J = k_PSKH.shape, table_BJ.shape[1]
+    # Entries past a row's last page are arbitrary, and no kernel may address a page that does not
+    # exist.
     table = jnp.clip(table_BJ.astype(jnp.int32), 0, P - 1)
     lengths_B = lengths_B.astype(jnp.int32)
     first_B1 = jnp.zeros_like(lengths_B)[:, None]
+    # So many pages at most contain window + T − 1 consecutive slots, wherever in a page they begin.
     most_needed = -(-(window + T - 2) // size) + 1
     if window and most_needed < J:
         first_B1 = jnp.maximum(lengths_B[:, None] - T - window + 1, 0) // size

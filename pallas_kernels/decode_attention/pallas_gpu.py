@@ -30,7 +30,8 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 ROWS = hopper.WARPGROUP_ROWS  # query rows (queries times heads per key head) of one tile
-KEYS = 64  # slots per step: scores take 32 registers a thread, and so do outputs
+# Slots per step: scores then take 32 registers a thread, and so do outputs.
+KEYS = 64
 # Steps in shared memory. With heads of 64 a step is 16 KiB, so two blocks of threads fit on a core
 # with 96 KiB in flight; bandwidth times latency is 33 KiB a core (4.3 TB/s, 1 µs). With heads of
 # 128 one block fits.
@@ -38,7 +39,8 @@ STAGES = 4
 # Slots per split. 64 rows of 8k have 4096 splits for 264 concurrent blocks, one row of 8k has 64.
 # Each split writes 2 KiB of partial results and reads 256 KiB of keys and values.
 SPLIT = 1024
-MIN_PAGE = 8  # rows of a swizzled tile
+# A swizzled tile has 8 rows, so a page must not be smaller.
+MIN_PAGE = 8
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
@@ -95,10 +97,8 @@ def decode_tiles(T: int, G: int) -> DecodeTiles:
 
 def _attend_gpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
     (B, T, N, H), K, dtype = q_BTNH.shape, x.k_PSKH.shape[2], q_BTNH.dtype
-    G, split = (
-        N // K,
-        min(SPLIT, -(-x.visible_bits_BS.shape[1] // KEYS) * KEYS),
-    )  # a short cache is one split
+    # A short cache is one split.
+    G, split = N // K, min(SPLIT, -(-x.visible_bits_BS.shape[1] // KEYS) * KEYS)
     if scale <= 0:  # the kernel scales after taking a maximum
         q_BTNH, scale = q_BTNH * jnp.asarray(-1 if scale else 0, dtype), -scale or 1.0
     tiles = decode_tiles(T, G)
@@ -127,9 +127,8 @@ def _attend_gpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
     )
     per_tile, visible_bits = KEYS // x.page, x.visible_bits_BS.reshape(B, -1, KEYS)
     table = x.table_BJ.reshape(B, n, split // x.page)
-    table = jnp.pad(
-        table, ((0, 0), (0, 0), (0, -table.shape[2] % 32))
-    )  # copies are multiples of 128 bytes
+    # A copy moves a multiple of 128 bytes.
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[2] % 32)))
     parts, lses = plgpu.kernel(
         partial(_split_kernel, tiles=tiles, page=x.page, factor=scale * LOG2E, interpret=interpret),
         out_type=(
@@ -146,6 +145,8 @@ def _attend_gpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
             column_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
             row_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
             table_s=plgpu.SMEM((table.shape[2],), jnp.int32),
+            # An arrival for each copy of `one_split`, and for keys and values of each page of a
+            # step.
             start=plgpu.Barrier(num_arrivals=5),
             filled=plgpu.Barrier(num_arrivals=2 * per_tile, num_barriers=STAGES),
         )],
@@ -280,6 +281,8 @@ def _split_kernel(
 
         carry = (
             hopper.fill_registers((ROWS, H), 0.0, hopper.TILE, interpret),
+            # Halfway to UNSEEN: the weights of a row that sees nothing are then exp2 of a huge
+            # negative number, which is 0, and not exp2(0).
             hopper.fill_registers((ROWS,), UNSEEN / 2, hopper.PER_ROW, interpret),
             hopper.fill_registers((ROWS,), 0.0, hopper.PER_ROW, interpret),
         )
@@ -293,6 +296,7 @@ def _split_kernel(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(_result_rows(s["o_s"], tiles), o_ref.at[b, head, n, tile])
         plgpu.copy_smem_to_gmem(s["lse_s"], lse_ref.at[b, head, n, tile])
+        # Shared memory must not be given up while copies still read it.
         plgpu.wait_smem_to_gmem(0)
 
     pl.when((n >= splits_ref[b, 0]) & (n < splits_ref[b, 1]))(one_split)

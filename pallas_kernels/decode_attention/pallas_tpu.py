@@ -34,12 +34,16 @@ KEYS = 512
 # Steps in VMEM: 3 MiB if K·H = 512, 6 MiB if 1024, of at least 16 MiB. The two in flight, 2 MiB,
 # cover a latency of 0.7 µs at 2.7 TB/s (v5p).
 STAGES = 3
-PAGE = 128  # page size of a contiguous cache, the smallest unit that is read
-MIN_PAGE = 16  # sublanes of a tile of two-byte numbers
-TABLE_BYTES = 3 * 2**18  # scalar memory for page tables, of 1 MiB
+# Page size of a contiguous cache: the smallest unit that is read or skipped.
+PAGE = 128
+# A tile of two-byte numbers has 16 sublanes, and a copy moves complete tiles.
+MIN_PAGE = 16
+# Page tables are in scalar memory, of which a core has 1 MiB.
+TABLE_BYTES = 3 * 2**18
 VISIBLE_BITS_BYTES = 2**21  # VMEM for the visibility bits of a row, double-buffered
 RING_BYTES = 12 * 2**20  # VMEM for the ring
-VMEM = 32 * 2**20  # limit of the kernel; every chip from v5e on has at least 64 MiB
+# libtpu gives a kernel 16 MiB unless asked for more; every chip from v5e on has at least 64 MiB.
+VMEM = 32 * 2**20
 
 
 def decode_attention_mosaic_tpu(
@@ -142,6 +146,7 @@ def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
     span = pages.block_ranges(used, used)[:, 0, :]
     first, last = span[:, 0], span[:, 3]
     cores = 2 if B % 2 == 0 else 1
+    # A row without visible keys has no copies: the prefetch must know the next row that has some.
     busy = jnp.where(last > first, jnp.arange(B, dtype=jnp.int32), B).reshape(cores, B // cores)
     following = lax.cummin(busy, axis=1, reverse=True)  # the first non-empty row from each row on
     following = jnp.concatenate([following, jnp.full((cores, 1), B, jnp.int32)], axis=1)
@@ -184,6 +189,8 @@ def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
             jax.ShapeDtypeStruct((B, C, rows, 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
+            # The rows of a core run in order, since the ring and `ahead` carry over from row to
+            # row.
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
@@ -281,6 +288,8 @@ def _decode_kernel(
         fetch_one()  # into the stage that the previous step has freed
         number = ahead[n_used]
         stage = lax.rem(number, STAGES)
+        # A copy is waited for by a second descriptor of the same copy: the first one was made in an
+        # earlier iteration.
         page_copies(b, step, number, lambda copy: copy.wait())
         slot_bits = seen_ref[0, pl.ds(step, 1), :]
         visible = (slot_bits & bit_ref[...]) != 0

@@ -62,6 +62,8 @@ def paged_decode_attention_xla(
 
     sink = sink_N.astype(jnp.float32).reshape(1, 1, K, N // K, 1)
     sink = jnp.broadcast_to(sink, (B, T, K, N // K, 1))
+    # Above UNSEEN, so that the weights of unseen keys are 0 in a row that sees no key and has no
+    # sink.
     top = jnp.maximum(sink, UNSEEN / 2)
     block_visible = (x.visible_bits_BS != 0).any(0).reshape(-1, count * size).any(1)
     last = jnp.where(

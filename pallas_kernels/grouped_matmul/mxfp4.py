@@ -101,6 +101,7 @@ def mxfp4_to_dense(x: Mxfp4, dtype: DTypeLike = jnp.float32) -> Float[Array, "*E
     code = jnp.concatenate([byte & 15, byte >> 4], axis=-2)
     scale = jnp.repeat(x.scales_EDF.astype(jnp.int32), GROUP, axis=-2)
     word = mxfp4_to_float32_bits(code, scale)
-    if jnp.dtype(dtype) == jnp.bfloat16:  # a cast from float32 may flush subnormals
+    # A cast from float32 may flush subnormals, so the upper half of the bits is taken instead.
+    if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type((word >> 16).astype(jnp.int16), jnp.bfloat16)
     return lax.bitcast_convert_type(word, jnp.float32).astype(dtype)

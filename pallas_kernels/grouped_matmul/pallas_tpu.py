@@ -40,6 +40,7 @@ def _bias_gradient(dout_MF, sizes_E):
     end_E = jnp.cumsum(sizes_E)
     row_M = jnp.arange(dout_MF.shape[0], dtype=jnp.int32)
     in_group_EM = (row_M[None, :] < end_E[:, None]) & (row_M[None, :] >= (end_E - sizes_E)[:, None])
+    # Rows past the sum are arbitrary, and 0 · NaN is NaN.
     dout_MF = jnp.where((row_M < end_E[-1])[:, None], dout_MF, jnp.zeros_like(dout_MF))
     return jnp.dot(
         in_group_EM.astype(dout_MF.dtype),

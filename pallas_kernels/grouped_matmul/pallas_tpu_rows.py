@@ -32,9 +32,9 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
     """Tiles of the output's columns, or None where the matrices cannot be tiled."""
     _, width, out_width = rhs_EDF.shape
     if transposed:
-        packed = (
-            width * out_width if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part) else 0
-        )  # a packed matrix is copied completely, into two buffers
+        # The window's rows may be in either half of a byte, so a packed matrix is copied
+        # completely, into two buffers.
+        packed = width * out_width if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part) else 0
         if packed > tpu.vmem_bytes() // 3:
             return None
         return tiles.plan_tiles(width, out_width, itemsize, lanes=False, halves=False)
@@ -211,6 +211,7 @@ def _rows_kernel(
         return y + biases[half][:, span].astype(jnp.float32) if biases else y
 
     def store_block(out, rows, span, mask, y):
+        # Other rows of the tile belong to other groups, whose visits have written them or will.
         out[rows, span] = jnp.where(mask, y, out[rows, span].astype(jnp.float32)).astype(out.dtype)
 
     def rows_of_group(start, size, _):
@@ -324,6 +325,8 @@ def _call_rows_kernel(
 
     def of_group(walk, n, i, *table):
         table, v = visit_index(walk, i, table)
+        # Rows past the sum have the number of a group that does not exist; they read any block and
+        # ignore it.
         return jnp.minimum(table.group_V[v], n_groups - 1), 0, n
 
     def of_out(walk, n, i, *table):
@@ -354,6 +357,8 @@ def _call_rows_kernel(
         ),
         out_shape=[jax.ShapeDtypeStruct((padded, columns), dtype)] * n_out,
         compiler_params=pltpu.CompilerParams(
+            # Visits run in order: each prefetches the next group's matrix, and groups share tiles
+            # of rows.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
         ),

@@ -21,10 +21,14 @@ from jaxtyping import Array, DTypeLike, Int
 
 from pallas_kernels.tpu import has_wide_mxu, vmem_bytes
 
-LANES = 128  # columns in a vector register, the smallest copy
-COLUMNS = 256  # tiles have a multiple of this: the matrix unit's width on v6e and 7x, twice v5's
-ROWS = 512  # rows of an input tile: their products take longer than the overhead of a step
-ALIGNED = 16  # a product starts at a row that is a multiple of this: a register of bfloat16
+# Columns in a vector register, and the smallest width of a copy.
+LANES = 128
+# Tiles have a multiple of this many columns: the matrix unit's width on v6e and 7x, twice v5's.
+COLUMNS = 256
+# Rows of an input tile: their products take longer than the overhead of a step.
+ROWS = 512
+# A product starts at a multiple of the rows of a bfloat16 register.
+ALIGNED = 16
 
 
 def product_sizes() -> tuple[int, ...]:
@@ -118,9 +122,8 @@ def plan_tiles(
         return TpuPlan(tile, (_column_windows(columns, tile, 0, 0, columns),), 0)
     if tile == columns:
         return TpuPlan(tile, (_column_windows(2 * columns, 2 * columns, 0, 0, 2 * columns),), shift)
-    padded_columns = round_up(
-        columns, LANES
-    )  # the last tile of gate columns ends in up columns, unused
+    # A copy moves complete lanes, so the last tile of gate columns ends in up columns, unused.
+    padded_columns = round_up(columns, LANES)
     gate = _column_windows(padded_columns, tile, 0, 0, padded_columns)
     return TpuPlan(
         tile,
@@ -188,9 +191,8 @@ def row_visits(
     real_PV = position_L[None, :] < n_owned_P1 + blank_P1
     group_PV = jnp.where(owned_PV, group_V[visit_PV], n_groups)
     past_PV = blank_P[:-1, None] + jnp.minimum(position_L[None, :] - n_owned_P1, blank_P1 - 1)
-    idle_P1 = (
-        jnp.where(blank_P1 > 0, blank_P[1:, None], edge_P[1:, None]) - 1
-    )  # repeat the last tile
+    # Surplus visits repeat the last tile, so that no other tile is copied for them.
+    idle_P1 = jnp.where(blank_P1 > 0, blank_P[1:, None], edge_P[1:, None]) - 1
     tile_PV = jnp.where(owned_PV, tile_V[visit_PV], jnp.where(real_PV, past_PV, idle_P1))
     low_PV, high_PV = _row_bounds(start_G[group_PV], end_G[group_PV], tile_PV, rows, real_PV)
     nonempty_G = end_G > start_G

@@ -54,6 +54,7 @@ def _weights_kernel(
     def rows_of_group(start, size, new):
         rows = pl.ds(start, size)
         row = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + start
+        # The last product may begin in rows of the one before, which must not be added twice.
         mask = (row >= jnp.maximum(low, new)) & (row < high)
         x = lhs[rows, :]
         x = jnp.where(mask, x, jnp.zeros_like(x))
@@ -93,6 +94,7 @@ def weight_gradients_tpu(
     assert tile is not None, "unsupported() lets only matrices with a tile through"
     n_tiles = -(-columns // tile)
     rows = tiles.row_tile(n_rows, (width + tile) * lhs_MD.dtype.itemsize)
+    # Empty groups are visited too: their gradient must be written as 0.
     visits = group_visits(sizes_E, n_rows, rows)
     out_specs = [pl.BlockSpec((None, width, tile), lambda n, v, group, *_: (group[v], 0, n))]
     out_shape = [jax.ShapeDtypeStruct((n_groups, width, columns), dtype)]

@@ -19,8 +19,10 @@ from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
-_MATMUL_TILES_PER_GROUP = 8  # a group's last tile is half full on average: 1/16 of the group
-_WEIGHT_TILES_PER_GROUP = 2  # each tile also reads and writes a full [D, F] accumulator
+# A group's last tile is half full on average, so with 8 tiles 1/16 of the products is wasted.
+_MATMUL_TILES_PER_GROUP = 8
+# Fewer here, because each tile also reads and writes a full [D, F] accumulator.
+_WEIGHT_TILES_PER_GROUP = 2
 
 
 def tile_rows(n_rows: int, n_groups: int, per_group: int) -> int:

@@ -24,7 +24,9 @@ from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 
 _HERE = "pallas_kernels.sink_attention"
-BLOCK = 256  # positions; a multiple of the key block of every kernel
+# A multiple of the key block of every kernel: keys that are moved by whole blocks stay in the same
+# block of the kernel.
+BLOCK = 256
 
 
 def sink_attention_mosaic_invariant(
@@ -98,6 +100,7 @@ def order_by_position(
         last_B1 = jnp.max(jnp.where(is_query, positions_BT, 0), axis=1, keepdims=True)
         first_B1 = jnp.minimum(first_B1, last_B1)  # for a row without queries
         first_B1 = jnp.maximum(jnp.maximum(first_B1, last_B1 - S + 1), 0) // BLOCK * BLOCK
+        # The first key may be anywhere in its block, which adds up to BLOCK − 1 columns.
         length = min(window + T - 1, S) + BLOCK - 1
     columns = jnp.arange(-(-length // BLOCK) * BLOCK, dtype=jnp.int32)
     positions_BC = first_B1 + columns[None, :]

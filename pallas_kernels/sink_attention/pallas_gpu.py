@@ -131,6 +131,7 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         q_filled=plgpu.Barrier(num_arrivals=2, num_barriers=2 * C),
         k_filled=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         v_filled=plgpu.Barrier(num_barriers=tiles.stages),
+        # Keys are free before the values of the same block, so both have barriers of their own.
         k_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
         v_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
         tensor_cores=plgpu.Barrier(num_barriers=C),
@@ -143,6 +144,8 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ),
         scratch=[scratch],
+        # One block of threads a core, which takes tile after tile: the next tile is fetched under
+        # this one.
         programs=min(count_gpu_cores(), blocks * B * N // tiles.heads),
         num_threads=C + 1,
         name="sink_attention_forward",
@@ -211,6 +214,8 @@ def _forward_kernel(
             return 2 * group + (n & 1)
 
         def fetch_q(n):
+            # Past the last tile its queries are fetched once more, so that every tile runs the same
+            # code.
             _, b, head, _, rows = locate_rows(jnp.minimum(n, n_tiles - 1))
             destinations = [s[x].at[q_slot(n)] for x in ("q_s", "q_at", "q_filled")]
             pairs = (
@@ -243,6 +248,8 @@ def _forward_kernel(
                 k_step = offset + k
                 slot, ends = k_ring.slot_of(k_step), k + 1 == visit.count
                 z = shared.mask_scores(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+                # The previous step has multiplied these keys; their positions, read for the mask,
+                # were the last use.
                 k_ring.release(k_step)
                 new = jnp.maximum(top, z.max(axis=1) * factor)
                 shrink = jnp.exp2(top - new)
@@ -275,6 +282,8 @@ def _forward_kernel(
             # Without keys and sink the sum is 0.
             has_weights = total > 0
             safe = jnp.where(has_weights, total, 1.0)
+            # The results replace the tile's queries, which are no longer needed, and are copied
+            # from there.
             q_s[...] = (acc * hopper.broadcast_along(1.0 / safe, acc.shape, 0)).astype(dtype)
             s["lse_s"].at[group][...] = jnp.where(
                 has_weights, top / LOG2E + jnp.log(safe), -jnp.inf
@@ -297,5 +306,7 @@ def _forward_kernel(
         z = hopper.multiply_transposed(*score_operands(start, start), interpret, pass_tensor_cores)
         offset, _ = lax.fori_loop(0, n_tiles, one_tile, (start, z))
         k_ring.release(offset)
+        # The last turn is passed on as well, and consumer 0 takes it: arrivals and waits must
+        # match.
         pl.when(group == 0)(await_tensor_cores)
         plgpu.wait_smem_to_gmem(0)

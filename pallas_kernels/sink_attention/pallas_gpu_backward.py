@@ -48,6 +48,7 @@ def mosaic_dkv_tiles(H: int, window: int) -> MosaicTiles:
 
 def attention_gradients_gpu(q, k, v, dout, lse, delta, layout, window, scale, interpret):
     """(dq, dk, dv) for these keys, in the inputs' dtypes; lse and Δ are those over all keys."""
+    # The weights are powers of 2, so lse is converted once and not in every block.
     stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
     arrays = (q, k, v, dout.astype(q.dtype), stats_BN2T, layout)
     dq = _query_gradients(*arrays, window, scale, interpret)
@@ -176,6 +177,7 @@ def _query_kernel(
 
             dq = hopper.fill_registers((ROWS, H), 0.0, hopper.TILE, interpret)
             dq = shared.loop_by_mask(visit.loops, one_step, dq)
+            # The scale of dz is a common factor of the sum and is applied once.
             q_s[...] = (dq * scale).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])

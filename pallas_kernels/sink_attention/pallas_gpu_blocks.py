@@ -110,6 +110,7 @@ def pad_layout(layout: Layout, q_block: int, k_block: int, window: int) -> Padde
     tables = block_table(layout, q_block, k_block, window)
     k_seg = mark_key_padding(k_seg)
     k_seg_BmS = k_seg.reshape(k_seg.shape[0], -1, k_block)
+    # In a larger window a query at BEFORE_ALL_KEYS could see keys.
     single_Bm = (k_seg_BmS == k_seg_BmS[:, :, :1]).all(2) & (window <= -BEFORE_ALL_KEYS)
     return Padded(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables, single_Bm)
 
@@ -156,6 +157,7 @@ def visit_table(
     kind = jnp.where(full_Bnm, 2, jnp.where(single_Bm[:, None, :], 1, 0))
     kind = jnp.where(needed_Bnm, kind, 3)
     counts = ((kind <= n).sum(2) for n in range(3))
+    # The sort is stable: blocks of one kind stay in order of position, which makes sums repeatable.
     return jnp.concatenate([jnp.stack([*counts], 2), jnp.argsort(kind, axis=2)], 2, jnp.int32)
 
 

@@ -25,7 +25,8 @@ from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_tpu_backward import attention_gradients_tpu
 from pallas_kernels.sink_attention.reference import UNSEEN
 
-COLUMNS = 1024  # maximum of heads per key head times head size; more was not compiled
+# Maximum of heads per key head times head size: more was never compiled.
+COLUMNS = 1024
 TABLE = 2**17  # maximum bytes of block tables in SMEM
 
 
@@ -37,6 +38,7 @@ def _forward_kernel(
     bs = k_two.shape[1]
 
     def block_copies(block, buffer):
+        # The compiler cannot see that the slice begins at a tile, and is told so.
         keys = pl.ds(pl.multiple_of(block * unit, unit), bs)
         pairs = ((k_hbm.at[b, head, keys], k_two), (v_hbm.at[b, head, keys], v_two),
                  (k_places_hbm.at[b, :, keys], k_places_two))  # fmt: skip

@@ -42,6 +42,7 @@ def _backward_kernel(
             for i, (source, two) in enumerate(pairs)
         )
 
+    # The first block of queries clears the sums, which stay in VMEM for all blocks of this head.
     @pl.when(pl.program_id(2) == 0)
     def _():
         dk[...] = jnp.zeros_like(dk)
@@ -163,6 +164,7 @@ def _gradients_of_part(
             blocks.result_struct(q.shape, dtype_of_dq if last else jnp.float32),
             *[blocks.result_struct((x.B, x.K, H, S), jnp.float32)] * 2,
         ],
+        # A part adds to the previous part's dq in place. The last part's dq has another dtype.
         input_output_aliases={8: 0} if extra_inputs and not last else {},
         compiler_params=blocks.compiler_params(),
         cost_estimate=pl.CostEstimate(

@@ -164,9 +164,8 @@ def choose_sizes(
     """The sizes of a pass for q [B, T, N, H] and k [B, S, K, H] of `itemsize` bytes an element."""
     (B, T, N, H), (S, K) = q_shape, k_shape[1:3]
     G = N // K
-    F = (
-        G if T * G <= tpu_block_sizes(T * G, S, window, itemsize, backward)[0] else 1
-    )  # if all fit into one block
+    # With few queries, as in decoding, the heads fill lanes that would be empty.
+    F = G if T * G <= tpu_block_sizes(T * G, S, window, itemsize, backward)[0] else 1
     return Sizes(B, T, S, K, G // F, F, H, *tpu_block_sizes(T * F, S, window, itemsize, backward))
 
 
@@ -270,6 +269,8 @@ def visit_blocks(
         for copy in copies(block, buffer):
             copy.start()
 
+    # Nothing before this step could prefetch for it: its batch row and head may begin on another
+    # core.
     @pl.when(i == 0)
     def _():
         slot_ref[0] = 0
@@ -279,6 +280,7 @@ def visit_blocks(
         block = first + iteration * group
         has_next = block + group < last
 
+        # The last visit of a step fetches the first block of the next step.
         @pl.when(has_next | (i + 1 < n))
         def _():
             start_fetch(jnp.where(has_next, block + group, runs_ref[next_row]), 1 - buffer)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import signature as sig
 
-UNSEEN = -2e30  # score of an unseen key: its weight is 0, and differences of scores stay finite
+# Score of an unseen key. With −∞ the difference of two such scores would be NaN; with this one the
+# weight is 0 and all differences are finite.
+UNSEEN = -2e30
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -25,6 +27,8 @@ def sink_attention_reference(
     sink_1KG11 = sink_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
     z = _masked_scores(q, k, layout, window, scale)
     top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True, initial=UNSEEN), sink_1KG11)
+    # The result does not depend on `top`, so it needs no gradient. It stays above UNSEEN, so that a
+    # row that sees no key has weights 0 and not 1.
     top = jax.lax.stop_gradient(jnp.maximum(top, UNSEEN / 2))
     weights = jnp.exp(z - top)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink_1KG11 - top)

@@ -26,7 +26,9 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 ROWS = 512  # maximum rows of a score block: queries times heads per key head
 KEYS = 128  # maximum keys of a block, except for few queries
 SCORES = 2**20  # maximum size of the score blocks of all batch rows and key heads
-FEW = 16  # up to so many queries (a decode step) take all keys at once, up to DECODE scores a head
+# Up to FEW queries, a decode step, take all keys at once, as long as a head has at most DECODE
+# scores.
+FEW = 16
 DECODE = 2**16
 
 
@@ -48,9 +50,8 @@ def xla_block_sizes(B: int, T: int, S: int, K: int, G: int, window: int = 0) -> 
     """Queries and keys per block."""
     if T <= FEW:
         return max(T, 1), _block_length(S, DECODE // (max(T, 1) * G))
-    small = (
-        KEYS // 2 if 0 < window <= KEYS else KEYS
-    )  # in larger blocks most pairs would be outside the window
+    # With a short window most pairs of a larger block would be outside of it.
+    small = KEYS // 2 if 0 < window <= KEYS else KEYS
     rows, keys = min(T, small, max(1, ROWS // G)), min(S, small)
     while B * K * G * rows * keys > SCORES and rows > 32:
         rows, keys = -(-rows // 2), -(-keys // 2)
@@ -88,6 +89,7 @@ def _make_blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
 def _key_block_ranges(layout, bt, bs, window) -> Array:
     """First and one past the last key block that any row of the batch needs."""
     needed, _ = block_table(layout, bt, bs, window)
+    # One loop serves all rows of the batch, so it visits what any of them needs.
     needed = needed.any(0, keepdims=True)
     return block_ranges(needed, needed)[0][:, jnp.array([0, 3])]
 

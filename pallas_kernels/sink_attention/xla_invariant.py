@@ -158,7 +158,8 @@ def _attend_pairs(
 
     def add_block(carry: Any) -> Any:
         i, top, total, acc = carry
-        # a pair without further blocks reads its last block again, completely masked
+        # All pairs run as many iterations as the longest one. A pair without further blocks reads
+        # its last block again, completely masked, which adds exact zeros.
         block_index = row_P, jnp.clip(begin_P + i, 0, jnp.maximum(end_P - 1, 0))
         slot_PX = gather_in_bounds(blocks.slot_BCX, *block_index)
         segment_P = jnp.where(
@@ -190,7 +191,7 @@ def _attend_pairs(
     _, top, total, acc = lax.while_loop(lambda carry: carry[0] < max_blocks, add_block, carry)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
-    # pairs without keys have read arbitrary slots
+    # Pairs without keys have read arbitrary slots, which may contain NaN.
     acc = jnp.where((begin_P < end_P)[:, None, None, None], acc / safe, 0.0)
     return jnp.concatenate([acc, lse], axis=3)
 

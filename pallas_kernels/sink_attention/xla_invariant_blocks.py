@@ -47,9 +47,8 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     blocks_BS = positions_BS // KEYS
     same_block_BS = (jnp.diff(segments_BS) == 0) & (jnp.diff(blocks_BS) == 0)
     first_BS = jnp.concatenate([jnp.ones((B, 1), bool), ~same_block_BS], axis=1)
-    block_index_BS = (
-        jnp.cumsum(first_BS.astype(jnp.int32), axis=1) - 1
-    )  # the index of a key's block in its row
+    # The index of a key's block in its row.
+    block_index_BS = jnp.cumsum(first_BS.astype(jnp.int32), axis=1) - 1
     row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     heads_BS = row_B1, jnp.where(first_BS, block_index_BS, S)
 
@@ -106,6 +105,8 @@ def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     slots_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
     column_BS = jnp.where(valid_BS, positions_BS - first_B1 * KEYS, C * KEYS)
     table = jnp.full((B, C * KEYS), -1).at[row_B1, column_BS].set(slots_BS, mode="drop")
+    # A position without a key reads a real key, with weight 0. A free slot may contain NaN, which
+    # times 0 is NaN.
     fallback_B1 = ~gather_in_bounds(table, row_B1, newest_B1 - first_B1 * KEYS)
     table = jnp.where(table < 0, fallback_B1, table).reshape(B, C, KEYS)
     block_BC = first_B1 + jnp.arange(C, dtype=jnp.int32)[None]

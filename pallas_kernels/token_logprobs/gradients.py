@@ -33,6 +33,8 @@ def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[sig.Resu
 def _logprobs_bwd(_forward: Any, gradients: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     hidden_MD, _, _, temperature, _, _ = saved
     dhidden_MD, dw_head_DV = gradients(*saved, *cotangents)
+    # The public function refuses a derivative with respect to the temperature, so nobody reads this
+    # zero.
     return dhidden_MD.astype(hidden_MD.dtype), dw_head_DV, None, jnp.zeros_like(temperature)
 
 

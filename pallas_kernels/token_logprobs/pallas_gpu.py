@@ -25,15 +25,22 @@ from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.gradients import passes_of
 
-ROWS = 64  # rows of a warpgroup, those of a wgmma
-COLUMNS = 256  # the widest wgmma; 64 × 256 float32 sums are 128 registers of each thread
-DEPTH = 64  # 128 bytes of bfloat16, one swizzle
-STAGES = 4  # slots of (128 + 256) × 64 bfloat16: 192 of the 227 KiB of shared memory
-GROUP = 16  # row tiles processed together: their 12 MB of hidden states stay in L2 (50 MB), and the
-# head is read from memory once a group
+# A wgmma has 64 rows, which one warpgroup owns.
+ROWS = 64
+# The widest wgmma: 64 × 256 float32 sums take 128 registers of each thread.
+COLUMNS = 256
+# A swizzled row has 128 bytes, 64 bfloat16.
+DEPTH = 64
+# Slots of (128 + 256) × 64 bfloat16 take 192 of the 227 KiB of shared memory.
+STAGES = 4
+# Row tiles that are processed together: their 12 MB of hidden states stay in L2 (50 MB), so the
+# head is read from memory once a group.
+GROUP = 16
 TILE = 64  # columns of a swizzled tile; the head must have a multiple
-PART = 64  # columns finished at a time; all 256 would spill registers
-CHUNK = 8192  # words whose dz is stored at a time: 0.4 GB at 24k tokens
+# Columns that are finished at a time: all 256 would spill registers.
+PART = 64
+# Words whose dz is stored at a time: 0.4 GB at 24k tokens.
+CHUNK = 8192
 
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -91,6 +98,8 @@ def _matmul_tiles(
 
         @pl.when(warpgroup == 2)
         def _fetch_operands():
+            # 40 + 2 · 232 are the 3 · 168 registers a thread with which three warpgroups start.
+            # With a larger sum they would wait for each other forever.
             plgpu.set_max_registers(40, action="decrease")
 
             @pl.loop(0, n_tiles * steps)
@@ -125,6 +134,7 @@ def _matmul_tiles(
                 (z,) = ring.multiply_steps((COLUMNS,), t * steps, steps, operands)
                 finish_tile(z)
 
+            # Shared memory must not be given up while copies still read it.
             plgpu.wait_smem_to_gmem(0)
 
     barriers = plgpu.Barrier(num_arrivals=2, num_barriers=stages)  # two fetches; two warpgroups
@@ -179,9 +189,11 @@ def softmax_partials_gpu(
                 exp = jnp.exp2(below)
                 sums.append((exp.sum(axis=1), (exp * below).sum(axis=1), chosen))
             total, moment, chosen = (reduce(add, x) for x in zip(*sums, strict=True))
+            # The previous tile's copy may still read the staging memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i, x in enumerate((peak * scale, total, moment * _LN2, chosen * scale)):
                 stage[i] = x
+            # The copy engine sees writes to shared memory only after this fence.
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(stage, out_ref.at[n, :, pl.ds(row, ROWS)])
 
@@ -215,6 +227,7 @@ def _dlogits_chunk(
         log2_scale = scale_ref[0] * _LOG2E
         target_M = _load_rows(targets_ref, (), row, interpret) - n * COLUMNS
         lse, kick, level, tilt = (_load_rows(slopes_ref, (i,), row, interpret) for i in range(4))
+        # In units of log 2 the exponential is a single instruction.
         lse, tilt = lse * _LOG2E, tilt * _LN2
 
         def finish_tile(z):
@@ -227,8 +240,11 @@ def _dlogits_chunk(
                 slope = per_row(level) + per_row(tilt) * log2_p
                 is_target = column == per_row(target_M - i * part)
                 dz = jnp.where(is_target, per_row(kick), 0.0) - jnp.exp2(log2_p) * slope
+                # The head's padding has arbitrary logits, and the products that follow read these
+                # columns too.
                 if words % COLUMNS:
                     dz = jnp.where(column < words - n * COLUMNS - i * part, dz, 0.0)
+                # Two halves alternate, so one copy may still be under way.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 stage[i % 2] = dz.astype(jnp.bfloat16)
                 plgpu.commit_smem()

@@ -22,12 +22,16 @@ from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.gradients import passes_of
 
-ROWS = 1024  # maximum tokens of a block; the head is read once per block
+# Maximum tokens of a block. The head is read once per block, so blocks are large.
+ROWS = 1024
 COLUMNS = 512  # maximum words of a block
 LANES = 128
-BLOCK_BYTES = 18 * 2**20  # both blocks, double-buffered; logits and later values take as much
-VMEM = 48 * 2**20  # limit of a kernel; every chip from v5e on has at least 64 MiB
-CHUNK = 4096  # words whose dz is stored at a time: 0.2 GB at 24k tokens of bfloat16
+# Of both blocks, double-buffered. Logits and what is computed from them take as much again.
+BLOCK_BYTES = 18 * 2**20
+# libtpu gives a kernel 16 MiB unless asked for more; every chip from v5e on has at least 64 MiB.
+VMEM = 48 * 2**20
+# Words whose dz is stored at a time: 0.2 GB at 24k tokens of bfloat16.
+CHUNK = 4096
 
 
 def _block_sizes(n_tokens: int, row_bytes: int, max_rows: int | None = None) -> tuple[int, int]:
@@ -73,6 +77,8 @@ def _statistics_kernel(scale_ref, hidden_ref, w_ref, targets_ref, *lanes_refs, v
     peak = reduce(jnp.maximum, parts, old_peak)
     drop = old_peak - peak
     fade = jnp.exp(drop)
+    # A new peak moves z − peak by `drop` in every term of the moment, hence the product with the
+    # total.
     moment = fade * (moment_ref[...] + total * drop)
     total = fade * total
     chosen = chosen_ref[...]

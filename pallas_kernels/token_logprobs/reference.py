@@ -26,9 +26,9 @@ def token_logprobs_reference(
     logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     logp_MV = jax.nn.log_softmax(logits_MV / scale, axis=-1)
     logp_M = jnp.take_along_axis(logp_MV, targets_M.astype(jnp.int32)[:, None], axis=1)[:, 0]
-    logp_M -= jax.lax.stop_gradient(
-        jnp.maximum(logp_M, 0.0)
-    )  # clamp to 0 without changing the gradient
+    # Rounding may put a log-prob above 0. It is clamped without a change of the gradient, which a
+    # minimum would set to 0.
+    logp_M -= jax.lax.stop_gradient(jnp.maximum(logp_M, 0.0))
     return logp_M, -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=1)
 
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import dot_float32
 
-MASKED_LOGIT = -1e30  # a logit of probability 0; finite, so that p · log p is 0 and not NaN
+# A logit of probability 0. It is finite, so that p · log p is 0 and not NaN.
+MASKED_LOGIT = -1e30
 
 
 def merge_partials(
@@ -30,10 +31,12 @@ def merge_partials(
     top = peak.max(axis)
     below = peak - jnp.expand_dims(top, axis)
     fade = jnp.exp(below)
+    # Moments are relative to the slice's own peak; relative to the common one each term moves by
+    # `below`.
     moment_M = (fade * (moment + total * below)).sum(axis)
     total_M = (fade * total).sum(axis)
     log_total_M = jnp.log(total_M)
-    # rounding in a fused multiply-add may put logp slightly above 0
+    # Rounding in a fused multiply-add may put logp slightly above 0.
     logp_M = jnp.minimum((chosen.sum(axis) - top) - log_total_M, 0.0)
     return logp_M, log_total_M - moment_M / total_M, top + log_total_M
 

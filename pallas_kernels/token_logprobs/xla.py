@@ -20,7 +20,8 @@ from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
-_MASKED_LOGIT = -1e30  # a logit of probability 0; finite, so that p · log p is 0 and not NaN
+# A logit of probability 0. It is finite, so that p · log p is 0 and not NaN.
+_MASKED_LOGIT = -1e30
 
 
 def even_blocks(n: int, max_size: int) -> tuple[int, int]:
@@ -53,6 +54,8 @@ def _block_logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=oper
     first, start = _block_start(v, size, vocab_size)
     w_Dc = lax.dynamic_slice_in_dim(w_head_DV, start, size, axis=1).astype(h_bD.dtype)
     z_bc = temper(dot_float32(h_bD, w_Dc, ((1,), (0,))), temperature)
+    # The last block is moved back to end in bounds; columns that the previous block had must not
+    # count twice.
     if vocab_size % size:
         new_c = start + jnp.arange(size, dtype=jnp.int32) >= first
         z_bc = jnp.where(new_c[None, :], z_bc, _MASKED_LOGIT)
@@ -79,8 +82,11 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
         below_bc = z_bc - new_peak[:, None]
         exp_bc = jnp.exp(below_bc)
         fade = jnp.exp(peak - new_peak)
+        # Old terms of the moment are relative to the old peak, and move by the difference of the
+        # peaks.
         moment = fade * (moment + total * (peak - new_peak)) + (exp_bc * below_bc).sum(axis=1)
         total = fade * total + exp_bc.sum(axis=1)
+        # The index of a target in another block is clipped to some column, whose logit is not used.
         column_b1 = jnp.clip(targets_b - start, 0, size - 1)[:, None]
         in_block_b = (targets_b >= first) & (targets_b < start + size)
         chosen = jnp.where(in_block_b, jnp.take_along_axis(z_bc, column_b1, axis=1)[:, 0], chosen)
@@ -94,7 +100,7 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
 def _finish_logprobs(peak, total, moment, chosen):
     """(logp, entropy, lse) from the final sums."""
     log_total = jnp.log(total)
-    # rounding in a fused multiply-add may put logp slightly above 0
+    # Rounding in a fused multiply-add may put logp slightly above 0.
     logp = jnp.minimum((chosen - peak) - log_total, 0.0)
     return logp, log_total - moment / total, peak + log_total
 
@@ -175,6 +181,7 @@ def token_gradients_xla(
         row_start, is_new, (h, targets, lse, entropy, dlogp, dent) = _take_tokens(
             i, rows, per_token
         )
+        # Tokens that the previous block had get cotangents 0, so they add nothing a second time.
         h, (dlogp, dent) = h.astype(dtype), (jnp.where(is_new, x, 0.0) for x in (dlogp, dent))
         z_bc, w_Dc, first, start = _block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
         logp_bc = z_bc - lse[:, None]

@@ -46,7 +46,8 @@ _WG = hopper.WARPGROUP_ROWS
 _ROWS = tiles.CONSUMERS * _WG
 # Five warpgroups start with 96 registers a thread, so their total may not exceed 5·96.
 _PRODUCER_REGISTERS, _DECODER_REGISTERS, _CONSUMER_REGISTERS = 24, 40, 136
-_STAGES = 4  # 44 KiB each: three in flight cover 2300 cycles, memory's latency and the decoding
+# A stage has 44 KiB. Three in flight cover 2300 cycles: the latency of memory and the decoding.
+_STAGES = 4
 _SWIZZLED_32 = hopper.Tiling((8, GROUP)), hopper.Swizzle(64)  # two-byte tiles in rows of 32
 
 
@@ -137,10 +138,8 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     if plan.transposed:
         shapes = dict(lhs=(1, _ROWS, tiles.STEP), rhs=(1, plan.product_columns, tiles.STEP))
         packed = dict(codes=(1, plan.width, tiles.STEP), scales=(1, 2, 2, tiles.STEP))
-        layout, store_layout = (
-            hopper.swizzle_transforms(),
-            _SWIZZLED_32,
-        )  # D/2 + d need be no multiple of 64
+        # The second column tile begins at D/2 + d, which need not be a multiple of 64.
+        layout, store_layout = hopper.swizzle_transforms(), _SWIZZLED_32
     else:
         shapes = dict(lhs=(2, _ROWS, GROUP), rhs=(2, GROUP, plan.product_columns))
         packed = dict(codes=(plan.parts, GROUP, plan.width), scales=(plan.parts, 2, 1, plan.width))
@@ -199,6 +198,7 @@ def _packed_kernel(
                         source = ref.at[pl.ds(start + row, _WG), inner]
                         plgpu.copy_gmem_to_smem(source, destination, barrier)
 
+                    # The barrier expects an arrival for the rows of each warpgroup, copied or not.
                     @pl.when(jnp.logical_not(has_rows))
                     def _():
                         plgpu.barrier_arrive(barrier)
@@ -265,6 +265,7 @@ def _packed_kernel(
                     pl.when(k < plan.steps)(lambda: _decode_step(s, plan, slot))
                 else:
                     _decode_step(s, plan, slot)
+                # Tensor cores see decoded values in shared memory only after this fence.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s["full"].at[slot])
                 return None

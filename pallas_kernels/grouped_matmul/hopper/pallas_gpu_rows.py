@@ -265,6 +265,8 @@ def consume_tiles(
         group, start, lo, hi, first, steps = locate(tile)
         lo, hi = jnp.maximum(lo - first_row, 0), jnp.minimum(hi - first_row, _WG)
 
+        # The producer fetches for all warpgroups and waits for each to release a slot, also for
+        # those without rows in the tile.
         @pl.when(lo >= hi)
         def _():
             tiles.operand_ring(s).skip_steps(n_done, steps)

@@ -23,12 +23,15 @@ from pallas_kernels import hopper
 # accumulators take 96 of the 152 registers that a thread of three warpgroups can have.
 CONSUMERS = 3
 WIDTHS = (192, 128, 64)
-STEP = 64  # columns of a step of the contraction: one 128-byte swizzle
-STAGES = 3  # 48 KiB each: two in flight cover 2300 cycles, more than the latency of memory
+# Columns of a step of the contraction: one 128-byte swizzle.
+STEP = 64
+# A stage has 48 KiB, and two in flight cover 2300 cycles, more than the latency of memory.
+STAGES = 3
 PIECE = 64  # columns stored at once, through 8 KiB of shared memory
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {2: 232, 3: 152}  # by the number of warpgroups that multiply
-ALIGN = 8  # rows of a swizzled tile: a copy starts at a multiple
+# A swizzled tile has 8 rows, and a copy starts at one.
+ALIGN = 8
 # Row tiles that are traversed together through all columns: 132 cores work on 8 x 16 tiles at a
 # time, which share their reads.
 CHUNK = 8

@@ -116,6 +116,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
         return start, lo, jnp.minimum(end, unclamped + tiles.STEP) - start
 
     def drhs_row(row):
+        # A last tile that would pass the end moves back: two tiles write the same values there.
         return pl.multiple_of(jnp.minimum(row * ROWS, D - ROWS), tiles.PIECE)
 
     @pl.when(warpgroup == tiles.CONSUMERS)
@@ -177,6 +178,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                     dout_tile[...] = zero_other_rows(dout_tile, lo, hi)
 
                 plgpu.commit_smem()
+                # Every warpgroup multiplies all columns of dout, of which each has cleared a part.
                 sync_warpgroups()
 
         def sum_bias_gradient(n_done, steps, span, group, column):

@@ -137,9 +137,9 @@ def forward_kernel(
     SCALE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows; grid (tiles, B·K). SCALE is positive."""
-    tile = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # with causality the last tiles take longest: start them first
+    # With causality the last tiles take longest, so they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    # 64 bits, since the offset of a batch row may exceed 32.
     b, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     T, S = -minus_T, -minus_S
     row = tile * ROWS + tl.arange(0, ROWS)
