@@ -23,9 +23,9 @@ import urllib3
 from urllib3.util import parse_url
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_IDLE_S = (
-    3.0  # then a connection is not reused: vLLM closes it at 5 s, perhaps under a new request
-)
+# An idle connection is not reused after this time: vLLM closes it at 5 s, perhaps under a new
+# request.
+MAX_IDLE_S = 3.0
 MAX_HEAD_BYTES = 1 << 17  # of a status line, headers and interim responses
 MAX_ERROR_BYTES = 1 << 16  # of the body of an error; the rest is not read
 CHUNK_BYTES = 1 << 16

@@ -30,9 +30,8 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
-        head[name] = [
-            None if a is None else len(a) for a in arrays
-        ]  # None: the rollout has no such array
+        # None: the rollout has no such array, which an empty array would not say.
+        head[name] = [None if a is None else len(a) for a in arrays]
         if present := [a for a in arrays if a is not None]:
             joined[name] = np.concatenate(present)
     joined["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)

@@ -13,9 +13,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-API_KEY_VARIABLE = (
-    "VLLM_API_KEY"  # vLLM reads it too; a command line would be visible to every user
-)
+# A variable, because every user of the machine can see a command line. vLLM reads it too.
+API_KEY_VARIABLE = "VLLM_API_KEY"
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
