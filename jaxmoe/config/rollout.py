@@ -40,7 +40,7 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            # Messages and logs print the URL.
+            # Messages print the URL.
             require(
                 "@" not in url.partition("://")[2].partition("/")[0],
                 "rollout.vllm.url must not contain a user name or password; "

@@ -82,6 +82,8 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     except jax.errors.JaxRuntimeError as error:
         mem, seconds = plan_memory(cfg), time.perf_counter() - start
         state = mem.weights + mem.optimizer + mem.reference
+        # A TPU's compiler refuses a program that does not fit. A GPU's compiles it, and its bytes
+        # are compared with the chip's later.
         if (compiled := parse_too_large(str(error), state, seconds)) is None:
             raise
         return compiled

@@ -44,6 +44,7 @@ def choose_mesh_kernels(cfg: Config, mesh: Mesh) -> Decision:
             reasons.append(IMPLS[operation][name].unsupported(*operands))
 
         with jax.set_mesh(mesh):  # names the chip
+            # Only shapes and dtypes are read, so no array and no device is needed.
             jax.eval_shape(ask_unsupported, *arrays[operation])
         reason = reasons[0]
         return KernelVerdict("refuses", reason) if reason else KernelVerdict("right", "")

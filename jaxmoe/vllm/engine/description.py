@@ -12,6 +12,7 @@ from jaxmoe.config import Config, require
 from jaxmoe.config.engine import EngineDescription
 from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
 
+# The doctor must open an engine whose log-probs differ from the trainer's, in order to explain why.
 UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
 
 

@@ -54,6 +54,7 @@ class MultiProcessVllmEngine:
         try:
             begun = json.loads(self._channel.broadcast_from_first(begin))
             self._run, self._probe = begun["run"], begun["probe"]
+            # A folder that is not shared would otherwise show at the first weight sync only.
             check_shared_directory(vllm.weights_dir, f"jaxmoe-{self._run}.lock", self._channel)
         except BaseException:
             self.close()

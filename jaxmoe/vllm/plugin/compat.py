@@ -12,6 +12,7 @@ TESTED_VERSIONS = ("0.32", "0.33")  # others are accepted if they have all of _R
 BACKENDS = {"jaxmoe": "FileTransfer", "jaxmoe_nccl": "NcclTransfer", "jaxmoe_ipc": "IpcTransfer"}
 
 _TRANSFER_PACKAGE = "vllm.distributed.weight_transfer."
+# Internals of vLLM, which any version may change without notice.
 _REQUIRED_API = (
     (_TRANSFER_PACKAGE + "base", "WeightTransferEngine"),
     (_TRANSFER_PACKAGE + "base", "WeightTransferInitInfo"),
