@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Select each operation's implementation by the verdicts: once, at startup, as a value.
 
-Next: pallas_kernels/dispatch.py, whose `pick` takes the selected names.
+Next: pallas_kernels/dispatch.py, whose `select_implementation` takes the selected names.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,11 +3,13 @@
 
 vLLM reloads layer by layer: parameters become empty shapes whose `weight_loader` collects what
 arrives, then each layer is built again and copied over the old one. Three parts of GPT-OSS bypass
-this and keep their old values without an error: - experts sent as one tensor are copied directly
-into the empty shape: they are sent one expert
-    at a time here, which goes through the loader;
-- so are the attention sinks of vLLM 0.32: they are passed to their loader here; - on a CPU the
-experts are packed for their kernel at the first load only: here at every load.
+this and keep their old values without an error:
+
+- Experts sent as one tensor are copied directly into the empty shape. Here they are sent one expert
+  at a time, which goes through the loader.
+- So are the attention sinks of vLLM 0.32. Here they are passed to their loader.
+- On a CPU the experts are packed for their kernel at the first load only. Here it is done at every
+  load.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -4,7 +4,7 @@
 Every transport takes the same arguments and returns a `WeightUpdate`:
 
     write_files(params, cfg, directory, *, dtype, run, version)      files.py
-    write_shares(params, cfg, directory, *, dtype, run, version, channel)  sharded_files.py
+    write_sharded_files(…, channel) as write_files, by each process  sharded_files.py
     share_in_process(params, cfg, *, dtype, run, version, mailbox)   dlpack.py
     broadcast_weights(group, params, cfg, *, dtype, run, version)    nccl.py
     share_ipc_handles(params, cfg, *, dtype, run, version)           cuda_ipc.py
