@@ -60,7 +60,7 @@ def comes_back(server, restart, folder):
 
 @pytest.mark.parametrize("restart", ["random weights", "old weights"])
 def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, restart):
-    engine = open_engine(fresh.url, tmp_path, request_timeout_s=3.0)
+    engine = open_engine(fresh.url, tmp_path, request_timeout_s=10.0)
     engine.load(weights(1), 1)
     old = tmp_path / "old"
     folder = next((tmp_path / "weights").glob("jaxmoe-*/1"))
