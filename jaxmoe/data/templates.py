@@ -66,8 +66,8 @@ class Template:
     def render(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """(text, tokens) of the prompt.
 
-        Raises: ConfigError for a system prompt or a chat that the text has no field for or that
-            the chat template refuses, and if the tokenizer lacks harmony's special tokens.
+        Raises ConfigError for a system prompt or a chat that the text has no field for or that
+        the chat template refuses, and if the tokenizer lacks harmony's special tokens.
         """
         if self.text == CHAT or (self.text == AUTO and row.chat):
             return self._render_chat_template(row, tokenizer)

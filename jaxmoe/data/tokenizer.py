@@ -124,8 +124,8 @@ class HFTokenizer:
     it has. `extra_stop_ids` and the ids of generation_config.json in the same folder follow.
     `pad_id` is <|endoftext|>, else the first stop id.
 
-    Raises: ConfigError for a path or a file without a tokenizer, and for a file of a jaxmoe export
-        whose checksum does not match.
+    Raises ConfigError for a path or a file without a tokenizer, and for a file of a jaxmoe export
+    whose checksum does not match.
     """
 
     def __init__(self, path: str | Path, *, extra_stop_ids: Iterable[int] = ()) -> None:
