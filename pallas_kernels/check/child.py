@@ -42,7 +42,7 @@ class NoChip(Exception):
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a check: without autotuning of XLA's matrix products on a GPU.
 
-    Only the reference has such products, and to tune them takes minutes on a GPU, kernels none.
+    Pallas' kernels are not tuned. The reference has many products, and its speed does not matter.
     """
     flags = environ.get("XLA_FLAGS", "")
     if "--xla_gpu_autotune_level" not in flags:

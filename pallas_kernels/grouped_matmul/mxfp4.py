@@ -4,7 +4,7 @@
 The released files pack neighbouring rows into a byte, so unpacking a tile interleaves rows, which
 is slow in tiled memories. Here a byte holds row d and row d + D/2, so its halves are two complete
 tiles. Values are assembled as bits, never multiplied, so subnormals survive where arithmetic
-flushes them to 0. Next: `pallas_tpu_rows.py` and `hopper/pallas_gpu_mxfp4.py`, which decode tiles.
+flushes them to 0. Next: `pallas_tpu_mxfp4.py` and `hopper/pallas_gpu_mxfp4.py`, which decode tiles.
 """
 
 from typing import Any, NamedTuple

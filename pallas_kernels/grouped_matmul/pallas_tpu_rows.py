@@ -21,9 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tpu
-from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, split_part
+from pallas_kernels.grouped_matmul.pallas_tpu_blocks import (
+    dot_tpu,
+    for_each_column_block,
+    for_each_row_block,
+)
+from pallas_kernels.grouped_matmul.pallas_tpu_mxfp4 import decode_rows_tpu
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TileVisits, TpuPlan, row_visits
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
@@ -40,42 +45,6 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
         return tiles.plan_tiles(width, out_width, itemsize, lanes=False, halves=False)
     columns = out_width // 2 if halves else out_width
     return tiles.plan_tiles(columns, width, itemsize, lanes=True, halves=halves)
-
-
-def dot_tpu(a, b, contract):
-    """Product with float32 sums; float32 inputs are not rounded to bfloat16 first."""
-    precision = matmul_precision(a.dtype)
-    return lax.dot_general(
-        a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
-
-
-def for_each_row_block(low, high, rows, body, product_sizes=()):
-    """Call body(start, size, new) until rows low … high − 1 of a tile of `rows` rows are covered.
-
-    Starts are aligned, so the first and the last call may include rows of other groups, and the
-    last may begin in rows of the call before: only rows from `new` on are new.
-    """
-    first_row = low // tiles.ALIGNED * tiles.ALIGNED
-    for size, count in tiles.count_products(high - first_row, rows, product_sizes):
-
-        def run_block(i, _, first=first_row, size=size):
-            new = first + i * size
-            body(pl.multiple_of(jnp.minimum(new, rows - size), tiles.ALIGNED), size, new)
-
-        lax.fori_loop(0, count, run_block, None)
-        first_row = first_row + count * size
-
-
-def for_each_column_block(width, step, body, used=None):
-    """Call body(start, size) until `width` columns are covered, or only the first `used`."""
-    n_full = width // step
-    if used is not None:
-        n_full = jnp.minimum(n_full, (used + step - 1) // step)
-    if width >= step:
-        lax.fori_loop(0, n_full, lambda i, _: body(pl.multiple_of(i * step, step), step), None)
-    if width % step:
-        body(width // step * step, width % step)
 
 
 def _copy_windows(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, action):
@@ -102,50 +71,6 @@ def _copy_windows(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, a
             copy_tile(tile)
         else:
             pl.when(n == tile)(partial(copy_tile, tile))
-
-
-def _decode_rows(nibbles, scales, slot, scale32, weight, base):
-    """Decode a window of four-bit codes into `weight`, from row `base` on, GROUP rows at a time.
-
-    Numerics: exact except for subnormals, which TPU arithmetic flushes to 0.
-    """
-    half, n_scales = nibbles.shape[1], scales.shape[1]
-    height, width = weight.shape
-    packed = scales[slot].astype(jnp.int32)
-    # Bits of 2^(s − 128), half the scale, because 2·|fp4| is an integer. 255 is NaN.
-    scale32[pl.ds(0, n_scales), pl.ds(0, width)] = jnp.where(
-        packed == 255, 0x7FC00000, jnp.maximum(packed - 1, 0) << 23
-    )
-
-    def decode_group(i, j, scale, span):
-        """Decode the 32 rows of one scale, row j of a register of scales."""
-        target_row = i * 8 * GROUP + j * GROUP
-        row = base + target_row
-
-        @pl.when((target_row < height) & (row < 2 * half))
-        def _():
-            high = (row >= half).astype(jnp.int32)
-            source = pl.multiple_of(row - half * high, GROUP)
-            code = nibbles[slot, pl.ds(source, GROUP), span].astype(jnp.int32) >> (4 * high)
-            # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits
-            twice = (jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15
-            value = lax.bitcast_convert_type(twice.astype(jnp.float32) * scale, jnp.int32)
-            value = lax.bitcast_convert_type(value | ((code & 8) << 28), jnp.float32)
-            weight[pl.ds(pl.multiple_of(target_row, GROUP), GROUP), span] = value.astype(
-                weight.dtype
-            )
-
-    def decode_groups(i, _):
-        def decode_columns(start, size):
-            span = pl.ds(start, size)
-            bits = scale32[pl.ds(pl.multiple_of(base // GROUP + i * 8, 8), 8), span]
-            scale = lax.bitcast_convert_type(bits, jnp.float32)
-            for j in range(8):
-                decode_group(i, j, scale[j : j + 1], span)
-
-        for_each_column_block(width, tiles.COLUMNS, decode_columns)
-
-    lax.fori_loop(0, -(-height // (8 * GROUP)), decode_groups, None)
 
 
 def _rows_kernel(
@@ -183,7 +108,7 @@ def _rows_kernel(
         if packed:
             for k, weight in enumerate(refs[1 : 1 + len(plan.windows)]):
                 base = n * plan.tile if transposed else 0
-                _decode_rows(buffers[2 * k], buffers[2 * k + 1], slot, refs[0], weight, base)
+                decode_rows_tpu(buffers[2 * k], buffers[2 * k + 1], slot, refs[0], weight, base)
 
     if packed:
         weights = refs[1 : 1 + len(plan.windows)]

@@ -10,7 +10,7 @@ The tables state which group and which tile of rows each step of a grid works on
 begin at multiples of their size, so a tile shared by several groups is visited once for each of
 them, in succession, and each visit has the range of rows that it may write. Group sizes are data: a
 table has as many entries as the worst case needs, and surplus entries have no rows.
-Next: `pallas_tpu_rows.py`.
+Next: `pallas_tpu_blocks.py`.
 """
 
 from typing import Any, NamedTuple

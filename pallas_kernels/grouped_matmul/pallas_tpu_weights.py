@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
+from pallas_kernels.grouped_matmul.pallas_tpu_blocks import (
     dot_tpu,
     for_each_column_block,
     for_each_row_block,

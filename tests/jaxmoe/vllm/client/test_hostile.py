@@ -62,8 +62,7 @@ def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
     assert reports.keys() == set(lines)
     for name, (seconds, used, kind, text) in reports.items():
         assert kind == "RequestFailed", (name, kind, text)
-        # A busy machine adds seconds; a trick that nothing ended would take more than a minute.
-        assert seconds <= 10 * TIMEOUT_S, (name, seconds)
+        assert seconds <= 2 * TIMEOUT_S, (name, seconds)
         assert used <= MEMORY, (name, used)
         assert len(text) < 700 and text.isprintable(), (name, text)
         lowered = text.lower()
