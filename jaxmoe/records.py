@@ -5,7 +5,8 @@ The engine's token ids are used as they are; text is never tokenised again.
 Next: jaxmoe/rl/batch.py converts rollouts to the arrays of a training step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -14,10 +15,25 @@ UNKNOWN_EXPERT = -1  # the engine did not report it: the trainer's router choose
 
 
 class StopReason(StrEnum):
-    """The reason for the end of a rollout."""
+    """The reason for the end of a rollout.
 
-    STOP_TOKEN = "stop_token"  # the policy chose a stop token; it is the last token
-    MAX_TOKENS = "max_tokens"  # the answer was truncated at max_new_tokens
+    An end is the policy's own: nothing would have followed. A truncation is not: the policy would
+    have continued, so a critic's value stands for the rest.
+    """
+
+    STOP_TOKEN = "stop_token"  # the policy ended its answer, or the environment was satisfied
+    MAX_TOKENS = "max_tokens"  # max_new_tokens of the answer, or max_turn_tokens of one turn
+    MAX_TURNS = "max_turns"
+    CONTEXT_FULL = "context_full"  # the environment's reply does not fit into the context
+    PARSE_ERROR = "parse_error"  # the turn is not in the format of the conversation
+    ENV_ERROR = "env_error"  # the environment raised, or returned what no reply can be
+    ENV_TIMEOUT = "env_timeout"  # the environment did not reply in time
+    ENV_TRUNCATED = "env_truncated"  # a limit of the environment itself
+
+    @property
+    def is_truncation(self) -> bool:
+        """True if the policy would have continued."""
+        return self not in (StopReason.STOP_TOKEN, StopReason.PARSE_ERROR)
 
 
 @dataclass(frozen=True)
@@ -32,18 +48,29 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
-    max_new_tokens: int
+    The limits of turns apply to episodes with an environment; a single answer is one turn.
+    """
+
+    max_new_tokens: int  # that the policy samples in an episode
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    max_turns: int = 1  # of the policy
+    max_turn_tokens: int = 0  # of one turn; 0: what is left of max_new_tokens
+    max_context: int = 0  # prompt, turns and replies; 0: no limit but that of the engine
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled continuation; every array has one entry per new token."""
+    """One sampled continuation; every array has one entry per token behind the prompt.
+
+    In an episode of several turns the environment's replies are among the tokens. The first and
+    the last token are always the policy's. What an engine reports for the environment's tokens
+    has no meaning, except their experts; the log-probs there are 0.
+    """
 
     prompt: Prompt
     tokens: np.ndarray  # int32 [T], including the stop token if one was sampled
@@ -54,6 +81,28 @@ class Rollout:
     # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, if it reports them; no layer
     # read the last token. An unknown token has UNKNOWN_EXPERT in all places.
     routed_experts: np.ndarray | None = None
+    # bool [T], True for the tokens that the policy sampled; None: it sampled all of them
+    policy_mask: np.ndarray | None = None
+    env_rewards: Mapping[str, float] = field(default_factory=dict)  # by part; their sum is earned
+    env_metrics: Mapping[str, float] = field(default_factory=dict)  # by metric name
+
+    @property
+    def sampled_mask(self) -> np.ndarray:
+        """bool [T]: True for the tokens that the policy sampled."""
+        if self.policy_mask is None:
+            return np.ones(len(self.tokens), bool)
+        return self.policy_mask
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of tokens that the policy sampled: the length of its answer."""
+        return int(np.count_nonzero(self.sampled_mask))
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """[start, end) of each turn of the policy among the tokens, in order."""
+        edges = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0, append=0))
+        return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
 def expert_dtype(n_experts: int) -> np.dtype:

@@ -42,7 +42,7 @@ class OwnEngine:
         # The step donates the trainer's arrays, so the engine needs its own.
         self.params, self.version = jax.tree.map(jnp.copy, params), version
 
-    def generate(self, prompts, sampling, *, seed, samples=1):
+    def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         rng = np.random.default_rng(seed)
         requests = [prompt for prompt in prompts for _ in range(samples)]
         rollouts = []

@@ -12,10 +12,23 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat."""
+    """One message of a conversation. The fields after the content are of harmony."""
 
-    role: str  # "user" or "assistant"
+    role: str  # "user" or "assistant"; in harmony "system", "developer" and "tool" too
     content: str
+    name: str = ""  # of the tool that wrote it, such as "python" or "functions.search"
+    channel: str = ""  # "analysis", "commentary" or "final"; of messages by the policy and by tools
+    recipient: str = ""  # of a call: the tool that is called; of a tool's message: "assistant"
+    content_type: str = ""  # such as "code", or "json" behind <|constrain|>
+
+
+@dataclass(frozen=True)
+class ToolDescription:
+    """A tool as a prompt declares it."""
+
+    name: str  # such as "search"; the recipient of its calls is "functions.search"
+    description: str
+    parameters: Mapping[str, Any]  # a JSON schema of type "object"
 
 
 @dataclass(frozen=True)

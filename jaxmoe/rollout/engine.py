@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.model import Ops
-from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.shapes import Params
 
 
@@ -24,6 +24,28 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     `ops` are those of one device.
     """
     return describe_engine(cfg).open(cfg, ops, work, mesh)
+
+
+@runtime_checkable
+class TokenEnvironment(Protocol):
+    """The other side of a batch of episodes, in token ids.
+
+    An engine knows no text, and an environment of text no tokens: jaxmoe/envs/episodes.py is
+    between the two. Engines call `reply` through jaxmoe/rollout/replies.py, from threads; the turns
+    of one episode come in order.
+    """
+
+    reply_timeout_s: float  # an episode whose reply takes longer ends; 0: no limit
+    patience_s: float  # the other episodes wait this long for a late reply; 0: as long as it takes
+    reply_threads: int  # replies that are computed at once
+
+    def reply(self, episode: int, turn: Sequence[int]) -> Sequence[int] | StopReason:
+        """Return the tokens that follow a turn of the policy, or the reason why nothing follows.
+
+        `episode` is the index of the rollout among those that `generate` returns. The turn is all
+        that the policy sampled since the last reply, its stop token included.
+        """
+        ...
 
 
 @runtime_checkable
@@ -49,11 +71,14 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        environment: TokenEnvironment | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """Return `samples` rollouts of each prompt, the samples of a prompt as neighbours.
 
-        Each is complete, none is missing or repeated. Raises EngineError otherwise.
+        Each is complete, none is missing or repeated. Raises EngineError otherwise. With an
+        environment a rollout is an episode: after each stop token the environment replies, and the
+        policy continues, up to `sampling.max_turns` turns.
         """
         ...
 

@@ -37,6 +37,7 @@ from jaxmoe.rollout.decoding import (
     repeat_rows,
     select_rows,
 )
+from jaxmoe.rollout.engine import TokenEnvironment
 from jaxmoe.shapes import Leaf, Params
 
 # The batch shrinks by this factor when few enough rows are alive. Each size is a program of its
@@ -164,8 +165,9 @@ class NativeEngine:
         return prefill_program, decode_program
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        environment: TokenEnvironment | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """Return `samples` rollouts of each prompt, as neighbours; equal seeds give equal tokens.
 
         Raises ConfigError for a prompt or an answer length above the engine's limits, an empty

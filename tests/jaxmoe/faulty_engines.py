@@ -20,7 +20,7 @@ class Wrapped:
     def load(self, params, version):
         self.inner.load(params, version)
 
-    def generate(self, prompts, sampling, *, seed, samples=1):
+    def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         rollouts = self.inner.generate(prompts, sampling, seed=seed, samples=samples)
         return [replace(r, rollout_logp=self.change_logp(r.rollout_logp)) for r in rollouts]
 

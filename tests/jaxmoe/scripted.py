@@ -77,7 +77,7 @@ class Scripted:
         self.version = version
         self.loaded.append(version)
 
-    def generate(self, prompts, sampling, *, seed, samples=1):
+    def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         training = samples == SAMPLES and seed > 1
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)

@@ -24,6 +24,7 @@ from jaxmoe.model import Ops
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
 from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rollout.engine import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.vllm.engine.sync import ProbeReference
@@ -75,8 +76,9 @@ class MultiProcessVllmEngine:
         self._run_on_first(load_file)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        environment: TokenEnvironment | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """Engine.generate, with the same rollouts in every process."""
         return self._run_on_first(
             lambda engine: engine.generate(prompts, sampling, seed=seed, samples=samples)

@@ -35,6 +35,7 @@ from jaxtyping import Array
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rollout.engine import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
@@ -199,8 +200,9 @@ class VllmEngine:
         return None
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
-    ) -> list[Rollout]:
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        environment: TokenEnvironment | None = None,
+    ) -> list[Rollout]:  # fmt: skip
         """Engine.generate; raises ConfigError for requests that these vLLMs cannot handle."""
         self._check_request(prompts, sampling)
         # An aborted sample is continued by a request of its own, so with "abort" each sample is one

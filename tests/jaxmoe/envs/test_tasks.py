@@ -82,7 +82,7 @@ class Parrot:
     def close(self):
         raise AssertionError("the engine is its opener's to close")
 
-    def generate(self, prompts, sampling, *, seed, samples=1):
+    def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         self.requests.append((sampling.temperature, samples, seed))
         rollouts = []
         for prompt in prompts:
