@@ -37,7 +37,7 @@ class TokenEnvironment(Protocol):
 
     reply_timeout_s: float  # an episode whose reply takes longer ends; 0: no limit
     patience_s: float  # the other episodes wait this long for a late reply; 0: as long as it takes
-    reply_threads: int  # replies that are computed at once
+    reply_threads: Any  # jaxmoe.rollout.replies.ReplyThreads, one object for a run
 
     def reply(self, episode: int, turn: Sequence[int]) -> Sequence[int] | StopReason:
         """Return the tokens that follow a turn of the policy, or the reason why nothing follows.

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies of an environment, computed in threads: a slow one delays its own episode only.
+
+A thread cannot be ended from outside. A reply that takes longer than the limit ends its episode
+with ENV_TIMEOUT, and its thread is abandoned: it is counted, and replaced by another. Too many
+abandoned threads end the run. Next: jaxmoe/rollout/turns.py keeps what is sampled and replied.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jaxmoe.config import EngineError
+from jaxmoe.records import StopReason
+from jaxmoe.rollout.engine import TokenEnvironment
+
+Reply = Sequence[int] | StopReason
+POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
+
+
+@dataclass
+class _Call:
+    """One call in a thread."""
+
+    run: Callable[[], Reply]
+    started_s: float | None = None  # by the clock; None: no thread is free yet
+    result: Reply | None = None
+    error: BaseException | None = None
+    abandoned: bool = field(default=False)
+
+    @property
+    def is_done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+
+class ReplyThreads:
+    """At most `count` daemon threads for the replies of a run, started when they are needed."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._n_threads, self._n_idle = count, 0, 0
+        self._queue: deque[_Call] = deque()
+        self.changed = threading.Condition()  # guards all attributes, and those of the calls
+        self.n_abandoned = 0  # threads whose call is late and has not returned
+
+    def submit(self, run: Callable[[], Reply]) -> _Call:
+        call = _Call(run)
+        with self.changed:
+            self._queue.append(call)
+            self._start_threads()
+            self.changed.notify_all()
+        return call
+
+    def abandon(self, call: _Call) -> None:
+        """Give up a call that is late; its thread ends when the call returns.
+
+        Raises EngineError if as many threads are abandoned as the run may have.
+        """
+        with self.changed:
+            call.abandoned = True
+            self._n_threads -= 1
+            self.n_abandoned += 1
+            if self.n_abandoned > self._count:
+                raise EngineError(
+                    f"at most {self._count} calls of the environment may be late at once "
+                    f"(rollout.reply_threads); {self.n_abandoned} have not returned. Their threads "
+                    "cannot be ended. Correct the environment, or try "
+                    "--set rollout.reply_timeout_s=300."
+                )
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Start a thread for each call that waits, up to the limit; the lock is held."""
+        for _ in range(min(len(self._queue) - self._n_idle, self._count - self._n_threads)):
+            self._n_threads += 1
+            # Daemons, so that a call that never returns does not keep the process alive.
+            threading.Thread(target=self._work, name="jaxmoe-reply", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                self._n_idle += 1
+                self.changed.wait_for(lambda: self._queue)
+                self._n_idle -= 1
+                call = self._queue.popleft()
+                call.started_s = time.monotonic()
+            try:
+                result, error = call.run(), None
+            # Whatever it is, the thread that waits for this reply raises it.
+            except BaseException as raised:
+                result, error = None, raised
+            with self.changed:
+                call.result, call.error = result, error
+                self.changed.notify_all()
+                if call.abandoned:
+                    self.n_abandoned -= 1
+                    return
+
+
+class PendingReplies:
+    """The replies that a batch of episodes waits for."""
+
+    def __init__(
+        self, environment: TokenEnvironment, is_closed: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._environment, self._is_closed = environment, is_closed
+        self._threads = environment.reply_threads
+        self._calls: dict[int, _Call] = {}  # by episode
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def submit(self, episode: int, turn: Sequence[int]) -> None:
+        """Compute the reply to a turn; `wait` returns it."""
+        self._calls[episode] = self._threads.submit(lambda: self._environment.reply(episode, turn))
+
+    def wait(self, patience_s: float) -> dict[int, Reply]:
+        """Return the replies that are there after `patience_s` seconds, or earlier all of them.
+
+        0 waits until all are there. Late replies are ENV_TIMEOUT. Raises what a reply raised, and
+        EngineError if the engine is closed meanwhile.
+        """
+        deadline = time.monotonic() + patience_s if patience_s else float("inf")
+        limit_s = self._environment.reply_timeout_s
+        ready: dict[int, Reply] = {}
+        while True:
+            with self._threads.changed:
+                for episode, call in list(self._calls.items()):
+                    if call.error is not None:
+                        raise call.error
+                    if call.result is not None:
+                        ready[episode] = call.result
+                        del self._calls[episode]
+                is_over = not self._calls or time.monotonic() >= deadline
+                if not is_over:
+                    self._threads.changed.wait(POLL_S)
+            if is_over:
+                return ready
+            if self._is_closed():
+                raise EngineError("the engine was closed while it waited for the environment.")
+            now_s = time.monotonic()
+            for episode, call in list(self._calls.items()):
+                started_s = call.started_s
+                if limit_s and started_s is not None and now_s - started_s > limit_s:
+                    if not call.is_done:
+                        self._threads.abandon(call)
+                        ready[episode] = StopReason.ENV_TIMEOUT
+                        del self._calls[episode]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An episode while an engine samples it: its tokens, its limits, and the reason for its end.
+
+Both engines use it, so that limits and stop reasons mean the same in both. Plain numpy.
+Next: jaxmoe/rollout/native_turns.py and jaxmoe/vllm/engine/episodes.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+
+
+@dataclass
+class Episode:
+    """Turns of the policy and replies of the environment, behind one prompt.
+
+    It begins and ends with a token of the policy: a reply after which nothing can be sampled is
+    left out.
+    """
+
+    prompt: Prompt
+    sampling: Sampling
+    max_context: int  # tokens of prompt, turns and replies together
+    stop: StopReason | None = None  # None: it goes on
+    n_turns: int = 0
+    n_sampled: int = 0
+    length: int = 0  # tokens behind the prompt
+    # One array for each turn and each reply, in order.
+    _tokens: list[np.ndarray] = field(default_factory=list)
+    _masks: list[np.ndarray] = field(default_factory=list)
+    _logp: list[np.ndarray] = field(default_factory=list)
+    _log_kept: list[np.ndarray] = field(default_factory=list)
+    _versions: list[np.ndarray] = field(default_factory=list)
+    _experts: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T], the tokens behind the prompt so far."""
+        return np.concatenate([np.zeros(0, np.int32), *self._tokens])
+
+    @property
+    def turn_limit(self) -> int:
+        """Maximum number of tokens of the next turn."""
+        limits = [
+            self.sampling.max_new_tokens - self.n_sampled,
+            self.max_context - len(self.prompt.tokens) - self.length,
+        ]
+        if self.sampling.max_turn_tokens:
+            limits.append(self.sampling.max_turn_tokens)
+        return max(0, min(limits))
+
+    def add_turn(
+        self, tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray,
+        log_kept: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Add a turn of the policy; without a stop token at its end, the episode is truncated."""
+        n = len(tokens)
+        self._tokens.append(np.asarray(tokens, np.int32))
+        self._masks.append(np.ones(n, bool))
+        self._logp.append(np.asarray(logp, np.float32))
+        self._versions.append(np.asarray(versions, np.int32))
+        if log_kept is not None:
+            self._log_kept.append(np.asarray(log_kept, np.float32))
+        self.length, self.n_sampled, self.n_turns = (
+            self.length + n, self.n_sampled + n, self.n_turns + 1
+        )  # fmt: skip
+        if n and int(tokens[-1]) in self.sampling.stop_ids:
+            return
+        is_full = len(self.prompt.tokens) + self.length >= self.max_context
+        has_budget = self.n_sampled < self.sampling.max_new_tokens
+        self.stop = StopReason.CONTEXT_FULL if is_full and has_budget else StopReason.MAX_TOKENS
+
+    def add_reply(self, reply: Sequence[int] | StopReason) -> bool:
+        """Add the environment's reply to the last turn; return True if the policy continues."""
+        if isinstance(reply, StopReason):
+            self.stop = reply
+        elif self.n_turns >= self.sampling.max_turns:
+            self.stop = StopReason.MAX_TURNS
+        elif self.n_sampled >= self.sampling.max_new_tokens:
+            self.stop = StopReason.MAX_TOKENS
+        elif len(self.prompt.tokens) + self.length + len(reply) >= self.max_context:
+            self.stop = StopReason.CONTEXT_FULL
+        else:
+            n = len(reply)
+            self._tokens.append(np.asarray(reply, np.int32))
+            self._masks.append(np.zeros(n, bool))
+            self._logp.append(np.zeros(n, np.float32))
+            # The version of the turn before it: no weights sampled these tokens.
+            self._versions.append(np.full(n, self._versions[-1][-1], np.int32))
+            if self._log_kept:
+                self._log_kept.append(np.zeros(n, np.float32))
+            self.length += n
+        return self.stop is None
+
+    def add_experts(self, experts_TLA: np.ndarray) -> None:
+        """Add the experts of the next tokens that the engine read, the prompt's first."""
+        self._experts.append(experts_TLA)
+
+    def make_rollout(self) -> Rollout:
+        """Return the finished episode."""
+        assert self.stop is not None, "the episode goes on"
+        mask = np.concatenate(self._masks)
+        read = len(self.prompt.tokens) + self.length - 1  # no layer read the last token
+        return Rollout(
+            self.prompt, self.tokens, np.concatenate(self._logp), self.stop,
+            np.concatenate(self._versions),
+            np.concatenate(self._log_kept) if self._log_kept else None,
+            np.concatenate(self._experts)[:read] if self._experts else None,
+            # A single answer has no mask: the policy sampled all of it.
+            None if mask.all() else mask,
+        )  # fmt: skip
