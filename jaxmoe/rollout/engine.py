@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.model import Ops
-from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 
 
@@ -24,28 +25,6 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     `ops` are those of one device.
     """
     return describe_engine(cfg).open(cfg, ops, work, mesh)
-
-
-@runtime_checkable
-class TokenEnvironment(Protocol):
-    """The other side of a batch of episodes, in token ids.
-
-    An engine knows no text, and an environment of text no tokens: jaxmoe/envs/episodes.py is
-    between the two. Engines call `reply` through jaxmoe/rollout/replies.py, from threads; the turns
-    of one episode come in order.
-    """
-
-    reply_timeout_s: float  # an episode whose reply takes longer ends; 0: no limit
-    patience_s: float  # the other episodes wait this long for a late reply; 0: as long as it takes
-    reply_threads: Any  # jaxmoe.rollout.replies.ReplyThreads, one object for a run
-
-    def reply(self, episode: int, turn: Sequence[int]) -> Sequence[int] | StopReason:
-        """Return the tokens that follow a turn of the policy, or the reason why nothing follows.
-
-        `episode` is the index of the rollout among those that `generate` returns. The turn is all
-        that the policy sampled since the last reply, its stop token included.
-        """
-        ...
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ from jaxmoe.rollout.decoding import (
     repeat_rows,
     select_rows,
 )
-from jaxmoe.rollout.engine import TokenEnvironment
+from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Leaf, Params
 
 # The batch shrinks by this factor when few enough rows are alive. Each size is a program of its

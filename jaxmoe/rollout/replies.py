@@ -11,13 +11,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import StopReason
-from jaxmoe.rollout.engine import TokenEnvironment
 
 Reply = Sequence[int] | StopReason
 POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
+
+
+@runtime_checkable
+class TokenEnvironment(Protocol):
+    """The other side of a batch of episodes, in token ids.
+
+    An engine knows no text, and an environment of text no tokens: jaxmoe/envs/episodes.py is
+    between the two. Engines call `reply` from threads, through PendingReplies; the turns of one
+    episode come in order.
+    """
+
+    reply_timeout_s: float  # an episode whose reply takes longer ends; 0: no limit
+    patience_s: float  # the other episodes wait this long for a late reply; 0: as long as it takes
+    reply_threads: "ReplyThreads"  # one object for a run
+
+    def reply(self, episode: int, turn: Sequence[int]) -> Sequence[int] | StopReason:
+        """Return the tokens that follow a turn of the policy, or the reason why nothing follows.
+
+        `episode` is the index of the rollout among those that `generate` returns. The turn is all
+        that the policy sampled since the last reply, its stop token included.
+        """
+        ...
 
 
 @dataclass

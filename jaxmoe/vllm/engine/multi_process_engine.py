@@ -24,7 +24,7 @@ from jaxmoe.model import Ops
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
 from jaxmoe.records import Prompt, Rollout, Sampling
-from jaxmoe.rollout.engine import TokenEnvironment
+from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.vllm.engine.sync import ProbeReference

@@ -35,7 +35,7 @@ from jaxtyping import Array
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
-from jaxmoe.rollout.engine import TokenEnvironment
+from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
