@@ -10,10 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
+from jaxmoe.model.cache import (
+    LayerKind,
+    newest_slots,
+    row_slots,
+    write_row_slots,
+    write_slots,
+)
 from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Leaf, Params
@@ -87,19 +93,29 @@ class Slots:
     segments_BC: Leaf  # after the call
     key_positions_BS: Leaf  # of the keys that this call's queries may read
     key_segments_BS: Leaf
-    write_slot: Leaf  # slot of the first new key, if keys are written in place
+    # If keys are written in place: the slot of the first new key [], or of each new key [B, T].
+    write_slot: Leaf
     gather_BC: Leaf  # slots to retain of (old, new); None if keys are written in place
 
 
-def full_layer_slots(kind: LayerKind, used: Int[Array, ""], rows: TokenLayout) -> Slots:
+def full_layer_slots(kind: LayerKind, used: Array, rows: TokenLayout) -> Slots:
     """Slots of the full layers: new keys are written after the used slots, and queries read all
-    slots."""
-    positions = write_slots(kind.positions_BC, rows.positions_BT, used)
-    segments = write_slots(kind.segments_BC, rows.segments_BT, used)
-    return Slots(positions, segments, positions, segments, used, None)
+    slots. `used` is [] or [B]."""
+    return _write_in_place(kind, used, rows, wrap=False)
 
 
-def sliding_layer_slots(kind: LayerKind, next_slot: Int[Array, ""], rows: TokenLayout) -> Slots:
+def _write_in_place(kind: LayerKind, first: Array, rows: TokenLayout, *, wrap: bool) -> Slots:
+    if first.ndim == 0:
+        slot, write = first, write_slots
+    else:
+        size = kind.positions_BC.shape[1]
+        slot, write = row_slots(first, rows.segments_BT, size, wrap=wrap), write_row_slots
+    positions = write(kind.positions_BC, rows.positions_BT, slot)
+    segments = write(kind.segments_BC, rows.segments_BT, slot)
+    return Slots(positions, segments, positions, segments, slot, None)
+
+
+def sliding_layer_slots(kind: LayerKind, next_slot: Array, rows: TokenLayout) -> Slots:
     """Slots of the sliding layers.
 
     A single new key replaces the oldest one in place. Several new keys are read in addition to the
@@ -107,9 +123,7 @@ def sliding_layer_slots(kind: LayerKind, next_slot: Int[Array, ""], rows: TokenL
     newest keys are retained.
     """
     if rows.positions_BT.shape[1] == 1:
-        positions = write_slots(kind.positions_BC, rows.positions_BT, next_slot)
-        segments = write_slots(kind.segments_BC, rows.segments_BT, next_slot)
-        return Slots(positions, segments, positions, segments, next_slot, None)
+        return _write_in_place(kind, next_slot, rows, wrap=True)
     key_positions_BS = jnp.concatenate([kind.positions_BC, rows.positions_BT], axis=1)
     key_segments_BS = jnp.concatenate([kind.segments_BC, rows.segments_BT], axis=1)
     # The oldest kept key must end up in slot 0, which a following decode step overwrites first.
@@ -143,8 +157,11 @@ class CachedLayer:
         batch, time, *heads = new_BTKH.shape
         new_BTF = new_BTKH.reshape(batch, time, -1)
         if self.slots.gather_BC is None:
-            start = (self.pair, zero, self.slots.write_slot, zero)
-            stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
+            if self.slots.write_slot.ndim == 0:
+                start = (self.pair, zero, self.slots.write_slot, zero)
+                stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
+            else:
+                stacked = write_row_slots(stacked, new_BTF, self.slots.write_slot, self.pair)
             readable_BSF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
         else:
             old_BCF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)

@@ -5,6 +5,7 @@ Each slot stores its position and segment, so slots may be in any order and rows
 either side. Next: jaxmoe/model/attention.py reads and writes it.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -33,8 +34,10 @@ class LayerKind:
 class KVCache:
     sliding: LayerKind
     full: LayerKind
-    used: Leaf  # int32 []: slots of the full layers written so far, the same in all rows
-    next_slot: Leaf  # int32 []: the sliding slot to write next; it stores the oldest key
+    # Both are int32 [], if all rows read their tokens together, or [B]. With [B] a row that reads
+    # padding writes nothing, so rows may wait while others continue.
+    used: Leaf  # slots of the full layers written so far
+    next_slot: Leaf  # the sliding slot to write next; it stores the oldest key
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
@@ -66,6 +69,41 @@ def cache_bytes(cfg: ModelConfig, batch: int, slots: int) -> int:
     """Bytes of `init_cache(cfg, batch, slots)`."""
     shapes = jax.eval_shape(lambda: init_cache(cfg, batch, slots))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def own_slots(cache: KVCache, used_B: Int[Array, " B"]) -> KVCache:
+    """Return the cache with a count of slots for each row, which need not read tokens together.
+
+    `used_B`: the slots from which on a row's next tokens are written. A cache with one count for
+    all rows writes in place, which is faster.
+    """
+    return replace(
+        cache, used=used_B.astype(jnp.int32), next_slot=jnp.zeros_like(used_B, jnp.int32)
+    )
+
+
+def row_slots(
+    first_B: Int[Array, " B"], segments_BT: Int[Array, "B T"], size: int, *, wrap: bool = False
+) -> Int[Array, "B T"]:
+    """Slots of new tokens that rows write from `first_B` on; padding gets `size`, outside of all.
+
+    With `wrap` they continue at slot 0 behind the last one.
+    """
+    slots_BT = first_B[:, None] + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)[None]
+    slots_BT = slots_BT % size if wrap else slots_BT
+    return jnp.where(segments_BT > 0, slots_BT, size)
+
+
+def write_row_slots(
+    buffer_BC: Array, new_BT: Array, slots_BT: Int[Array, "B T"], pair: Array | None = None
+) -> Array:
+    """Return the buffer with the tokens of each row in its slots; slots outside are dropped.
+
+    `pair`: index of the buffer's first axis, if it has the layers first.
+    """
+    rows_B1 = jnp.arange(slots_BT.shape[0], dtype=jnp.int32)[:, None]
+    at = buffer_BC.at[rows_B1, slots_BT] if pair is None else buffer_BC.at[pair, rows_B1, slots_BT]
+    return at.set(new_BT.astype(buffer_BC.dtype), mode="drop")
 
 
 def write_slots(

@@ -117,19 +117,23 @@ def forward(
     )
     hidden_BTD = ops.norm(x_BTD, params["final_norm"], cfg.rms_eps)
     routing = jax.tree.map(lambda x: x.reshape(cfg.n_layers, *x.shape[2:]), recorded)
-    return hidden_BTD, _advance_cache(cache, kinds, plan, time), routing
+    return hidden_BTD, _advance_cache(cache, kinds, plan, rows), routing
 
 
-def _advance_cache(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> KVCache | None:
+def _advance_cache(
+    cache: KVCache | None, kinds: Any, plan: Any, rows: TokenLayout
+) -> KVCache | None:
     if cache is None:
         return None
     slots = {
         name: replace(kinds[name], positions_BC=p.positions_BC, segments_BC=p.segments_BC)
         for name, p in plan.items()
     }
-    size = cache.sliding.positions_BC.shape[1]
+    time, size = rows.positions_BT.shape[1], cache.sliding.positions_BC.shape[1]
+    # Rows with a count of their own do not store padding.
+    n_new = time if cache.used.ndim == 0 else jnp.sum((rows.segments_BT > 0).astype(jnp.int32), 1)
     # A call with several tokens leaves the slots sorted by age, so the oldest key is in slot 0.
-    next_slot = (cache.next_slot + 1) % size if time == 1 else jnp.zeros_like(cache.next_slot)
+    next_slot = (cache.next_slot + n_new) % size if time == 1 else jnp.zeros_like(cache.next_slot)
     return KVCache(
-        sliding=slots["sliding"], full=slots["full"], used=cache.used + time, next_slot=next_slot
+        sliding=slots["sliding"], full=slots["full"], used=cache.used + n_new, next_slot=next_slot
     )

@@ -7,7 +7,6 @@ other rows of the batch. Next: jaxmoe/model/forward.py.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
-from jaxmoe.model.cache import write_slots
+from jaxmoe.model.cache import own_slots, write_slots
 from jaxmoe.model.head import sampled_logprobs
 from jaxmoe.records import Sampling, expert_dtype
 from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass, sample_tokens
@@ -26,7 +25,7 @@ from jaxmoe.shapes import Leaf, Params
 
 @struct.dataclass
 class DecodeState:
-    """The sequences being decoded; B rows, T = max_new_tokens columns."""
+    """The sequences being decoded; B rows, T columns for one turn of each."""
 
     cache: Leaf  # KVCache
     hidden_BD: Leaf  # of the last token, from which the next one is sampled
@@ -36,19 +35,21 @@ class DecodeState:
     tokens_BT: Leaf
     logp_BT: Leaf
     column: Leaf  # int32 []: the next column to fill, the same in all rows
+    n_sampled_B: Leaf  # int32: tokens that the row sampled in earlier turns
+    limit_B: Leaf  # int32: maximum number of tokens of the row in this turn
     log_kept_BT: Leaf = None  # log of the mass that top-k and top-p kept, if they are on
     experts_BTLA: Leaf = None  # of each sampled token, if recorded; the last column is empty
 
 
 def init_rows(
     hidden_BD: Array, lengths_B: Array, alive_B: Array, stream_B2: Array,
-    experts_BTLA: Array | None, sampling: Sampling,
+    limit_B: Array, experts_BTLA: Array | None, sampling: Sampling,
 ) -> DecodeState:  # fmt: skip
     """Return rows before their first token, without a cache.
 
     Only the last two axes and the dtype of `experts_BTLA` are used.
     """
-    shape = lengths_B.shape[0], sampling.max_new_tokens
+    shape = lengths_B.shape[0], sampling.max_turn_tokens or sampling.max_new_tokens
     is_truncated, read = sampling.top_k > 0 or sampling.top_p < 1.0, experts_BTLA
     return DecodeState(
         cache=None,
@@ -59,6 +60,8 @@ def init_rows(
         tokens_BT=jnp.zeros(shape, jnp.int32),
         logp_BT=jnp.zeros(shape, jnp.float32),
         column=jnp.zeros((), jnp.int32),
+        n_sampled_B=jnp.zeros(shape[0], jnp.int32),
+        limit_B=limit_B,
         log_kept_BT=jnp.zeros(shape, jnp.float32) if is_truncated else None,
         experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
     )
@@ -66,11 +69,13 @@ def init_rows(
 
 def prefill_prompts(
     params: Params, tokens_BT: Array, lengths_B: Array, step: Array, *, cfg: ModelConfig, ops: Ops,
-    slots: int, keep_experts: bool,
+    slots: int, keep_experts: bool, slots_per_row: bool = False,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
     """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
 
-    `step` is the number of RL steps behind the params.
+    `step` is the number of RL steps behind the params. With `slots_per_row` the next tokens of a
+    row are written over its padding, as `append_tokens` needs it; else behind the padding of all
+    rows.
     """
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
@@ -80,6 +85,8 @@ def prefill_prompts(
     # Prompts are padded on the right, so a row's last token is not in the last column.
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
+    if slots_per_row:
+        cache = own_slots(cache, lengths_B)
     experts_BTLA = experts_batch_first(recorded["experts_BTA"], cfg) if keep_experts else None
     return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0], experts_BTLA
 
@@ -99,7 +106,13 @@ def repeat_rows(cache: KVCache, samples: int) -> KVCache:
             segments_BC=jnp.repeat(k.segments_BC, samples, axis=0),
         )  # fmt: skip
 
-    return replace(cache, sliding=repeat_kind(cache.sliding), full=repeat_kind(cache.full))
+    def repeat_count(x):
+        return x if x.ndim == 0 else jnp.repeat(x, samples)
+
+    return KVCache(
+        sliding=repeat_kind(cache.sliding), full=repeat_kind(cache.full),
+        used=repeat_count(cache.used), next_slot=repeat_count(cache.next_slot),
+    )  # fmt: skip
 
 
 def take_rows(cache: KVCache, rows: Array) -> KVCache:
@@ -111,18 +124,77 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
             positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
         )  # fmt: skip
 
-    return replace(cache, sliding=take_kind(cache.sliding), full=take_kind(cache.full))
+    def take_count(x):
+        return x if x.ndim == 0 else x[rows]
+
+    return KVCache(
+        sliding=take_kind(cache.sliding), full=take_kind(cache.full),
+        used=take_count(cache.used), next_slot=take_count(cache.next_slot),
+    )  # fmt: skip
+
+
+def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
+    """Return the cache with the rows at these indices replaced by those of `part`."""
+
+    def put_kind(k, new):
+        return replace(
+            k, k=k.k.at[:, rows].set(new.k), v=k.v.at[:, rows].set(new.v),
+            positions_BC=k.positions_BC.at[rows].set(new.positions_BC),
+            segments_BC=k.segments_BC.at[rows].set(new.segments_BC),
+        )  # fmt: skip
+
+    return KVCache(
+        sliding=put_kind(cache.sliding, part.sliding), full=put_kind(cache.full, part.full),
+        used=cache.used.at[rows].set(part.used),
+        next_slot=cache.next_slot.at[rows].set(part.next_slot),
+    )  # fmt: skip
 
 
 def select_rows(rows: DecodeState, keep: Array) -> DecodeState:
     """Return the rows with these indices."""
-    return replace(
-        rows, cache=take_rows(rows.cache, keep), hidden_BD=rows.hidden_BD[keep],
-        position_B=rows.position_B[keep], alive_B=rows.alive_B[keep],
-        stream_B2=rows.stream_B2[keep], tokens_BT=rows.tokens_BT[keep], logp_BT=rows.logp_BT[keep],
-        log_kept_BT=None if rows.log_kept_BT is None else rows.log_kept_BT[keep],
-        experts_BTLA=None if rows.experts_BTLA is None else rows.experts_BTLA[keep],
+    arrays = {name: x[keep] for name, x in _row_arrays(rows).items()}
+    return replace(rows, cache=take_rows(rows.cache, keep), **arrays)
+
+
+def restore_rows(rows: DecodeState, part: DecodeState, keep: Array) -> DecodeState:
+    """Return the rows with those at these indices replaced by those of `part`, and its column."""
+    old, new = _row_arrays(rows), _row_arrays(part)
+    arrays = {name: x.at[keep].set(new[name]) for name, x in old.items()}
+    return replace(rows, cache=put_rows(rows.cache, part.cache, keep), column=part.column, **arrays)
+
+
+def _row_arrays(rows: DecodeState) -> dict[str, Array]:
+    """The arrays whose first axis are the rows, by name."""
+    arrays = {name: x for name, x in vars(rows).items() if name not in ("cache", "column")}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def append_tokens(
+    params: Params, rows: DecodeState, tokens_BT: Array, lengths_B: Array, positions_B: Array,
+    step: Array, *, cfg: ModelConfig, ops: Ops,
+) -> tuple[DecodeState, Array | None]:  # fmt: skip
+    """Have rows read tokens that follow what they have read, and sample again.
+
+    Returns the rows and the experts [B, T, L, A] of the tokens, if the rows record experts.
+    `tokens_BT` are right-padded to `lengths_B`; a row of length 0 does not change. `positions_B`
+    are the positions of the first tokens: the first one is the last token that was sampled, which
+    no forward has read. The cache must have slots per row.
+    """
+    offsets_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    hidden_BTD, cache, recorded = forward(
+        params, tokens_BT, cfg, ops, positions_BT=positions_B[:, None] + offsets_1T,
+        segment_ids_BT=(offsets_1T < lengths_B[:, None]).astype(jnp.int32), cache=rows.cache,
+        step=step,
     )  # fmt: skip
+    reads_B = lengths_B > 0
+    last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
+    hidden_BD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
+    keeps_experts = rows.experts_BTLA is not None
+    return replace(
+        rows, cache=cache, hidden_BD=jnp.where(reads_B[:, None], hidden_BD, rows.hidden_BD),
+        position_B=jnp.where(reads_B, positions_B + lengths_B, rows.position_B),
+        alive_B=rows.alive_B | reads_B,
+    ), experts_batch_first(recorded["experts_BTA"], cfg) if keeps_experts else None  # fmt: skip
 
 
 def decode_tokens(
@@ -146,9 +218,9 @@ def decode_tokens(
         sharpness = jnp.where(greedy, 1.0, temperature)
         all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
         streams_B = jax.random.wrap_key_data(rows.stream_B2)
-        # The key depends on the row and the column alone, so that a smaller batch continues with
-        # the same tokens.
-        keys_B = jax.vmap(partial(jax.random.fold_in, data=rows.column))(streams_B)
+        # The key depends on the row and its own number of sampled tokens alone, so that a smaller
+        # batch, or one in which other rows wait, continues with the same tokens.
+        keys_B = jax.vmap(jax.random.fold_in)(streams_B, rows.n_sampled_B + rows.column)
         logits_BV = apply_top_k_top_p(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = sample_tokens(logits_BV, keys_B, greedy=greedy)
         log_kept_BT = rows.log_kept_BT
@@ -170,7 +242,7 @@ def decode_tokens(
             tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], start_indices),
             logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], start_indices),
             log_kept_BT=log_kept_BT,
-            alive_B=rows.alive_B & ~stopped_B,
+            alive_B=rows.alive_B & ~stopped_B & (rows.column + 1 < rows.limit_B),
             column=rows.column + 1,
         ), token_B
 

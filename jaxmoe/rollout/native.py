@@ -5,6 +5,7 @@ Decode returns to the host when at most a quarter of the rows is alive, and cont
 of that size, so that finished rows cost no more time. Next: jaxmoe/rollout/decoding.py.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.model import Ops
 from jaxmoe.model.params import cast_for_forward
@@ -28,22 +29,23 @@ from jaxmoe.parallel.sharding import (
     sampling_rules,
     shard_batch,
 )
-from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.decoding import (
     DecodeState,
+    append_tokens,
     decode_tokens,
     init_rows,
     prefill_prompts,
     repeat_rows,
+    restore_rows,
     select_rows,
 )
+from jaxmoe.rollout.native_turns import NativeBatch, NativePrograms
 from jaxmoe.rollout.replies import TokenEnvironment
+from jaxmoe.rollout.turns import Episode
 from jaxmoe.shapes import Leaf, Params
 
-# The batch shrinks by this factor when few enough rows are alive. Each size is a program of its
-# own.
-SHRINK_FACTOR = 4
-MIN_BATCH_ROWS = 8  # a batch does not shrink below this
+MAX_APPEND_TOKENS = 128  # that one call reads of a reply; longer replies take several calls
 MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two
 
 
@@ -58,20 +60,29 @@ class NativeEngine:
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, *, max_prompt_tokens: int, max_new_tokens: int,
-        max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None,
+        max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None, max_context: int = 0,
+        max_reply_tokens: int = 0,
     ) -> None:  # fmt: skip
+        """Args:
+        max_context: tokens of an episode of several turns; 0 allows single answers only.
+        max_reply_tokens: of the environment, if known; a longer reply takes several calls.
+        """
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
+        self._max_context = max_context
         self._rules = rules = sampling_rules(cfg)
         self._mesh, self._shards = mesh, count_shards(mesh, rules.rows)
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
         # All caches have one size, so that decode is compiled for one number of slots.
         self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
-        slots = self._longest + max_new_tokens
+        self._slots = max_context or self._longest + max_new_tokens
         self._prefill = jax.jit(
-            partial(prefill_prompts, cfg=cfg, ops=ops, slots=slots, keep_experts=keep_experts)
-        )
-        self._decode = jax.jit(
+            partial(
+                prefill_prompts, cfg=cfg, ops=ops, slots=self._slots, keep_experts=keep_experts,
+                slots_per_row=max_context > 0,
+            )
+        )  # fmt: skip
+        decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
             # The state has the cache, which should not exist twice.
             donate_argnums=1,
@@ -79,7 +90,17 @@ class NativeEngine:
         # New partials, because engines would otherwise share jit's cache and count the programs of
         # each other.
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
-        self._compact = jax.jit(partial(select_rows))
+        self._programs = NativePrograms(
+            decode, jax.jit(partial(select_rows)),
+            jax.jit(partial(restore_rows), donate_argnums=0),
+            jax.jit(partial(append_tokens, cfg=cfg, ops=ops), donate_argnums=1),
+        )  # fmt: skip
+        # One length, so that the appends of a run are one program for each size of the batch.
+        self._append_tokens = (
+            _round_up_to_bucket(min(max_reply_tokens + 1, MAX_APPEND_TOKENS), MIN_PROMPT_TOKENS)
+            if max_reply_tokens
+            else MAX_APPEND_TOKENS
+        )
         self._read = partial(cast_for_forward, cfg=cfg)
         if mesh is not None:
             shardings = param_shardings(cfg, mesh, rules)
@@ -108,7 +129,7 @@ class NativeEngine:
 
     def count_compilations(self) -> int:
         """Number of programs compiled so far; it does not grow with the length of a run."""
-        jitted = (self._prefill, self._decode, self._repeat, self._compact)
+        jitted = (self._prefill, self._repeat, *vars(self._programs).values())
         return sum(count_compilations(f) for f in jitted)
 
     def prompts_per_batch(self, samples: int) -> int:
@@ -146,7 +167,7 @@ class NativeEngine:
         rows = width * samples
         shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
-        shapes += [((rows,), jnp.bool_), ((rows, 2), jnp.uint32)]
+        shapes += [((rows,), jnp.bool_), ((rows, 2), jnp.uint32), ((rows,), jnp.int32)]
         shapes += [((len(sampling.stop_ids),), jnp.int32), ((), jnp.float32), ((), jnp.int32)]
         tokens, lengths, *fresh, stop_ids, temperature, step = (
             jax.ShapeDtypeStruct(*shape) for shape in shapes
@@ -159,7 +180,7 @@ class NativeEngine:
             jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
         )
         decode_program = make(
-            self._decode, params, replace(state, cache=cache), stop_ids, temperature, step,
+            self._programs.decode, params, replace(state, cache=cache), stop_ids, temperature, step,
             top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
         )  # fmt: skip
         return prefill_program, decode_program
@@ -181,6 +202,11 @@ class NativeEngine:
                 f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
                 f"{sampling.max_new_tokens}."
             )
+        if environment is not None and not self._max_context:
+            raise ConfigError(
+                "episodes with an environment need an engine with a limit for all their tokens. "
+                "Try --set rollout.max_context=4096."
+            )
         # Greedy answers take the most likely token, which top-k and top-p never exclude.
         if sampling.temperature <= 0.0:
             sampling = replace(sampling, top_k=0, top_p=1.0)
@@ -191,79 +217,59 @@ class NativeEngine:
         per_batch = self.prompts_per_batch(samples)
         rollouts: list[Rollout] = []
         for start in range(0, len(prompts), per_batch):
-            batch = prompts[start : start + per_batch]
-            rollouts += self._generate_batch(
-                loaded, batch, sampling, seed, samples, per_batch, start
+            batch = self._open_batch(
+                loaded, prompts[start : start + per_batch], sampling, seed, samples, per_batch,
+                start,
+            )  # fmt: skip
+            rollouts += (
+                batch.sample_answers()
+                if environment is None
+                else batch.sample_episodes(environment, start * samples)
             )
         return rollouts
 
-    def _generate_batch(
+    def _open_batch(
         self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> NativeBatch:  # fmt: skip
+        """Prefill the prompts; `first` is the index of the first one among all prompts."""
         params, version = loaded
-        rows, budget, prompt_experts = self._prefill_batch(
-            loaded, prompts, sampling, seed, samples, width, first
+        limit = sampling.max_context or self._max_context or sys.maxsize
+        episodes = [Episode(prompt, sampling, limit) for prompt in prompts for _ in range(samples)]
+        limits = np.zeros(width * samples, np.int32)
+        limits[: len(episodes)] = [episode.turn_limit for episode in episodes]
+        rows, prompt_experts = self._prefill_batch(
+            loaded, prompts, sampling, seed, samples, width, first, limits
         )
-        n = len(prompts) * samples
-        tokens = np.zeros((n, budget), np.int32)
-        logp = np.zeros((n, budget), np.float32)
-        log_kept = None if rows.log_kept_BT is None else np.zeros((n, budget), np.float32)
-        experts = None
         if rows.experts_BTLA is not None:
-            experts = np.zeros((n, *rows.experts_BTLA.shape[1:]), rows.experts_BTLA.dtype)
-        original = np.arange(width * samples)  # original index of each row in the batch
-        stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-        while True:
-            if self._closed:
-                raise EngineError("the engine was closed while it sampled.")
-            size = len(original)
-            # On a mesh the batch does not shrink, since rows would have to move between devices.
-            shrunk = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
-            # At the smallest size the loop goes on until no row is alive.
-            max_alive = shrunk if shrunk < size else 0
-            rows = self._decode(
-                params, rows, stop_ids, jnp.float32(sampling.temperature), jnp.int32(version),
-                top_k=sampling.top_k, top_p=sampling.top_p, enough=max_alive,
-            )  # fmt: skip
-            real = original < n
-            tokens[original[real]] = gather_to_hosts(rows.tokens_BT)[real]
-            logp[original[real]] = gather_to_hosts(rows.logp_BT)[real]
-            if log_kept is not None:
-                log_kept[original[real]] = gather_to_hosts(rows.log_kept_BT)[real]
-            if experts is not None:
-                experts[original[real]] = gather_to_hosts(rows.experts_BTLA)[real]
-            alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
-            if int(rows.column) == budget or alive.size == 0:
-                break
-            # Rows that have ended fill up the smaller batch, so that few sizes are ever compiled.
-            keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:shrunk]
-            rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
-            original = original[keep]
-        return [
-            self._make_rollout(
-                prompts[i // samples], tokens[i], logp[i],
-                None if log_kept is None else log_kept[i], sampling, version,
-                None if experts is None else (prompt_experts[i // samples], experts[i]),
-            )
-            for i in range(n)
-        ]  # fmt: skip
+            for i, episode in enumerate(episodes):
+                n = len(episode.prompt.tokens)
+                episode.add_experts(prompt_experts[i // samples][:n])
+        return NativeBatch(
+            self._programs, params, version, sampling, rows, episodes, self._append_tokens,
+            self._mesh, self._rules, lambda: self._closed,
+        )  # fmt: skip
 
     def _prefill_batch(
         self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
-        samples: int, width: int, first: int,
-    ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
-        """Return rows before their first token, the answer length, and the prompts' experts."""
+        samples: int, width: int, first: int, limit_B: np.ndarray,
+    ) -> tuple[DecodeState, np.ndarray]:  # fmt: skip
+        """Return rows before their first token, and the prompts' experts."""
         for prompt in prompts:
             _check_prompt(prompt, self._cfg.vocab_size)
         longest = max(len(p.tokens) for p in prompts)
+        if not limit_B[: len(prompts) * samples].all():
+            raise ConfigError(
+                "rollout.max_context must exceed the tokens of every prompt, got a prompt of "
+                f"{longest}. Try --set rollout.max_context={2 * longest}."
+            )
         if longest > self._longest:
             raise ConfigError(
                 f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
                 f"Try --set data.max_prompt_tokens={longest}."
             )
         # Every length is a program of its own, so lengths are rounded up to a few.
-        time = _round_up_to_bucket(longest, MIN_PROMPT_TOKENS)
+        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self._slots)
         tokens = np.zeros((width, time), np.int32)
         # Rows without a prompt have one padding token and are never alive. They keep the shape of
         # the last batch.
@@ -283,27 +289,10 @@ class NativeEngine:
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         state = init_rows(
             hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
-            jax.random.key_data(streams), prompt_experts, sampling,
+            jax.random.key_data(streams), jnp.asarray(limit_B), prompt_experts, sampling,
         )  # fmt: skip
         state = replace(shard_batch(state, self._mesh, self._rules), cache=cache)
-        return state, sampling.max_new_tokens, gather_to_hosts(prompt_experts)
-
-    def _make_rollout(
-        self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
-        log_kept: np.ndarray | None, sampling: Sampling, version: int,
-        experts: tuple[np.ndarray, np.ndarray] | None,
-    ) -> Rollout:  # fmt: skip
-        stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
-        # A row is decoded on until the batch ends, so its first stop token ends the answer.
-        end = stops[0] + 1 if stops.size else len(tokens)
-        reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
-        return Rollout(
-            prompt, tokens[:end].copy(), logp[:end].copy(), reason,
-            np.full(end, version, np.int32),
-            None if log_kept is None else log_kept[:end].copy(),
-            None if experts is None
-            else np.concatenate([experts[0][: len(prompt.tokens)], experts[1][: end - 1]]),
-        )  # fmt: skip
+        return state, gather_to_hosts(prompt_experts)
 
 
 def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:

@@ -42,6 +42,14 @@ class Episode:
         return np.concatenate([np.zeros(0, np.int32), *self._tokens])
 
     @property
+    def last_turn(self) -> np.ndarray:
+        """int32 [T], the tokens of the policy's last turn."""
+        return next(
+            tokens for tokens, mask in zip(self._tokens[::-1], self._masks[::-1], strict=True)
+            if mask[0]
+        )  # fmt: skip
+
+    @property
     def turn_limit(self) -> int:
         """Maximum number of tokens of the next turn."""
         limits = [

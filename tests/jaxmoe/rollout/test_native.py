@@ -127,15 +127,15 @@ def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
 def test_weights_loaded_while_it_samples_are_those_of_the_next_call(engine):
     new_weights = jax.tree.map(lambda x: 0.5 * x, weights())
     before = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    decode_program = engine._decode
+    programs = engine._programs
 
     def loads_first(*args, **named):
-        engine._decode = decode_program
+        engine._programs = programs
         engine.load(new_weights, 4)
-        return decode_program(*args, **named)
+        return programs.decode(*args, **named)
 
     try:
-        engine._decode = loads_first
+        engine._programs = replace(programs, decode=loads_first)
         meanwhile = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
         assert assert_same(before, meanwhile)
         assert all((r.weight_versions == 3).all() for r in meanwhile)
@@ -144,24 +144,24 @@ def test_weights_loaded_while_it_samples_are_those_of_the_next_call(engine):
             (r.weight_versions == 4).all() for r in second
         )
     finally:
-        engine._decode = decode_program
+        engine._programs = programs
         engine.load(weights(), 3)
 
 
 def test_close_ends_the_sampling_of_another_thread(engine):
-    decode_program = engine._decode
+    programs = engine._programs
 
     def closes_first(*args, **named):
-        engine._decode = decode_program
+        engine._programs = programs
         engine.close()
-        return decode_program(*args, **named)
+        return programs.decode(*args, **named)
 
     try:
-        engine._decode = closes_first
+        engine._programs = replace(programs, decode=closes_first)
         with pytest.raises(EngineError, match="closed while it sampled"):
             engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     finally:
-        engine._decode, engine._closed = decode_program, False
+        engine._programs, engine._closed = programs, False
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -240,16 +240,19 @@ def test_a_stop_token_ends_a_row_and_the_budget_ends_the_others(engine):
             assert r.tokens[-1] in STOPS
         else:
             assert len(r.tokens) == NEW and r.tokens[-1] not in STOPS
-    assert {r.stop for r in out} == set(StopReason)
+    assert {r.stop for r in out} == {StopReason.STOP_TOKEN, StopReason.MAX_TOKENS}
 
 
 def test_dropping_finished_rows_changes_no_token(engine, monkeypatch):
     shrinking = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     sizes = []
-    compacted = engine._compact
-    monkeypatch.setattr(
-        engine, "_compact", lambda rows, keep: sizes.append(len(keep)) or compacted(rows, keep)
-    )
+    programs = engine._programs
+
+    def select(rows, keep):
+        sizes.append(len(keep))
+        return programs.select(rows, keep)
+
+    monkeypatch.setattr(engine, "_programs", replace(programs, select=select))
     engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert sizes and sizes == sorted(sizes, reverse=True) and sizes[-1] < 40
     free = engine.generate(PROMPTS, FREE, seed=1, samples=8)
@@ -372,8 +375,12 @@ def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
 
     ahead, ran = [], []
     engine.compile_programs(Made, STOPPING, abstract_params(CFG), samples=8)
-    for name in ("_prefill", "_repeat", "_decode"):
+    for name in ("_prefill", "_repeat"):
         monkeypatch.setattr(engine, name, partial(recorded, getattr(engine, name)))
+    programs = engine._programs
+    monkeypatch.setattr(
+        engine, "_programs", replace(programs, decode=partial(recorded, programs.decode))
+    )
     engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert ahead == ran[:3]
     assert engine.prompts_per_batch(8) == 5

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One batch of the native engine: rows on the device, and their episodes on the host.
+
+All rows sample a turn together. When at most a quarter of them is alive, these continue as a small
+batch, so that rows that have ended cost no more time. Rows whose episode goes on keep their cache:
+they are put back, and read the environment's replies. Rows whose reply is late wait, and read it
+before a later turn. Next: jaxmoe/rollout/decoding.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmoe.config import EngineError
+from jaxmoe.distributed.channel import Channel
+from jaxmoe.distributed.processes import gather_to_hosts
+from jaxmoe.parallel.sharding import MeshRules, shard_batch
+from jaxmoe.records import Rollout, Sampling, StopReason
+from jaxmoe.rollout.decoding import DecodeState
+from jaxmoe.rollout.replies import PendingReplies, Reply, TokenEnvironment
+from jaxmoe.rollout.turns import Episode
+from jaxmoe.shapes import Params
+
+# The batch shrinks by this factor when few enough rows are alive. Each size is a program of its
+# own.
+SHRINK_FACTOR = 4
+MIN_BATCH_ROWS = 8  # a batch does not shrink below this
+
+
+@dataclass(frozen=True)
+class NativePrograms:
+    """Jitted functions of jaxmoe/rollout/decoding.py."""
+
+    decode: Callable[..., DecodeState]
+    select: Callable[..., DecodeState]
+    restore: Callable[..., DecodeState]
+    append: Callable[..., tuple[DecodeState, Any]]
+
+
+@dataclass
+class NativeBatch:
+    """A batch after its prefill; `rows` are on the device, the first of them have the episodes."""
+
+    programs: NativePrograms
+    params: Params
+    version: int
+    sampling: Sampling
+    rows: DecodeState
+    episodes: list[Episode]
+    append_tokens: int  # tokens of a reply that one call of `append` reads
+    mesh: Mesh | None
+    rules: MeshRules
+    is_closed: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._size = int(self.rows.alive_B.shape[0])
+        # On a mesh a batch does not shrink, since rows would have to move between devices.
+        self._small = _shrunk_size(self._size) if self.mesh is None else self._size
+
+    def sample_answers(self) -> list[Rollout]:
+        """Return one answer of each row; it ends at its first stop token."""
+        self._sample_turn(range(len(self.episodes)), returns=False)
+        for episode in self.episodes:
+            episode.stop = episode.stop or StopReason.STOP_TOKEN
+        return [episode.make_rollout() for episode in self.episodes]
+
+    def sample_episodes(self, environment: TokenEnvironment, first: int) -> list[Rollout]:
+        """Return one episode of each row; `first` is the number of the first one in its call."""
+        replies = SharedReplies(environment, self.is_closed, first)
+        active: Sequence[int] = range(len(self.episodes))
+        while active:
+            self._sample_turn(active, returns=True)
+            for row in active:
+                if self.episodes[row].stop is None:
+                    replies.submit(row, self.episodes[row].last_turn)
+            continuing: dict[int, Sequence[int]] = {}
+            while len(replies) and not continuing:
+                for row, reply in replies.wait().items():
+                    if self.episodes[row].add_reply(reply):
+                        assert not isinstance(reply, StopReason)
+                        continuing[row] = reply
+            active = sorted(continuing)
+            if active:
+                self._append_replies(continuing)
+        return [episode.make_rollout() for episode in self.episodes]
+
+    def _sample_turn(self, active: Sequence[int], *, returns: bool) -> None:
+        """Sample one turn of the active rows; the others wait or have ended.
+
+        returns: rows may continue in a later turn, so `rows` is complete again at the end.
+        """
+        columns = self.rows.tokens_BT.shape[1]
+        limits = [self.episodes[row].turn_limit for row in active]
+        rows, sampled, index = self.rows, _Columns(self.rows), np.arange(self._size)
+        if returns and len(active) <= self._small < self._size:
+            index = self._choose_rows(active)
+            rows = self._select(rows, index)
+        while True:
+            if self.is_closed():
+                raise EngineError("the engine was closed while it sampled.")
+            smaller = self._next_size(len(index), returns=returns)
+            rows = self.programs.decode(
+                self.params, rows, jnp.asarray(self.sampling.stop_ids, jnp.int32),
+                jnp.float32(self.sampling.temperature), jnp.int32(self.version),
+                top_k=self.sampling.top_k, top_p=self.sampling.top_p,
+                # At the smallest size the loop goes on until no row is alive.
+                enough=smaller if smaller < len(index) else 0,
+            )  # fmt: skip
+            sampled.store(rows, index)
+            alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
+            if int(rows.column) == columns or alive.size == 0:
+                break
+            if returns:
+                self.rows = rows
+            # Rows that have ended fill up the smaller batch, so that few sizes are ever compiled.
+            keep = np.concatenate([alive, np.setdiff1d(np.arange(len(index)), alive)])[:smaller]
+            rows, index = self._select(rows, keep), index[keep]
+        if returns and len(index) < self._size:
+            rows = self.programs.restore(self.rows, rows, jnp.asarray(index, jnp.int32))
+        self.rows = rows
+        for row, limit in zip(active, limits, strict=True):
+            self._end_turn(self.episodes[row], sampled, row, limit)
+
+    def _end_turn(self, episode: Episode, sampled: "_Columns", row: int, limit: int) -> None:
+        tokens = sampled.arrays["tokens_BT"][row, :limit]
+        stops = np.flatnonzero(np.isin(tokens, self.sampling.stop_ids))
+        # A row is decoded on until the batch ends, so its first stop token ends the turn.
+        end = int(stops[0]) + 1 if stops.size else limit
+        logp, log_kept, experts = (
+            None if (x := sampled.arrays.get(name)) is None else x[row]
+            for name in ("logp_BT", "log_kept_BT", "experts_BTLA")
+        )
+        assert logp is not None
+        episode.add_turn(
+            tokens[:end].copy(), logp[:end].copy(), np.full(end, self.version, np.int32),
+            None if log_kept is None else log_kept[:end].copy(),
+        )  # fmt: skip
+        if experts is not None:
+            episode.add_experts(experts[: end - 1])
+
+    def _append_replies(self, replies: Mapping[int, Sequence[int]]) -> None:
+        """Have the rows read these replies, which their episodes have already."""
+        # The last token of a turn is in no cache, so the reply begins with it.
+        new = {
+            row: np.concatenate([self.episodes[row].last_turn[-1:], reply])
+            for row, reply in replies.items()
+        }
+        starts = {
+            row: len(self.episodes[row].prompt.tokens) + self.episodes[row].length - len(reply) - 1
+            for row, reply in replies.items()
+        }
+        for offset in range(0, max(map(len, new.values())), self.append_tokens):
+            parts = {
+                row: tokens[offset : offset + self.append_tokens]
+                for row, tokens in new.items()
+                if len(tokens) > offset
+            }
+            self._append_part(parts, {row: starts[row] + offset for row in parts})
+        counts, limits = np.zeros((2, self._size), np.int32)
+        for row, episode in enumerate(self.episodes):
+            counts[row], limits[row] = episode.n_sampled, episode.turn_limit
+        n_sampled_B, limit_B, column = shard_batch(
+            (jnp.asarray(counts), jnp.asarray(limits), jnp.zeros((), jnp.int32)),
+            self.mesh, self.rules,
+        )  # fmt: skip
+        self.rows = replace(self.rows, n_sampled_B=n_sampled_B, limit_B=limit_B, column=column)
+
+    def _append_part(self, parts: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> None:
+        is_small = len(parts) <= self._small < self._size
+        index = self._choose_rows(list(parts)) if is_small else np.arange(self._size)
+        tokens = np.zeros((len(index), self.append_tokens), np.int32)
+        lengths, positions = np.zeros((2, len(index)), np.int32)
+        for i, row in enumerate(index):
+            if (part := parts.get(int(row))) is not None:
+                tokens[i, : len(part)] = part
+                lengths[i], positions[i] = len(part), starts[int(row)]
+        placed = shard_batch(
+            tuple(map(jnp.asarray, (tokens, lengths, positions))), self.mesh, self.rules
+        )
+        rows = self._select(self.rows, index) if is_small else self.rows
+        rows, experts = self.programs.append(self.params, rows, *placed, jnp.int32(self.version))
+        if is_small:
+            rows = self.programs.restore(self.rows, rows, jnp.asarray(index, jnp.int32))
+        self.rows = rows
+        if experts is not None:
+            experts_BTLA = gather_to_hosts(experts)
+            for i, row in enumerate(index):
+                if (part := parts.get(int(row))) is not None:
+                    self.episodes[row].add_experts(experts_BTLA[i, : len(part)])
+
+    def _choose_rows(self, rows: Sequence[int]) -> np.ndarray:
+        """Indices of a small batch: these rows, filled up with others."""
+        others = np.setdiff1d(np.arange(self._size), rows)
+        return np.concatenate([np.asarray(rows, np.int64), others])[: self._small]
+
+    def _select(self, rows: DecodeState, index: np.ndarray) -> DecodeState:
+        return self.programs.select(rows, jnp.asarray(index, jnp.int32))
+
+    def _next_size(self, size: int, *, returns: bool) -> int:
+        """The size to shrink to, or the same size. Rows that return need a program for each size
+        more often, so there is one small size for them."""
+        if self.mesh is not None or (returns and size < self._size):
+            return size
+        return _shrunk_size(size)
+
+
+class SharedReplies:
+    """The replies to a batch, by row. With several processes each computes a share of them.
+
+    All processes wait for the slowest share, at most for the environment's patience, and exchange
+    what is there. So the same replies arrive at the same turn in all of them.
+    """
+
+    def __init__(
+        self, environment: TokenEnvironment, is_closed: Callable[[], bool], first: int
+    ) -> None:
+        self._pending = PendingReplies(environment, is_closed)
+        self._patience_s, self._first = environment.patience_s, first
+        self._channel, self._waiting = open_reply_channel(), set[int]()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, row: int, turn: np.ndarray) -> None:
+        self._waiting.add(row)
+        if row % self._channel.count == self._channel.number:
+            self._pending.submit(self._first + row, turn.tolist())
+
+    def wait(self) -> dict[int, Reply]:
+        """Return the replies that are there in time, of all processes; possibly none."""
+
+        def wait_for_share() -> dict[str, Any]:
+            share = self._pending.wait(self._patience_s)
+            return {
+                str(episode - self._first): str(reply)
+                if isinstance(reply, StopReason)
+                else list(map(int, reply))
+                for episode, reply in share.items()
+            }
+
+        replies: dict[int, Reply] = {}
+        for share in self._channel.gather_results(wait_for_share):
+            for row, reply in share.items():
+                replies[int(row)] = StopReason(reply) if isinstance(reply, str) else reply
+        self._waiting -= set(replies)
+        return replies
+
+
+@cache
+def open_reply_channel() -> Channel:
+    """The channel of replies; one for all engines of a process, whose messages are counted."""
+    return Channel("replies")
+
+
+class _Columns:
+    """Host copies of the columns of a turn, for all rows of the batch."""
+
+    def __init__(self, rows: DecodeState) -> None:
+        names = ("tokens_BT", "logp_BT", "log_kept_BT", "experts_BTLA")
+        self.arrays = {
+            name: np.zeros(x.shape, x.dtype)
+            for name in names
+            if (x := getattr(rows, name)) is not None
+        }
+
+    def store(self, rows: DecodeState, index: np.ndarray) -> None:
+        for name, array in self.arrays.items():
+            array[index] = gather_to_hosts(getattr(rows, name))
+
+
+def _shrunk_size(size: int) -> int:
+    return max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR))
