@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools as a config names them, one call of each, and the environment that answers calls."""
+
+import asyncio
+import enum
+import math
+import sys
+import time
+import types
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.envs.step_check import check_step
+from jaxmoe.envs.tool_environment import ToolEnvironment
+from jaxmoe.envs.tool_specs import make_python_tool, read_tools, tool_from_function
+from jaxmoe.envs.tools import MAX_RESULT_CHARS, Tool, ToolResult, call_tool
+
+ROW = Row("6 * 7 =", "42", system="Be short.")
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def multiply(a: int, b: int = 2) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+async def wait_and_add(a: int) -> dict:
+    """Add one.
+
+    Args:
+        a: A number.
+    """
+    await asyncio.sleep(0.01)
+    return {"sum": a + 1, "word": "für"}
+
+
+def paint(colour: Colour, strength: float = 1.0) -> str:
+    """Paint.
+
+    Args:
+        colour: A colour.
+        strength: From 0 to 1.
+    """
+    return f"{colour.name} {strength}"
+
+
+def fail(kind: str) -> object:
+    """Fail in one of several manners.
+
+    Args:
+        kind: The manner.
+    """
+    match kind:
+        case "raise":
+            raise OSError("disk\nfull" + "!" * 10_000)
+        case "exit":
+            sys.exit(3)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "bytes":
+            return b"\xff" * 20
+        case "nan":
+            return math.nan
+        case "none":
+            return None
+        case "surrogate":
+            return "a\ud800"
+        case "cycle":
+            cycle = []
+            cycle.append(cycle)
+            return cycle
+        case "object":
+            return Unprintable()
+        case "long":
+            return "x" * 10_000_000
+    return kind
+
+
+class Unprintable:
+    def __str__(self):
+        raise KeyError("no")
+
+    __repr__ = __str__
+
+
+def make_unit_tool(unit: str = "m") -> Tool:
+    """A factory of tools: the policy does not see it."""
+    return Tool(ToolDescription("unit", "The unit.", {"type": "object"}), lambda: unit)
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    module = types.ModuleType("tools_of_a_user")
+    for item in (multiply, wait_and_add, paint, fail, make_unit_tool):
+        setattr(module, item.__name__, item)
+    module.NUMBER, module.Plain, module.TOOL = 3, type("Plain", (), {}), make_unit_tool("ft")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def make_call(content, recipient="functions.multiply", channel="commentary"):
+    return [
+        Message("assistant", "hm", channel="analysis"),
+        Message("assistant", content, channel=channel, recipient=recipient, content_type="json"),
+    ]
+
+
+def run_step(environment, messages):
+    return check_step(environment.step(messages))
+
+
+def test_a_config_names_tools_with_options():
+    tools = read_tools(
+        "python + tools_of_a_user:multiply(b=10) + tools_of_a_user:make_unit_tool(unit='in')"
+    )
+    assert [tool.address for tool in tools] == ["python", "functions.multiply", "functions.unit"]
+    assert call_tool(tools[1], '{"a": 4}').text == "40"
+    assert call_tool(tools[2], "").text == "in"
+    assert "there is no argument 'b'" in call_tool(tools[1], '{"a": 4, "b": 1}').text
+    assert read_tools("") == () and read_tools("tools_of_a_user:TOOL")[0].call() == "ft"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("pyhton", "there is no tool 'pyhton'. Did you mean python?"),
+        ("search", "Known: python; a tool of your own is module:function."),
+        ("python + python", "two tools of one name"), ("python(x=1)", "no option 'x'"),
+        ("tools_of_a_user:multiply(c=1)", "no option 'c'. Known: a, b"),
+        ("tools_of_a_user:multiplyy", "can be imported"), ("nowhere:f", "can be imported"),
+        ("tools_of_a_user:NUMBER", "got int"), ("tools_of_a_user:Plain", "got a class"),
+        ("os:system", "must be a function written in Python"), ("tools_of_a_user:", "must be"),
+        ("tools_of_a_user:TOOL(a=1)", "takes no options"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_data_tools_is_one_line(text, message):
+    with pytest.raises(ConfigError) as error:
+        read_tools(text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("data.tools")
+
+
+def test_a_call_is_answered_on_its_channel_in_harmonys_form():
+    environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
+    assert [tool.name for tool in environment.tools] == ["multiply", "python"]
+    messages, _ = environment.reset(ROW, seed=0)
+    assert messages == [Message("system", "Be short."), Message("user", "6 * 7 =")]
+    result = run_step(environment, make_call('{"a": 6, "b": 7}'))
+    assert result.messages == (
+        Message("tool", "42", "functions.multiply", "commentary", "assistant"),
+    )
+    assert not result.terminated and result.reward == 0
+    assert result.metrics == {"tool/calls": 1, "tool/errors": 0, "tool/unknown": 0}
+    result = run_step(environment, make_call("print(6 * 7)", "python", "analysis"))
+    assert result.messages == (Message("tool", "42", "python", "analysis", "assistant"),)
+
+
+def test_a_call_on_the_final_channel_is_answered_as_a_call():
+    environment = ToolEnvironment([tool_from_function(multiply)])
+    environment.reset(ROW, seed=0)
+    (message,) = run_step(environment, make_call('{"a": 6}', channel="final")).messages
+    assert (message.content, message.channel) == ("12", "commentary")
+
+
+def test_a_turn_without_a_call_ends_the_episode():
+    environment = ToolEnvironment([tool_from_function(multiply)])
+    environment.reset(ROW, seed=0)
+    result = run_step(environment, [Message("assistant", "42", channel="final")])
+    assert result.terminated and not result.messages
+    assert check_step(environment.step([])).terminated
+
+
+def test_async_tools_and_enums_are_called_as_they_are_written():
+    assert (
+        call_tool(tool_from_function(wait_and_add), '{"a": 1}').text == '{"sum": 2, "word": "für"}'
+    )
+    assert call_tool(tool_from_function(paint), '{"colour": "red"}').text == "RED 1.0"
+    assert "one of" in call_tool(tool_from_function(paint), '{"colour": "blue"}').text
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("", "'a' is missing"), ("{", "must be a JSON object"), ("[1]", "must be a JSON object"),
+        ('{"a": NaN}', "NaN is not a JSON value"), ('{"a": 1e999}', "of type integer"),
+        ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "JSON object"),
+        ('{"a": "1"}', "of type integer"), ('{"aa": 1}', "Did you mean a?"),
+        ("null", "JSON object"),
+        ('{"a": 1}\ud800', "JSON object"), ('{"a": 1, "self": 2}', "no argument 'self'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_become_an_error_text(content, text):
+    environment = ToolEnvironment([tool_from_function(multiply)])
+    environment.reset(ROW, seed=0)
+    result = run_step(environment, make_call(content))
+    (message,) = result.messages
+    assert message.content.startswith("Error: ") and text in message.content
+    assert len(message.content) < 700
+    assert result.metrics == {"tool/calls": 1, "tool/errors": 1, "tool/unknown": 0}
+
+
+@pytest.mark.parametrize(
+    "kind, text, is_error",
+    [
+        ("raise", "Error: OSError: disk\nfull", True), ("exit", "Error: SystemExit: 3", True),
+        ("cancel", "Error: CancelledError", True),
+        ("bytes", "Error: the tool returned bytes", True),
+        ("cycle", "Error: ValueError", True), ("object", "Error: KeyError", True),
+        ("nan", "nan", False), ("none", "None", False), ("surrogate", "a?", False),
+        ("hello", "hello", False), ("long", "xxx", False),
+    ],
+)  # fmt: skip
+def test_whatever_a_tool_does_the_policy_gets_a_short_text(kind, text, is_error):
+    start = time.perf_counter()
+    result = call_tool(tool_from_function(fail), f'{{"kind": "{kind}"}}')
+    assert result.text.startswith(text) and result.is_error is is_error
+    assert len(result.text) <= MAX_RESULT_CHARS + 100 and time.perf_counter() - start < 1
+    assert ("9,800,000 characters were cut" in result.text) is (kind == "long")
+    result.text.encode()
+
+
+def test_an_unknown_tool_is_an_error_text_and_counted():
+    environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
+    environment.reset(ROW, seed=0)
+    result = run_step(environment, make_call("{}", "functions.multiplyy"))
+    assert "Did you mean functions.multiply?" in result.messages[0].content
+    assert result.metrics == {"tool/calls": 1, "tool/errors": 1, "tool/unknown": 1}
+    result = run_step(environment, make_call("{}", "browser"))
+    assert "Tools: functions.multiply, python." in result.messages[0].content
+
+
+@given(st.text(max_size=40), st.text(max_size=10), st.sampled_from(["", "final", "analysis"]))
+def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, channel):
+    environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
+    environment.reset(ROW, seed=0)
+    for recipient in ("functions.multiply", "python", "functions." + name.strip("\ud800")):
+        call = Message("assistant", content, channel=channel, recipient=recipient)
+        result = environment.step([call])
+        assert result[4]["metrics"]["tool/calls"] == 1 and result[0][0].content is not None
+    environment.close()
+
+
+class Inner:
+    """An environment with a tool of its own, which wants three turns."""
+
+    tools = (ToolDescription("look", "Look around.", {"type": "object", "properties": {}}),)
+
+    def __init__(self):
+        self.turns = []
+
+    def reset(self, row, *, seed):
+        return [Message("user", f"{row.question} {seed}")], {}
+
+    def step(self, messages):
+        self.turns.append(messages[-1].content)
+        return [Message("user", "more")], 0.5, len(self.turns) == 2, False, {}
+
+    def close(self):
+        return {"end": 2.0}
+
+
+def test_other_turns_are_the_inner_environments():
+    inner = Inner()
+    environment = ToolEnvironment([tool_from_function(multiply)], inner)
+    assert [tool.name for tool in environment.tools] == ["multiply", "look"]
+    assert environment.reset(ROW, seed=5)[0] == [Message("user", "6 * 7 = 5")]
+    assert run_step(environment, make_call('{"a": 1}')).messages[0].content == "2"
+    result = run_step(environment, make_call("north", "functions.look"))
+    assert result.messages[0].content == "more" and result.reward == 0.5
+    assert run_step(environment, [Message("assistant", "42", channel="final")]).terminated
+    assert inner.turns == ["north", "42"] and environment.close() == {"end": 2.0}
+
+
+def test_two_tools_of_one_name_are_refused():
+    def look() -> str:
+        """Look."""
+        return ""
+
+    environment = ToolEnvironment([tool_from_function(look)], Inner())
+    with pytest.raises(ConfigError, match="has a tool look too"):
+        environment.reset(ROW, seed=0)
+
+
+def test_a_tool_with_a_state_is_started_for_each_episode_and_closed():
+    log = []
+
+    def start(row):
+        state = [row.question]
+
+        def call():
+            state.append("x")
+            return ToolResult(str(len(state)), 0.25, {"tool/hits": 1.0})
+
+        return Tool(description, call, close=lambda: log.append("closed") or {"tool/count": 1.0})
+
+    description = ToolDescription("count", "Count.", {"type": "object", "properties": {}})
+    tool = Tool(description, print, start=start)
+    for _ in range(2):
+        environment = ToolEnvironment([tool])
+        environment.reset(ROW, seed=0)
+        first, second = (run_step(environment, make_call("{}", "functions.count")) for _ in "ab")
+        assert (first.messages[0].content, second.messages[0].content) == ("2", "3")
+        assert second.reward == 0.25 and second.rewards == {"tool/count": 0.25}
+        assert second.metrics["tool/hits"] == 1
+        assert environment.close() == {"tool/count": 1.0}
+    assert log == ["closed"] * 2
+    assert environment.close() == {} and log == ["closed"] * 2
+
+
+def test_every_tool_is_closed_even_if_another_one_fails_to():
+    log = []
+
+    def raise_error():
+        raise OSError("gone")
+
+    description = ToolDescription("a", "", {})
+    environment = ToolEnvironment([
+        Tool(description, print, close=raise_error),
+        Tool(description, print, recipient="b", close=lambda: log.append("closed")),
+    ])  # fmt: skip
+    environment.reset(ROW, seed=0)
+    with pytest.raises(OSError, match="gone"):
+        environment.close()
+    assert log == ["closed"]
