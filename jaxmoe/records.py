@@ -105,6 +105,20 @@ class Rollout:
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
+def find_mask_problem(rollout: Rollout) -> str | None:
+    """Return the reason why no answer can have this `policy_mask`, or None."""
+    mask, tokens = rollout.policy_mask, rollout.tokens
+    if mask is None:
+        return None
+    if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != tokens.shape:
+        kind = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
+        return f"policy_mask must be bool {tokens.shape}, one entry per token, got {kind}"
+    if not (mask.size and mask[0] and mask[-1]):
+        ends = [bool(x) for x in (*mask[:1], *mask[-1:])]
+        return f"policy_mask must be True at the first and the last token, got {ends}"
+    return None
+
+
 def expert_dtype(n_experts: int) -> np.dtype:
     """Return the smallest dtype for expert indices and UNKNOWN_EXPERT: int8 up to 128 experts."""
     return np.dtype(np.int8 if n_experts <= 128 else np.int16)

@@ -15,11 +15,11 @@ from jaxmoe.rollout.dynamic_sampling import impute_rewards
 
 
 def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
-    """Return the rewards minus the penalty of overlong answers."""
+    """Return the rewards minus the penalty of overlong answers, by tokens of the policy."""
     r = cfg.rollout
     if not r.overlong_buffer:
         return rewards
-    lengths = jnp.asarray([len(rollout.tokens) for rollout in rollouts])
+    lengths = jnp.asarray([rollout.n_sampled for rollout in rollouts])
     penalty = overlong_penalty(lengths, max_tokens=r.max_new_tokens, buffer=r.overlong_buffer)
     return rewards + np.asarray(penalty)
 

@@ -20,6 +20,8 @@ N_GROUPS = 2  # groups per step
 MAX_SAMPLES = 8  # per group
 MAX_CHARS = 4_000  # of a text: half from its start, half from its end
 MAX_TOKENS = 512  # of an answer, recorded one by one
+MAX_TEXTS = 64  # turns and replies of an episode
+MIN_CHARS = 200  # of each of them, however many there are
 
 Row = dict[str, Any]
 
@@ -56,8 +58,8 @@ def group_rows(
 
     Dynamic sampling puts groups with unequal rewards first, so these two differ most.
 
-    Each token has logp − rollout_logp in nats, and exp(rollout_logp). The advantage is the mean
-    over the tokens of the answer.
+    Each token of the policy has logp − rollout_logp in nats, and exp(rollout_logp). Advantage and
+    gaps are over the policy's tokens. The environment's tokens have neither.
     """
     starts = range(0, len(rollouts), samples)
     rows = []
@@ -68,16 +70,18 @@ def group_rows(
             span = slice(
                 len(rollout.prompt.tokens), len(rollout.prompt.tokens) + len(rollout.tokens)
             )
+            is_sampled = rollout.sampled_mask
             trained = bool(mask_BT[i, span].any())
             gaps = logp_BT[i, span] - rollout_logp_BT[i, span]
-            abs_gaps = np.abs(gaps) if len(gaps) else np.array([np.nan])
+            abs_gaps = np.abs(gaps[is_sampled]) if len(gaps) else np.array([np.nan])
+            advantages = advantages_BT[i, span][is_sampled]
             answers.append(_answer_row(rollout, float(rewards[i]), task) | {
-                "advantage": _round_number(advantages_BT[i, span].mean()) if trained else None,
+                "advantage": _round_number(advantages.mean()) if trained else None,
                 "gap_mean": _round_number(abs_gaps.mean()),
                 "gap_max": _round_number(abs_gaps.max()),
-                "length": len(rollout.tokens),
-                "tokens": _token_rows(rollout.tokens[:MAX_TOKENS].tolist(), gaps,
-                                      np.exp(rollout_logp_BT[i, span]), task.tokenizer.decode),
+                "length": rollout.n_sampled,
+                "tokens": _token_rows(rollout, gaps, rollout_logp_BT[i, span],
+                                      task.tokenizer.decode),
             })  # fmt: skip
         rows.append(_prompt_row("group", rollouts[start].prompt) | {"samples": answers})
     return rows
@@ -92,18 +96,69 @@ def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
     return {
         "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
         "stop": str(rollout.stop),
-    }  # fmt: skip
+    } | _episode_row(rollout, task.tokenizer.decode)  # fmt: skip
 
 
-def truncate_text(text: str) -> str:
+def _episode_row(rollout: Rollout, decode: Callable[[list[int]], str]) -> Row:
+    """[writer, text] of each turn and reply, and the environment's tokens; {} without any."""
+    n_env = len(rollout.tokens) - rollout.n_sampled
+    if not n_env:
+        return {}
+    parts = _list_parts(rollout)
+    limit = max(MAX_CHARS // len(parts), MIN_CHARS)
+    texts = [
+        [
+            "policy" if is_policy else "environment",
+            truncate_text(decode(rollout.tokens[start:end].tolist()), limit),
+        ]
+        for start, end, is_policy in parts
+    ]
+    # The start of an episode shows what was asked, its end what was answered.
+    n_omitted = len(texts) - MAX_TEXTS
+    if n_omitted > 0:
+        half = MAX_TEXTS // 2
+        texts[half : half + n_omitted] = [["environment", f"[…{n_omitted} turns and replies…]"]]
+    return {"turns": len(rollout.turns), "env_length": n_env, "transcript": texts}
+
+
+def _list_parts(rollout: Rollout) -> list[tuple[int, int, bool]]:
+    """(start, end, True for the policy's) of the turns and replies, in order."""
+    parts, last_end = list[tuple[int, int, bool]](), 0
+    for start, end in rollout.turns:
+        if start > last_end:
+            parts.append((last_end, start, False))
+        parts.append((start, end, True))
+        last_end = end
+    return parts
+
+
+def truncate_text(text: str, limit: int = MAX_CHARS) -> str:
     """The start and end of a text, with the number of omitted characters between them."""
-    if len(text) <= MAX_CHARS:
+    if len(text) <= limit:
         return text
-    half = MAX_CHARS // 2
+    half = limit // 2
     return f"{text[:half]} […{len(text) - 2 * half:,} characters…] {text[-half:]}"
 
 
 def _token_rows(
+    rollout: Rollout, gaps: np.ndarray, rollout_logp: np.ndarray,
+    decode: Callable[[list[int]], str],
+) -> list[list[Any]]:  # fmt: skip
+    """Entries of the first MAX_TOKENS tokens: those of the policy, and [text] of each reply."""
+    rows: list[list[Any]] = []
+    for start, full_end, is_policy in _list_parts(rollout):
+        end = min(full_end, MAX_TOKENS)
+        if start >= end:
+            break
+        ids = rollout.tokens[start:end].tolist()
+        if is_policy:
+            rows += _policy_rows(ids, gaps[start:end], np.exp(rollout_logp[start:end]), decode)
+        else:
+            rows.append([truncate_text(decode(ids))])
+    return rows
+
+
+def _policy_rows(
     ids: list[int], gaps: np.ndarray, probs: np.ndarray, decode: Callable[[list[int]], str]
 ) -> list[list[Any]]:
     """[text, gap, probability] of each token.

@@ -21,7 +21,12 @@ from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, m
 from jaxmoe.envs.tasks import Task, score_rollouts, select_scored
 from jaxmoe.records import Rollout
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
-from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
+from jaxmoe.rollout.check_rollouts import (
+    check_masks,
+    check_order,
+    check_samples,
+    check_token_ids,
+)
 from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
@@ -62,6 +67,7 @@ def collect_rollouts(
         # Checked before they are scored: a reward of another prompt's answer would be trained on
         # without an error.
         check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)
+        check_masks(rollouts)
         check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
         answered = time.perf_counter()

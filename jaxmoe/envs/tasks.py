@@ -18,7 +18,7 @@ from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.files import FileSource
-from jaxmoe.data.harmony import answer_prefix, read_response
+from jaxmoe.data.harmony import ParsedResponse, answer_prefix, read_response
 from jaxmoe.data.overlong import PromptLengthFilter
 from jaxmoe.data.pipeline import PromptIterator, make_prompt
 from jaxmoe.data.pipeline import stream_prompts as prompt_stream
@@ -41,7 +41,7 @@ from jaxmoe.envs.rewards import (
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rl.source_digests import source_digests
-from jaxmoe.rollout.check_rollouts import check_order
+from jaxmoe.rollout.check_rollouts import check_masks, check_order
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
@@ -211,13 +211,30 @@ def answer_tokens(prompt: Prompt, task: Task) -> list[int]:
 
 
 def response_text(rollout: Rollout, task: Task) -> str:
-    """The text of a response without its stop token."""
-    return task.tokenizer.decode(_answer_ids(rollout))
+    """The text of a response without its stop token; of an episode, that of the last turn."""
+    return task.tokenizer.decode(_answer_ids(rollout, task))
 
 
-def _answer_ids(rollout: Rollout) -> list[int]:
-    cut = 1 if rollout.stop is StopReason.STOP_TOKEN else 0
-    return rollout.tokens[: len(rollout.tokens) - cut].tolist()
+def _answer_ids(rollout: Rollout, task: Task) -> list[int]:
+    # A turn that the environment did not continue also ends in a stop token.
+    ends_turn = rollout.stop is StopReason.STOP_TOKEN or (
+        rollout.stop is not StopReason.MAX_TOKENS
+        and int(rollout.tokens[-1]) in task.sampling.stop_ids
+    )
+    return rollout.tokens[_answer_start(rollout) : len(rollout.tokens) - ends_turn].tolist()
+
+
+def _answer_start(rollout: Rollout) -> int:
+    """Index of the first token of the policy's last turn."""
+    return rollout.turns[-1][0] if rollout.policy_mask is not None else 0
+
+
+def _parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
+    """Parse the last turn of the policy, behind everything before it."""
+    ids, start = _answer_ids(rollout, task), _answer_start(rollout)
+    before = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
+    stop = rollout.tokens[start + len(ids) :].tolist()
+    return read_response(before, ids, task.tokenizer, stop=stop)
 
 
 def score_rollouts(
@@ -232,14 +249,12 @@ def score_rollouts(
 
     step: the step of the run: trainer_state.global_step of reward functions.
 
+    The answer of an episode is the last turn of the policy.
     If the prompt uses channels, the final one is the answer. Without a final channel, the source
     gives 0, and reward functions receive an empty text.
     Raises: ConfigError for a value that is not a finite number.
     """
-    responses = [
-        read_response(r.prompt.tokens, ids, task.tokenizer, stop=r.tokens[len(ids) :].tolist())
-        for r, ids in ((r, _answer_ids(r)) for r in rollouts)
-    ]
+    responses = [_parse_answer(r, task) for r in rollouts]
     numbers = [r.prompt.id for r in rollouts]
     if task.rewards:
         scores = score_samples(task.rewards, [
@@ -299,6 +314,7 @@ def evaluate_held_out(
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
     check_order(rollouts, prompts, samples=1)
     check_order(sampled, prompts, samples=samples)
+    check_masks([*rollouts, *sampled])
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
     scores = score_rollouts(sampled, task.held_out, task, report, step=version)
     parts = {f"eval/{name}": value for name, value in mean_part_metrics(scores.parts).items()}

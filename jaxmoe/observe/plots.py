@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of a run in its folder: plots/overview.png, and each panel in a separate file."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,8 @@ WAIT = "wait_for_rollouts"
 PHASES = {
     "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
 }  # fmt: skip
+_COLOURS = (BLUE, ORANGE, GREEN, PINK, GREY, SKY)
+_STOP = re.compile(r"stop/\w+_frac", re.ASCII)
 _PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
 LOG_FLOOR = 1e-9  # position of an exact 0 on a log axis
 
@@ -29,19 +32,20 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "accuracy") -> None:
-    """Draw the metrics so far; a panel without metrics stays empty.
+    """Draw the metrics so far; a panel without metrics stays empty, one of episodes is left out.
 
     panels: False to draw only the overview, which takes half a second.
     score: name of the score of held-out rows: "accuracy", or "mean reward" with data.rewards.
     """
     folder = make_folder(directory / "plots")
     rl = [row for row in rows if row["stage"] == "rl"]
-    figure = Figure(figsize=(16, 9))  # a constrained layout would take 50 % longer
-    figure.subplots_adjust(0.04, 0.06, 0.99, 0.96, wspace=0.18, hspace=0.38)
-    places = figure.subplots(3, 4).flat
-    for axes in places[len(PANELS) :]:
+    drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)} | _episode_panels(rl)
+    n_rows = -(-len(drawn) // 4)
+    figure = Figure(figsize=(16, 3 * n_rows))  # a constrained layout would take 50 % longer
+    figure.subplots_adjust(0.04, 0.18 / n_rows, 0.99, 1 - 0.12 / n_rows, wspace=0.18, hspace=0.38)
+    places = figure.subplots(n_rows, 4).flat
+    for axes in places[len(drawn) :]:
         axes.set_axis_off()
-    drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)}
     for (name, draw), axes in zip(drawn.items(), places, strict=False):
         _draw_panel(axes, draw, rl)
         if not panels:
@@ -227,6 +231,45 @@ def _plot_time(axes: Axes, rows: Rows) -> None:
         axes.set_ylim(0, 1.25 * float(np.max(usual, initial=1e-3)))
         axes.legend(frameon=False, fontsize=8, loc="upper right")
     axes.set_title("seconds per step, by phase")
+
+
+def _episode_panels(rows: Rows) -> dict[str, Callable[[Axes, Rows], None]]:
+    """Return the panels of episodes whose metrics were logged; none for single answers."""
+    names = sorted({name for row in rows for name, value in row.items() if value is not None})
+    tools = [name for name in names if name.startswith(("tool/", "hack/"))]
+    stops = [name for name in names if _STOP.fullmatch(name)]
+    panels: dict[str, Callable[[Axes, Rows], None]] = {}
+    if "turns/mean" in names:
+        panels["turns"] = _plot_turns
+    if tools:
+        panels["tools"] = partial(_plot_lines, names=tools, title="tools: means per episode")
+    # Single answers have no reason but this one, which has a panel of its own.
+    if stops != ["stop/max_tokens_frac"] and stops:
+        panels["stops"] = partial(_plot_lines, names=stops, title="share of episodes, by their end")
+    return panels
+
+
+def _plot_turns(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "turns/mean", "turns of an episode: mean and maximum", BLUE)
+    steps, values = metric_series(rows, "turns/max")
+    axes.plot(steps, values, color=GREY, lw=1, marker="." if len(steps) < 3 else "")
+    axes.set_ylim(bottom=0)
+
+
+def _plot_lines(axes: Axes, rows: Rows, *, names: Sequence[str], title: str) -> None:
+    """Draw several metrics; a step that lacks one of them, but was logged, counts as 0."""
+    steps = np.array([row["step"] for row in rows if row.get("reward/mean") is not None])
+    marker = "." if len(steps) < 3 else ""
+    for name, colour in zip(names, itertools.cycle(_COLOURS)):
+        values = np.array(
+            [row.get(name) or 0.0 for row in rows if row.get("reward/mean") is not None], float
+        )
+        axes.plot(steps, values, color=colour, alpha=0.25, lw=1, marker=marker)
+        axes.plot(steps, smooth_values(values), color=colour, lw=1.5, label=name)
+    if len(names) and len(steps):
+        axes.legend(frameon=False, fontsize=7)
+    axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
+    axes.set_title(title)
 
 
 PANELS: dict[str, Callable[[Axes, Rows], None]] = {

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _TEXTS = ("kind", "row", "prompt", "answer", "response", "stop")
-_NUMBERS = ("reward", "advantage", "gap_mean", "gap_max", "length")
+_NUMBERS = ("reward", "advantage", "gap_mean", "gap_max", "length", "turns", "env_length")
+WRITERS = ("policy", "environment")  # of the texts of an episode
 _MAX_ABS_VALUE = 1e100
 
 
@@ -30,9 +31,17 @@ def _check_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     tokens = row.get("tokens")
     if isinstance(tokens, list):
         checked["tokens"] = [
-            [_check_text(token[0]), _check_number(token[1]), _check_number(token[2])]
+            [_check_text(token[0]), *map(_check_number, token[1:])]
             for token in tokens
-            if isinstance(token, list) and len(token) == 3
+            # A reply of the environment has neither gap nor probability.
+            if isinstance(token, list) and len(token) in (1, 3)
+        ]
+    transcript = row.get("transcript")
+    if isinstance(transcript, list):
+        checked["transcript"] = [
+            [part[0], _check_text(part[1])]
+            for part in transcript
+            if isinstance(part, list) and len(part) == 2 and part[0] in WRITERS
         ]
     return checked
 

@@ -42,7 +42,7 @@ def group_by_step(rows: Rows) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def format_samples(step: int, rows: Rows, width: int = 100) -> str:
-    """A step's samples as text, one line each."""
+    """A step's samples as text, one line each; of an episode, one line for each turn and reply."""
     lines = [f"rl step {step}"]
     for row in rows:
         lines.append(f"\n  {_shorten(row.get('prompt'), width)}")
@@ -54,9 +54,28 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
                 line += (f"  advantage {_format_number(sample.get('advantage'), '+.2f')}"
                          f"  gap {_format_number(sample.get('gap_mean'), '.1e')}"
                          f" (max {_format_number(sample.get('gap_max'), '.1e')})")  # fmt: skip
-            note = "  truncated" if sample.get("stop") == "max_tokens" else ""
-            lines.append(f"{line}{note}  {_shorten(sample.get('response'), width)}")
+            note = f"  {note}" if (note := _stop_note(sample)) else ""
+            transcript = sample.get("transcript")
+            if not transcript:
+                lines.append(f"{line}{note}  {_shorten(sample.get('response'), width)}")
+                continue
+            lines.append(f"{line}  {_format_turns(sample)}{note}")
+            lines += [f"      {writer:<11}  {_shorten(text, width)}" for writer, text in transcript]
     return "\n".join(lines)
+
+
+def _format_turns(sample: Mapping[str, Any]) -> str:
+    """Number of turns and of the environment's tokens."""
+    turns, tokens = (_format_number(sample.get(name)) for name in ("turns", "env_length"))
+    return f"{turns} turns, {tokens} tokens of the environment"
+
+
+def _stop_note(sample: Mapping[str, Any]) -> str:
+    """The reason why an answer ended other than by a stop token, or nothing."""
+    stop = sample.get("stop")
+    if not stop or stop == "stop_token":
+        return ""
+    return "truncated" if stop == "max_tokens" else _shorten(stop, 40).replace("_", " ")
 
 
 def _shorten(text: Any, width: int) -> str:
@@ -107,8 +126,8 @@ def _row_html(row: Mapping[str, Any]) -> str:
             f"<pre>{_to_html(row.get('prompt'))}</pre>")  # fmt: skip
     if row.get("kind") != "group":
         body = (f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
-                f"{_truncation_html(row)}</p>"
-                f"<pre class=a>{_to_html(row.get('response'))}</pre>")  # fmt: skip
+                f"{_note_html(row)}</p>"
+                f"{_transcript_html(row) or _answer_html(row)}")  # fmt: skip
     else:
         body = "".join(map(_sample_html, row.get("samples") or []))
     return f"<section>{head}{stored}{body}</section>"
@@ -120,20 +139,37 @@ def _sample_html(sample: Mapping[str, Any]) -> str:
         f" · advantage {_format_number(sample.get('advantage'), '+.3f')}"
         f" · {_format_number(sample.get('length'))} tokens"
         f" · |Δlogp| mean {_format_number(sample.get('gap_mean'), '.1e')},"
-        f" max {_format_number(sample.get('gap_max'), '.1e')} nats{_truncation_html(sample)}"
+        f" max {_format_number(sample.get('gap_max'), '.1e')} nats{_note_html(sample)}"
     )
     tokens = sample.get("tokens") or []
-    spans = "".join(_token_html(*piece) for piece in tokens if len(piece) == 3)
+    spans = "".join(
+        _token_html(*entry) if len(entry) == 3 else f"<span class=e>{_to_html(entry[0])}</span>"
+        for entry in tokens
+    )
     total = sample.get("length")
     has_more = isinstance(total, int) and total > len(tokens) and len(tokens) >= 100
-    full_response = f"<pre>{_to_html(sample.get('response'))}</pre>"
+    full_response = _transcript_html(sample) or f"<pre>{_to_html(sample.get('response'))}</pre>"
     details = f"<details><summary>complete answer</summary>{full_response}</details>"
     details = details if has_more or not tokens else ""
     return f"<p class=n>{summary}</p><pre class=a>{spans}</pre>{details}"
 
 
-def _truncation_html(sample: Mapping[str, Any]) -> str:
-    return " · <b>truncated</b>" if sample.get("stop") == "max_tokens" else ""
+def _answer_html(row: Mapping[str, Any]) -> str:
+    return f"<pre class=a>{_to_html(row.get('response'))}</pre>"
+
+
+def _transcript_html(sample: Mapping[str, Any]) -> str:
+    """The turns and replies of an episode; nothing for a single answer."""
+    return "".join(
+        f"<pre class={'a' if writer == 'policy' else 'e'}>{_to_html(text)}</pre>"
+        for writer, text in sample.get("transcript") or []
+    )
+
+
+def _note_html(sample: Mapping[str, Any]) -> str:
+    turns = f" · {_format_turns(sample)}" if sample.get("transcript") else ""
+    note = _stop_note(sample)
+    return turns + (f" · <b>{_to_html(note)}</b>" if note else "")
 
 
 def _token_html(text: Any, gap: Any, prob: Any) -> str:
@@ -159,7 +195,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; di
   min-height: 1.5em; max-height: 22em; overflow: auto; margin: .2em 0;
   padding: .4em .6em; background: #f6f6f6;
   font: 13px/1.5 ui-monospace, monospace }}
-pre.a {{ background: #eef4fb }}
+pre.a {{ background: #eef4fb }} pre.e, span.e {{ background: #ddd; color: #444 }}
 p {{ margin: .4em 0 }} .s {{ max-height: 8em; overflow: auto }}
 .n {{ color: #555; font-size: .9em }}
 q {{ unicode-bidi: isolate; white-space: pre-wrap }}
@@ -170,7 +206,8 @@ span {{ unicode-bidi: isolate; border-right: 1px solid #c5d5e5 }}
 </style></head><body><h1>{title}</h1>
 <p class=n>{shown}. Colour of tokens: |Δlogp| between trainer and engine above
 <span class=g1>1e-5</span> <span class=g2>1e-3</span> <span class=g3>0.01</span>
-<span class=g4>0.1</span> <span class=g5>1</span> nats. Invisible characters are written as
+<span class=g4>0.1</span> <span class=g5>1</span> nats; grey: tokens of an environment,
+<span class=e>not sampled</span>. Invisible characters are written as
 <i>\\x1b</i>.</p>
 {body}</body></html>
 """

@@ -25,6 +25,8 @@ def compare_batches(batched: Sequence[Rollout], single: Sequence[Rollout]) -> Ba
         shortest = min(len(a.tokens), len(b.tokens))
         differs = np.flatnonzero(a.tokens[:shortest] != b.tokens[:shortest])
         end = int(differs[0]) if differs.size else shortest
-        gap = np.abs(a.rollout_logp[:end].astype(np.float64) - b.rollout_logp[:end])
-        n_same, max_gap = n_same + end, max(max_gap, float(gap.max(initial=0.0)))
-    return BatchInvariance(len(batched), sum(len(a.tokens) for a in batched), n_same, max_gap)
+        is_sampled = a.sampled_mask[:end] & b.sampled_mask[:end]
+        logp_a, logp_b = (r.rollout_logp[:end][is_sampled].astype(np.float64) for r in (a, b))
+        n_same += len(logp_a)
+        max_gap = max(max_gap, float(np.abs(logp_a - logp_b).max(initial=0.0)))
+    return BatchInvariance(len(batched), sum(a.n_sampled for a in batched), n_same, max_gap)

@@ -50,7 +50,7 @@ def run_checks(
     findings = _find_id_faults(
         rollouts, sampling, vocab_size, encode, engine_encode
     ) + _find_answer_faults(rollouts)
-    versions = sorted({int(v) for r in rollouts for v in r.weight_versions})
+    versions = sorted({int(v) for r in rollouts for v in r.weight_versions[r.sampled_mask]})
     if versions != [version]:
         findings.append(Finding(
             "version", "weights", f"every token must be sampled with version {version}",
@@ -90,12 +90,14 @@ def find_unjudged_reason(rollouts: Sequence[Rollout], vocab_size: int) -> str:
             f"{len(r.rollout_logp)} for {len(r.tokens)}"
         )
     logp_N, ids_N = (
-        np.concatenate([getattr(r, name) for r in answers]) for name in ("rollout_logp", "tokens")
+        np.concatenate([getattr(r, name)[r.sampled_mask] for r in answers])
+        for name in ("rollout_logp", "tokens")
     )
     is_broken_N = ~np.isfinite(logp_N)
     if is_broken_N.any():
-        row = next(i for i, r in enumerate(rollouts) if not np.isfinite(r.rollout_logp).all())
-        index = int(np.argmin(np.isfinite(rollouts[row].rollout_logp)))
+        is_fine = [np.isfinite(r.rollout_logp) | ~r.sampled_mask for r in rollouts]
+        row = next(i for i, fine in enumerate(is_fine) if not fine.all())
+        index = int(np.argmin(is_fine[row]))
         return (
             f"{is_broken_N.sum()} of the engine's {len(logp_N)} log-probs are not finite: "
             f"{rollouts[row].rollout_logp[index]} at token {index} of answer {row}. Look for NaN "
@@ -130,9 +132,10 @@ def _find_answer_faults(rollouts: Sequence[Rollout]) -> list[Finding]:
             f"{n_empty} of {len(rollouts)} have none",
             "check the engine's max_tokens, and that it returns the stop token it sampled",
         ))  # fmt: skip
-    n_positive = sum(int((r.rollout_logp > MAX_LOGP_NATS).sum()) for r in rollouts)
+    sampled_logp = [r.rollout_logp[r.sampled_mask] for r in rollouts]
+    n_positive = sum(int((logp > MAX_LOGP_NATS).sum()) for logp in sampled_logp)
     if n_positive:
-        maximum = max(float(r.rollout_logp.max(initial=-np.inf)) for r in rollouts)
+        maximum = max(float(logp.max(initial=-np.inf)) for logp in sampled_logp)
         findings.append(Finding(
             "positive_logprobs", "sampling", "a log-prob must be at most 0",
             f"{n_positive} are positive, up to {maximum:.3g}",
@@ -154,7 +157,10 @@ def _find_id_faults(
             f"{len(unknown)} are not, such as {unknown[0]}",
             "vocab_size in the engine's config.json must be model.vocab_size, not the padded size",
         ))  # fmt: skip
-    continued = [r for r in rollouts if np.isin(r.tokens[:-1], sampling.stop_ids).any()]
+    continued = [
+        r for r in rollouts
+        if any(np.isin(r.tokens[a : b - 1], sampling.stop_ids).any() for a, b in r.turns)
+    ]  # fmt: skip
     if continued:
         findings.append(Finding(
             "stop_ids", "tokens", f"an answer must end at a stop token, one of {sampling.stop_ids}",

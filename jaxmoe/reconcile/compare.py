@@ -103,18 +103,19 @@ def explain_gap(
         empty = np.zeros(0, np.float32)
         verdict = Verdict("not judged", (), 0.0, 0.0, unjudged_reason, [])
         return Report(verdict, list(findings), Rounding(0.0, 0.0), {}, [], [], None, empty, empty)
-    if sum(len(r.tokens) for r in rollouts) < MIN_TOKENS:
+    if sum(r.n_sampled for r in rollouts) < MIN_TOKENS:
         raise ConfigError(
             f"a verdict needs at least {MIN_TOKENS} sampled tokens, got "
-            f"{sum(len(r.tokens) for r in rollouts)}. Try more prompts: "
+            f"{sum(r.n_sampled for r in rollouts)}. Try more prompts: "
             "--set data.held_out_rows=256."
         )
     has_log_kept = any(r.log_kept is not None for r in rollouts)
     has_experts = any(r.routed_experts is not None for r in rollouts)
     log_kept_N = np.concatenate([
-        np.zeros(len(r.tokens), np.float32) if r.log_kept is None else r.log_kept for r in rollouts
+        np.zeros(r.n_sampled, np.float32) if r.log_kept is None else r.log_kept[r.sampled_mask]
+        for r in rollouts
     ])  # fmt: skip
-    engine_N = np.concatenate([r.rollout_logp for r in rollouts]) + log_kept_N
+    engine_N = np.concatenate([r.rollout_logp[r.sampled_mask] for r in rollouts]) + log_kept_N
     base = trainer_variant(params, cfg, sampling, pad_rollouts(rollouts, cfg))
     stages = list_hypotheses(
         cfg,
@@ -295,7 +296,7 @@ def _judge_experts(verdict: Verdict, layers: Sequence[LayerSwitches], jitter: fl
 def _gap_metrics(
     rollouts: Sequence[Rollout], trainer_N: np.ndarray, engine_N: np.ndarray
 ) -> dict[str, float]:
-    lengths = [len(r.tokens) for r in rollouts]
+    lengths = [r.n_sampled for r in rollouts]
     shape = (len(rollouts), max(lengths))
     mask, trainer, engine = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
     mask[:] = np.arange(shape[1])[None] < np.array(lengths)[:, None]
@@ -311,7 +312,9 @@ def _gap_metrics(
 def _worst_tokens(
     rollouts: Sequence[Rollout], trainer_N: np.ndarray, engine_N: np.ndarray, count: int = 8
 ) -> list[Token]:
-    positions = [(b, t) for b, r in enumerate(rollouts) for t in range(len(r.tokens))]
+    positions = [
+        (b, int(t)) for b, r in enumerate(rollouts) for t in np.flatnonzero(r.sampled_mask)
+    ]
     order = np.argsort(-np.abs(trainer_N - engine_N), kind="stable")[:count]
     return [
         Token(b, t, int(rollouts[b].tokens[t]), float(engine_N[n]), float(trainer_N[n]))

@@ -22,7 +22,7 @@ class SampledRows:
 
     tokens_BT: np.ndarray
     segments_BT: np.ndarray
-    sampled_BT: np.ndarray  # bool: the engine sampled the token
+    sampled_BT: np.ndarray  # bool: the policy sampled the token
     replay_LBTA: np.ndarray  # int32, -1 where the engine reported none
 
 
@@ -90,7 +90,7 @@ def pad_rollouts(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
         start = len(r.prompt.tokens)
         tokens[b, :start], tokens[b, start:end] = r.prompt.tokens, r.tokens
         segments[b, :end] = 1
-        sampled[b, start:end] = True
+        sampled[b, start:end] = r.sampled_mask
         if r.routed_experts is not None:
             replay[:, b, : end - 1] = r.routed_experts.transpose(1, 0, 2)
     return SampledRows(tokens, segments, sampled, replay)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.parallel.sharding import replicate_arrays, shard_batch
-from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason, expert_dtype
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, expert_dtype, find_mask_problem
 from jaxmoe.shapes import Leaf
 
 # Bounds of a sampled token's log-prob, in nats, at any temperature. A token of a lower log-prob
@@ -38,7 +38,7 @@ class Batch:
     # The samples of a prompt are neighbours; advantages compare this many rows with each other.
     # It is static, because the shapes of the advantages depend on it.
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
-    truncated_B: Leaf = None  # bool; the answer was cut off at max_new_tokens
+    truncated_B: Leaf = None  # bool; the answer was cut off, such as at max_new_tokens
     routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
     # Rows of your own, [B, …], that the terms of the loss take by name.
     extra: dict[str, Leaf] = field(default_factory=dict)
@@ -80,13 +80,16 @@ def rollout_batch(
 ) -> Batch:
     """Return a batch with prompt and answer of each rollout as one row.
 
+    Trained on are the tokens that the policy sampled (`Rollout.sampled_mask`). The environment's
+    are read, and their log-probs and versions have no effect.
     The `samples` rollouts of a prompt must be neighbours. Log-probs are over the full vocabulary:
     if the engine sampled from a truncated distribution (top-k, top-p), the log of the mass that it
     kept is added.
     With `n_experts` the batch has the engine's experts, and UNKNOWN_EXPERT at tokens that the
     engine did not read. There the trainer's router chooses: the last token's hidden state is used
     too, for the value after a truncated answer.
-    Raises EngineError if a log-prob is missing, not finite or impossible; ValueError if groups are
+    Raises EngineError if a log-prob is missing, not finite or impossible, or a mask is not that of
+    an answer; ValueError if groups are
     not equal, or a reward is missing or not finite; ConfigError if a row does not fit, or the
     engine returns no experts.
     """
@@ -101,41 +104,52 @@ def rollout_batch(
     for i, r in enumerate(rollouts):
         _check_logprobs(i, r)
     batch = _pad_rows(
-        [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id
-    )
+        [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id,
+        [r.sampled_mask for r in rollouts],
+    )  # fmt: skip
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     # A boolean index selects row by row, which is the order in which the rollouts are concatenated.
-    logp_BT[mask_BT] = np.concatenate(
-        [r.rollout_logp if r.log_kept is None else r.rollout_logp + r.log_kept for r in rollouts]
-    )
+    logp_BT[mask_BT] = np.concatenate([_sampled_logp(r) for r in rollouts])
     return replace(
         batch,
         rollout_logp_BT=logp_BT,
         rewards_B=rewards_B.astype(np.float32),
         samples_per_prompt=samples,
-        truncated_B=np.array([r.stop is StopReason.MAX_TOKENS for r in rollouts]),
+        truncated_B=np.array([r.stop.is_truncation for r in rollouts]),
         routed_experts_BTLA=None
         if n_experts is None
         else _stack_routed_experts(rollouts, length, n_experts),
     )
 
 
+def _sampled_logp(r: Rollout) -> np.ndarray:
+    """Return the log-probs of the sampled tokens, over the full vocabulary."""
+    # Selected first, because the other numbers may be garbage whose sum raises a warning.
+    logp = r.rollout_logp[r.sampled_mask]
+    return logp if r.log_kept is None else logp + r.log_kept[r.sampled_mask]
+
+
 def _check_logprobs(i: int, r: Rollout) -> None:
-    """Raise EngineError for log-probs that no sampled token can have."""
+    """Raise EngineError for a wrong mask, and log-probs that no sampled token can have."""
     name, logp = f"rollout {i} (prompt {r.prompt.id})", r.rollout_logp
     if not len(r.prompt.tokens):
         raise EngineError(
             f"{name} must have a prompt of at least one token, got none: the first answer token "
             "is predicted from the prompt."
         )
-    invalid = np.flatnonzero(~np.isfinite(logp))
-    if len(logp) != len(r.tokens) or invalid.size:
+    problem = find_mask_problem(r)
+    if problem:
+        raise EngineError(f"{name}: {problem}.")
+    is_sampled = r.sampled_mask
+    has_all = len(logp) == len(r.tokens)
+    invalid = np.flatnonzero(~np.isfinite(logp) & is_sampled if has_all else ~np.isfinite(logp))
+    if not has_all or invalid.size:
         subject = f"token {invalid[0]}" if invalid.size else f"{len(r.tokens)} tokens"
         raise EngineError(
             f"{name} must carry one finite log-prob per token; it has {len(logp)} for {subject}."
         )
-    invalid = np.flatnonzero((logp < MIN_LOGP_NATS) | (logp > MAX_LOGP_NATS))
+    invalid = np.flatnonzero(((logp < MIN_LOGP_NATS) | (logp > MAX_LOGP_NATS)) & is_sampled)
     if invalid.size:
         t = invalid[0]
         raise EngineError(
@@ -220,7 +234,8 @@ def supervised_batch(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> Batch:
     """Prompts with their stored answers; the answers' tokens are the ones trained on."""
-    return _pad_rows([p.tokens for p in prompts], answers, length, pad_id)
+    masks = [np.ones(len(answer), bool) for answer in answers]
+    return _pad_rows([p.tokens for p in prompts], answers, length, pad_id, masks)
 
 
 def _pad_rows(
@@ -228,12 +243,18 @@ def _pad_rows(
     answers: Sequence[Sequence[int] | np.ndarray],
     length: int,
     pad_id: int,
+    masks: Sequence[np.ndarray],
 ) -> Batch:
     shape = (len(prompts), length)
     tokens, segments = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
     mask = np.zeros(shape, bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         start, end = len(prompt), len(prompt) + len(answer)
+        if end > length and not masks[row].all():
+            raise ConfigError(
+                f"an episode must fit in rollout.max_context ({length}) tokens, got {start} + "
+                f"{len(answer)}. Try --set rollout.max_context={end}."
+            )
         if end > length:
             raise ConfigError(
                 f"prompt and answer must fit in data.max_prompt_tokens + rollout.max_new_tokens "
@@ -242,7 +263,7 @@ def _pad_rows(
             )
         tokens[row, :start], tokens[row, start:end] = prompt, answer
         segments[row, :end] = 1
-        mask[row, start:end] = True
+        mask[row, start:end] = masks[row]
     return Batch(
         tokens_BT=tokens,
         # Padding goes on counting positions. Its segment 0 hides it from all other tokens.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmoe.config import EngineError
-from jaxmoe.records import Prompt, Rollout
+from jaxmoe.records import Prompt, Rollout, find_mask_problem
 
 # nats; two equal samples of a lower log-prob are a fault: e^-50 does not happen in a run
 MIN_EQUAL_LOGP_NATS = -50.0
@@ -32,6 +32,17 @@ def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, sampl
         )
 
 
+def check_masks(rollouts: Sequence[Rollout]) -> None:
+    """Raise EngineError unless each episode begins and ends with a token of the policy."""
+    for i, r in enumerate(rollouts):
+        problem = find_mask_problem(r)
+        if problem:
+            raise EngineError(
+                f"{_format_rollout(i, r)}: {problem}. Drop a reply that no token of the policy "
+                "follows; without an environment leave policy_mask None."
+            )
+
+
 def check_samples(rollouts: Sequence[Rollout], *, samples: int) -> None:
     """Raise EngineError unless neighbouring samples of a prompt look independent.
 
@@ -41,6 +52,8 @@ def check_samples(rollouts: Sequence[Rollout], *, samples: int) -> None:
     - at the first token in which they differ, after equal tokens of the same weight versions, the
       two probabilities add up to at most 1; an engine that reports zeros, or log-probs of other
       tokens, violates it.
+    An environment may reply differently to equal turns. Then neither condition applies to what
+    follows.
     """
     for first in range(0, len(rollouts), samples):
         for i in range(first, first + samples - 1):
@@ -62,9 +75,12 @@ def check_token_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
 def _check_pair(i: int, first: Rollout, second: Rollout) -> None:
     """Raise EngineError unless two neighbouring samples of a prompt look independent."""
     length = min(len(first.tokens), len(second.tokens))
-    differing = np.flatnonzero(first.tokens[:length] != second.tokens[:length])
+    mask, other_mask = first.sampled_mask[:length], second.sampled_mask[:length]
+    differing = np.flatnonzero(
+        (first.tokens[:length] != second.tokens[:length]) | (mask != other_mask)
+    )
     if not differing.size:
-        total = float(np.sum(first.rollout_logp[:length], dtype=np.float64))
+        total = float(np.sum(first.rollout_logp[:length][mask], dtype=np.float64))
         if len(first.tokens) == len(second.tokens) and total < MIN_EQUAL_LOGP_NATS:
             raise EngineError(
                 f"{_format_rollout(i, first)}: samples of a prompt must be independent; rollout "
@@ -73,8 +89,12 @@ def _check_pair(i: int, first: Rollout, second: Rollout) -> None:
             )
         return
     t = int(differing[0])
+    # The environment's tokens have no probabilities.
+    if not (mask[t] and other_mask[t]):
+        return
+    versions = (r.weight_versions[: t + 1][mask[: t + 1]].tolist() for r in (first, second))
     # The two probabilities are of different distributions then, and may add up to more than 1.
-    if first.weight_versions[: t + 1].tolist() != second.weight_versions[: t + 1].tolist():
+    if next(versions) != next(versions):
         return
     probability = float(np.exp(first.rollout_logp[t]) + np.exp(second.rollout_logp[t]))
     if probability > MAX_PAIR_PROBABILITY:

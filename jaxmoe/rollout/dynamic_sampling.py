@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxmoe.records import Rollout, StopReason
+from jaxmoe.rollout.episode_metrics import episode_metrics
 from jaxmoe.shapes import Metrics
 
 GenBatch = tuple[list[Rollout], np.ndarray]  # rollouts, samples of a prompt adjacent; rewards
@@ -47,8 +48,8 @@ def dynamic_sampling(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
-    """Metrics of rewards, lengths and stop reasons."""
-    lengths = np.array([len(r.tokens) for r in rollouts])
+    """Metrics of rewards, lengths of the policy's answers, stop reasons and episodes."""
+    lengths = np.array([r.n_sampled for r in rollouts])
     grouped = impute_rewards(rewards, samples).reshape(-1, samples)
     rewards = rewards[~np.isnan(rewards)]
     cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
@@ -59,6 +60,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
         "response_len/max": int(lengths.max()),
         "stop/max_tokens_frac": float(np.mean(cut)),
     }
+    metrics |= episode_metrics(rollouts)
     if samples > 1:
         equal = (grouped == grouped[:, :1]).all(axis=1)
         metrics["reward/zero_std_groups_frac"] = float(equal.mean())

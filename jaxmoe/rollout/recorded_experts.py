@@ -51,11 +51,21 @@ def mark_unknown_experts(
 def unknown_experts_metric(rollouts: Sequence[Rollout]) -> Metrics:
     """Metric router/unknown_experts_frac: share of tokens whose experts the engine did not report.
 
-    The trainer's router chooses for them. {} if no rollout has experts.
+    Counted are the tokens of prompts and those that the policy sampled, not the environment's.
+    The trainer's router chooses for unknown ones. {} if no rollout has experts.
     """
-    recorded = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    recorded = [_select_experts(r, r.routed_experts) for r in rollouts
+                if r.routed_experts is not None]  # fmt: skip
     tokens = sum(map(len, recorded))
     if not tokens:
         return {}
     unknown = sum(int((experts == UNKNOWN_EXPERT).all(axis=(1, 2)).sum()) for experts in recorded)
     return {METRIC: unknown / tokens}
+
+
+def _select_experts(r: Rollout, experts_TLA: np.ndarray) -> np.ndarray:
+    """Return the experts of the prompt and of the policy's tokens."""
+    if r.policy_mask is None:
+        return experts_TLA
+    is_counted = np.concatenate([np.ones(len(r.prompt.tokens), bool), r.policy_mask])
+    return experts_TLA[is_counted[: len(experts_TLA)]]

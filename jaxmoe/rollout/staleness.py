@@ -17,19 +17,23 @@ from jaxmoe.shapes import Metrics
 def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: int) -> Metrics:
     """Check that versions newest - max_staleness .. newest sampled every token; return metrics.
 
-    staleness/mean and staleness/max are over tokens, in versions; staleness/mixed_frac is the
-    share of rollouts sampled by more than one version. Raises EngineError for other versions.
+    The environment's tokens were not sampled, so their versions have no meaning.
+    staleness/mean and staleness/max are over sampled tokens, in versions; staleness/mixed_frac is
+    the share of rollouts sampled by more than one version. Raises EngineError for other versions.
     """
+    sampled_versions = list[np.ndarray]()
     for i, r in enumerate(rollouts):
-        versions = r.weight_versions
+        versions, is_sampled = r.weight_versions, r.sampled_mask
         if versions.shape != r.tokens.shape or not versions.size:
             raise EngineError(
                 f"{_format_rollout(i, r)} must carry one weight version per token, got "
                 f"{len(versions)} for {len(r.tokens)} tokens."
             )
-        low, high = int(versions.min()), int(versions.max())
+        sampled_versions.append(versions[is_sampled])
+        low, high = int(sampled_versions[-1].min()), int(sampled_versions[-1].max())
         if low < newest - max_staleness or high > newest:
-            t = int(np.argmax((versions < newest - max_staleness) | (versions > newest)))
+            is_wrong = (versions < newest - max_staleness) | (versions > newest)
+            t = int(np.argmax(is_wrong & is_sampled))
             allowed = (
                 f"version {newest}"
                 if max_staleness == 0
@@ -40,8 +44,8 @@ def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: i
                 f"the state after step {newest}; its token {t} carries version {versions[t]}. The "
                 "batch was not trained on."
             )
-    age = newest - np.concatenate([r.weight_versions for r in rollouts])
-    mixed = [r.weight_versions.min() != r.weight_versions.max() for r in rollouts]
+    age = newest - np.concatenate(sampled_versions)
+    mixed = [versions.min() != versions.max() for versions in sampled_versions]
     return {
         "staleness/mean": float(age.mean()),
         "staleness/max": int(age.max()),

@@ -4,11 +4,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from episodes import draw_episode
 
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import load_tokenizer
-from jaxmoe.envs.batches import make_batch
+from jaxmoe.envs.batches import apply_overlong_penalty, make_batch
 from jaxmoe.envs.tasks import Task
 from jaxmoe.losses import group_advantages
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
@@ -87,3 +88,12 @@ def test_a_sample_without_a_reward_is_out_of_its_groups_mean_and_of_the_loss():
     np.testing.assert_array_equal(trained, ~np.isnan(rewards))
     advantages_PR = group_advantages(jnp.asarray(batch.rewards_B).reshape(2, 4), scale_by_std=False)
     np.testing.assert_array_equal(advantages_PR.reshape(-1), [-0.5, 0.0, 0.5, 0.0, 0, 0, 0, 0])
+
+
+def test_the_overlong_penalty_counts_tokens_of_the_policy():
+    rng = np.random.default_rng(0)
+    rollouts = [draw_episode(rng, max_turns=6, max_turn=3, max_reply=30)[1] for _ in range(50)]
+    paid = apply_overlong_penalty(CFG, rollouts, np.zeros(50, np.float32))
+    # -1 at LONGEST tokens, 0 at LONGEST - BUFFER
+    expected = [min(0, max(-1, (LONGEST - BUFFER - r.n_sampled) / BUFFER)) for r in rollouts]
+    assert paid.tolist() == expected and len(set(expected)) > 3

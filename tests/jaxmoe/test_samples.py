@@ -170,3 +170,44 @@ def dom(path, profile):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def make_episode_rows(text="4761"):
+    sample = make_answer(
+        "final: 4761", stop="max_turns", advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=3,
+        turns=2, env_length=4, tokens=[["69*69", -0.02, 0.5], [text], ["4761", 0.0, 1.0]],
+        transcript=[["policy", "69*69"], ["environment", text], ["policy", "final: 4761"]],
+    )  # fmt: skip
+    row = {"stage": "rl", "step": 1, "row": 3, "prompt": "69*69", "answer": "4761"}
+    held_out = row | {"kind": "held_out"} | sample
+    return [row | {"kind": "group", "samples": [sample]}, held_out]
+
+
+def test_an_episode_is_a_line_for_each_turn_and_grey_where_the_environment_wrote(tmp_path, capsys):
+    run = write(tmp_path / "run", make_episode_rows())
+    assert samples.main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].endswith("2 turns, 4 tokens of the environment  max turns")
+    assert lines[5:8] == [
+        "      policy       69*69", "      environment  4761", "      policy       final: 4761"
+    ]  # fmt: skip
+    page = (run / "samples.html").read_text()
+    assert "<span class=e>4761</span>" in page and "<pre class=e>4761</pre>" in page
+    assert page.count('title="Δlogp') == 2  # not at the environment's tokens
+    assert "<b>max turns</b>" in page
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_replies_of_an_environment_are_text(tmp_path, text):
+    write_page(make_episode_rows(text), "title", tmp_path / "page.html")
+    write_page(make_episode_rows("harmless"), "title", tmp_path / "harmless.html")
+    tags = [[t for t in parsed(tmp_path / f"{name}.html").tags if t[0] != "i"]
+            for name in ("page", "harmless")]  # fmt: skip
+    assert tags[0] == tags[1]
+
+
+def test_a_transcript_of_wrong_types_is_left_out():
+    (row,) = make_episode_rows()[1:]
+    row["transcript"] = [["policy", {"a": 1}], ["<b>", "x"], "policy", ["policy"], ["policy", "ok"]]
+    (checked,) = group_by_step([row])[1]
+    assert checked["transcript"] == [["policy", "(dict)"], ["policy", "ok"]]

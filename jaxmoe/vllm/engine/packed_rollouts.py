@@ -14,7 +14,10 @@ import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
 
-_ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts")
+_ARRAYS = (
+    "tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts", "policy_mask"
+)  # fmt: skip
+_NUMBERS = ("env_rewards", "env_metrics")
 
 
 def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
@@ -26,7 +29,7 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
         "prompts": [asdict(p) for p in prompts.values()],
         "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
         "stop": [r.stop.value for r in rollouts],
-    }
+    } | {name: [dict(getattr(r, name)) for r in rollouts] for name in _NUMBERS}
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
@@ -48,7 +51,12 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
         split = {name: _split_array(archive, name, head[name]) for name in _ARRAYS}
     prompts = [Prompt(**p | {"tokens": tuple(p["tokens"])}) for p in head["prompts"]]
     rollouts = [
-        Rollout(prompts[n], stop=StopReason(stop), **{name: split[name][i] for name in _ARRAYS})
+        Rollout(
+            prompts[n],
+            stop=StopReason(stop),
+            **{name: split[name][i] for name in _ARRAYS},
+            **{name: head[name][i] for name in _NUMBERS},
+        )  # fmt: skip
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]
     return rollouts, head["extra"]

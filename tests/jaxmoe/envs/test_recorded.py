@@ -9,6 +9,7 @@ from scripted import CFG
 
 from jaxmoe.envs.recorded import (
     MAX_CHARS,
+    MAX_TEXTS,
     MAX_TOKENS,
     N_PROMPTS,
     group_rows,
@@ -110,3 +111,45 @@ def test_pass_at_k_of_other_rewards_is_the_best_of_k_and_leaves_out_what_has_non
     rewards_PR = np.array([[0.2, 1.0, 0.5, np.nan], [np.nan, np.nan, np.nan, 1.0]])
     np.testing.assert_allclose(pass_at_k(rewards_PR, 2), 2.5 / 3)
     assert np.isnan(pass_at_k(rewards_PR, 4))
+
+
+def make_episode(turns, replies, stop=StopReason.MAX_TURNS):
+    """The policy's texts and those of the environment between them."""
+    parts = [
+        [(True, turns[0])],
+        *([(False, b), (True, a)] for a, b in zip(turns[1:], replies, strict=True)),
+    ]
+    ids = [(p, t) for part in parts for p, text in part for t in TASK.tokenizer.encode(text)]
+    tokens = np.array([t for _, t in ids], np.int32)
+    mask = np.array([p for p, _ in ids])
+    prompt = Prompt(0, "ask", tuple(TASK.tokenizer.encode("ask")), "yes")
+    return Rollout(
+        prompt, tokens, np.full(len(ids), -1.0), stop, np.zeros(len(ids), np.int32),
+        policy_mask=mask,
+    )  # fmt: skip
+
+
+def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
+    episode = make_episode(["ab", "c"], ["xyz"])
+    shape = (1, LENGTH)
+    mask_BT = np.zeros(shape, bool)
+    mask_BT[0, 3:9] = episode.sampled_mask
+    (row,) = group_rows(
+        [episode], np.ones(1), TASK, samples=1, mask_BT=mask_BT,
+        advantages_BT=np.where(mask_BT, 0.5, 0.0), logp_BT=np.where(mask_BT, -0.99, 99.0),
+        rollout_logp_BT=np.where(mask_BT, -1.0, 0.0),
+    )  # fmt: skip
+    (sample,) = row["samples"]
+    assert (sample["gap_mean"], sample["gap_max"], sample["advantage"]) == (0.01, 0.01, 0.5)
+    assert (sample["length"], sample["env_length"], sample["turns"]) == (3, 3, 2)
+    assert sample["response"] == "c" and sample["stop"] == "max_turns"
+    assert [t[0] for t in sample["tokens"]] == ["a", "b", "xyz", "c"]
+    assert [len(t) for t in sample["tokens"]] == [3, 3, 1, 3]
+    assert sample["transcript"] == [["policy", "ab"], ["environment", "xyz"], ["policy", "c"]]
+
+
+def test_a_long_episode_has_a_bound():
+    episode = make_episode(["a" * 900] * 200, ["b" * 900] * 199)
+    (row,) = held_out_rows([episode], np.zeros(1), TASK, 0)
+    assert len(row["transcript"]) == MAX_TEXTS + 1 and row["turns"] == 200
+    assert len(json.dumps(row)) < 5 * MAX_CHARS

@@ -121,6 +121,19 @@ def test_an_answer_cut_short_keeps_its_last_token(task):
     assert response_text(cut, task) == "12"
 
 
+@pytest.mark.parametrize("stop", [StopReason.STOP_TOKEN, StopReason.MAX_TURNS])
+def test_the_answer_of_an_episode_is_the_last_turn(task, stop):
+    prompt = task.held_out_prompts()[0]
+    answer = answer_tokens(prompt, task)
+    ask, reply = [*task.tokenizer.encode("2*3"), answer[-1]], task.tokenizer.encode("6\n")
+    tokens = np.array([*ask, *reply, *answer], np.int32)
+    mask = np.array([True] * len(ask) + [False] * len(reply) + [True] * len(answer))
+    zeros, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+    episode = Rollout(prompt, tokens, zeros, stop, versions, policy_mask=mask)
+    assert response_text(episode, task) == prompt.answer
+    assert score_rollouts([episode], task.held_out, task).rewards.tolist() == [1.0]
+
+
 def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     def answer(prompt: Prompt, sample: int) -> str:
         stored = prompt.answer or ""

@@ -88,3 +88,22 @@ def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_
     PANELS["time"](axes, rows)
     legend = axes.get_legend()
     assert legend and [t.get_text() for t in legend.get_texts()] == ["wait_for_rollouts", "train"]
+
+
+def test_panels_of_episodes_are_drawn_where_their_metrics_are(tmp_path):
+    rows = [
+        row | {"turns/mean": 2.5, "turns/max": 4, "tool/calls": 1.5, "stop/max_turns_frac": 0.1}
+        for row in _rows(5)
+    ]
+    del rows[3]["stop/max_turns_frac"]  # none ended so: its share is 0
+    plot_run(rows, tmp_path)
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    episode_panels = {"turns.png", "tools.png", "stops.png"}
+    assert names == {f"{name}.png" for name in PANELS} | {"overview.png"} | episode_panels
+    for name in episode_panels:
+        assert imread(tmp_path / "plots" / name).std() > 0.01
+    panels = plots._episode_panels(rows)
+    axes = Figure().subplots()
+    panels["stops"](axes, rows)
+    shares = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert shares["stop/max_turns_frac"][2] > shares["stop/max_turns_frac"][3]

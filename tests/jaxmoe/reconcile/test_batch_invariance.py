@@ -32,3 +32,10 @@ def test_what_is_compared_ends_where_another_token_was_drawn(capsys):
     out = capsys.readouterr().out
     assert "5 of 5 tokens the same, their log-probs equal to the bit" in out
     assert "4 of 5" in out and "2.5e-01" in out and "not compared" in out
+
+
+def test_tokens_of_an_environment_are_not_compared():
+    mask = np.array([True, False, True])
+    episode = replace(make_answer([3, 4, 5], [-1, np.nan, -3]), policy_mask=mask)
+    other = replace(episode, rollout_logp=np.array([-1, 7, -2.5], np.float32))
+    assert compare_batches([episode], [other]) == BatchInvariance(1, 2, 2, 0.5)

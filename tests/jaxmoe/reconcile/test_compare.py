@@ -202,3 +202,43 @@ def test_an_empty_answer_and_a_positive_log_prob_are_findings():
     ]
     r = explain_gap(with_empty, make_weights(0), CFG, COOL, run=RUN)
     assert r.verdict.kind == "agree" and r.metrics["tokens"] == 6 * 33
+
+
+def make_episodes():
+    """The rollouts of the peer, with garbage at tokens 9 to 14, as those of an environment."""
+    mask = np.ones(33, bool)
+    mask[9:15] = False
+    garbage = np.resize(np.array([np.nan, 7.0, -1e30], np.float32), 33)
+    return [
+        replace(
+            r, policy_mask=mask, rollout_logp=np.where(mask, r.rollout_logp, garbage),
+            log_kept=np.where(mask, np.float32(0), garbage),
+            weight_versions=np.where(mask, 0, -5).astype(np.int32),
+        )
+        for r in ROLLOUTS
+    ]  # fmt: skip
+
+
+def test_what_an_engine_reports_for_the_environment_s_tokens_is_not_compared():
+    episodes = make_episodes()
+    r = explain_gap(episodes, make_weights(0), CFG, COOL, run=RUN)
+    assert name_faults(r) == ("agree",) and r.metrics["tokens"] == 7 * 27
+    assert len(r.worst) == 8 and all(not 9 <= t.position < 15 for t in r.worst)
+    wrong = [replace(e, rollout_logp=e.rollout_logp - np.float32(0.5)) for e in episodes]
+    assert name_faults(explain_gap(wrong, make_weights(0), CFG, COOL, run=RUN)) != ("agree",)
+
+
+def test_checks_pass_over_the_environment_s_tokens_and_stops_between_turns():
+    def list_findings(rollouts, stop=()):
+        options = dict(encode=lambda prompt: prompt.tokens)
+        return [
+            f.name for f in run_checks(rollouts, replace(COOL, stop_ids=stop), 97, 0, **options)
+        ]
+
+    episode = make_episodes()[0]
+    tokens = episode.tokens.copy()
+    tokens[[8, 11, 32]] = 5  # at the end of each turn, and in the reply
+    assert list_findings([episode]) == []
+    assert list_findings([replace(episode, tokens=tokens)], (5,)) == []
+    tokens[4] = 5
+    assert list_findings([replace(episode, tokens=tokens)], (5,)) == ["stop_ids"]

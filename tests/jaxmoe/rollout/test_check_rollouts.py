@@ -8,7 +8,12 @@ import pytest
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
+from jaxmoe.rollout.check_rollouts import (
+    check_masks,
+    check_order,
+    check_samples,
+    check_token_ids,
+)
 
 PROMPTS = [Prompt(i, "", (1, 2), None) for i in (7, 9, 4)]
 SAMPLES = 4
@@ -86,3 +91,56 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
     rollouts[2].tokens[5] = token
     with pytest.raises(EngineError, match=f"from 0 to 49, got {token} at token 5"):
         check_token_ids(rollouts, 50)
+
+
+def episode(*parts, logp=-1.0, prompt=PROMPTS[0]):
+    """A rollout of parts (True for the policy's, ids)."""
+    tokens = np.array([t for _, ids in parts for t in ids], np.int32)
+    mask = np.array([is_policy for is_policy, ids in parts for _ in ids])
+    garbage = np.where(mask, np.float32(logp), np.float32(np.nan))
+    versions = np.where(mask, 3, -5).astype(np.int32)
+    return Rollout(prompt, tokens, garbage, StopReason.STOP_TOKEN, versions, policy_mask=mask)
+
+
+def test_an_environment_may_reply_differently_to_equal_turns():
+    first = episode((True, [1, 2]), (False, [7, 7]), (True, [3, 4]), logp=-0.01)
+    others = [
+        episode((True, [1, 2]), (False, [8, 7]), (True, [5, 4]), logp=-0.01),
+        episode((True, [1, 2]), (False, [7]), (True, [9]), logp=-0.01),
+        episode((True, [1, 2]), logp=-0.01),  # it did not reply
+    ]
+    check_masks([first, *others])
+    for other in others:
+        check_samples([first, other], samples=2)
+        check_samples([other, first], samples=2)
+
+
+def test_later_turns_are_compared_where_everything_before_is_equal():
+    first = episode((True, [1, 2]), (False, [7, 7]), (True, [3, 4]), logp=-0.1)
+    other = episode((True, [1, 2]), (False, [7, 7]), (True, [5, 4]), logp=-0.1)
+    with pytest.raises(EngineError, match="has another token at 4, and by their log-probs"):
+        check_samples([first, other], samples=2)
+
+
+def test_an_episode_returned_twice_is_refused():
+    twice = episode((True, [1] * 30), (False, [7] * 200), (True, [3] * 30))
+    with pytest.raises(EngineError, match=r"the same 260 tokens, which happens once in e\^60"):
+        check_samples([twice, twice], samples=2)
+    # The environment's tokens do not make a likely answer unlikely.
+    likely = episode((True, [1]), (False, [7] * 500), (True, [3]))
+    check_samples([likely, likely], samples=2)
+
+
+def test_an_episode_begins_and_ends_with_the_policy():
+    check_masks(rollouts_of())
+    ends = episode((True, [1]), (False, [7]))
+    with pytest.raises(EngineError, match=r"rollout 1 \(prompt 7\): policy_mask must be True at"):
+        check_masks([episode((True, [1])), ends])
+    short = replace(ends, policy_mask=np.ones(1, bool))
+    with pytest.raises(EngineError, match=r"must be bool \(2,\), one entry per token"):
+        check_masks([short])
+
+
+def test_ids_of_the_environment_are_in_the_vocabulary_too():
+    with pytest.raises(EngineError, match="got 99 at token 1"):
+        check_token_ids([episode((True, [1]), (False, [99]), (True, [1]))], 50)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling: prompts without a gradient give way to others, within the budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -120,3 +122,35 @@ def test_filling_in_moves_no_groups_mean_and_keeps_equal_ones_equal():
     assert equal[:7].mean() != equal[0] and np.ptp(impute_rewards(equal, 8)) == 0
     complete = np.arange(6, dtype=np.float32)
     assert impute_rewards(complete, SAMPLES) is complete
+
+
+def episode(mask, stop=StopReason.STOP_TOKEN, **numbers):
+    r = rollout(0, 0, length=len(mask), stop=stop)
+    return replace(r, policy_mask=np.array(mask, bool), **numbers)
+
+
+def test_metrics_of_episodes_count_what_the_policy_sampled():
+    episodes = [
+        episode([1, 1, 0, 0, 0, 1], env_rewards={"format": 0.5}, env_metrics={"tool/calls": 3.0}),
+        episode([1, 0, 1, 0, 1], StopReason.MAX_TURNS, env_metrics={"tool/calls": 1.0}),
+        episode([1], StopReason.ENV_ERROR),
+        episode([1, 1], StopReason.MAX_TOKENS),
+    ]
+    metrics = rollout_metrics(episodes, np.zeros(4), 1)
+    assert metrics == {
+        "reward/mean": 0.0, "reward/std": 0.0,
+        "response_len/mean": 9 / 4, "response_len/max": 3,
+        "episode_len/mean": 14 / 4, "episode_len/max": 6,
+        "turns/mean": 7 / 4, "turns/max": 3,
+        "stop/max_tokens_frac": 0.25, "stop/max_turns_frac": 0.25, "stop/env_error_frac": 0.25,
+        "reward/env/format": 0.125, "tool/calls": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [None, np.ones(2, bool)])
+def test_single_answers_have_no_metrics_of_episodes(mask):
+    rollouts = [replace(rollout(0, i), policy_mask=mask) for i in range(SAMPLES)]
+    assert set(rollout_metrics(rollouts, np.zeros(SAMPLES), SAMPLES)) == {
+        "reward/mean", "reward/std", "reward/zero_std_groups_frac", "response_len/mean",
+        "response_len/max", "stop/max_tokens_frac",
+    }  # fmt: skip

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every token's version against the step: too old or too new is named, what is allowed counted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,3 +66,15 @@ def test_a_token_without_a_version_is_refused():
         check_versions([rollout(3, [6, 6], tokens=3)], newest=6, max_staleness=1)
     with pytest.raises(EngineError, match="0 for 0 tokens"):
         check_versions([rollout(3, [])], newest=6, max_staleness=1)
+
+
+def test_versions_of_the_environment_s_tokens_have_no_meaning():
+    mask = np.array([True, False, True])
+    r = replace(rollout(0, [3, -5, 4]), policy_mask=mask)
+    assert check_versions([r], newest=4, max_staleness=1) == {
+        "staleness/mean": 0.5, "staleness/max": 1, "staleness/mixed_frac": 1.0
+    }  # fmt: skip
+    with pytest.raises(EngineError, match="its token 2 carries version 5"):
+        check_versions(
+            [replace(r, weight_versions=np.array([3, -5, 5]))], newest=4, max_staleness=1
+        )

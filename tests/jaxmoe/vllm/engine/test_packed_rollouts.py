@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts as bytes and back."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
@@ -38,3 +40,18 @@ def test_every_array_comes_back_with_its_dtype_and_prompts_once():
 
 def test_nothing_comes_back_as_nothing():
     assert deserialize_rollouts(serialize_rollouts([])) == ([], {})
+
+
+def test_masks_and_numbers_of_an_environment_come_back():
+    prompt = Prompt(3, "", (1, 2), None)
+    plain = rollout(prompt, 4, StopReason.MAX_TURNS, True, True)
+    episode = replace(
+        plain, policy_mask=np.array([True, False, False, True]), env_rewards={"format": 0.5},
+        env_metrics={"tool/calls": 2.0},
+    )  # fmt: skip
+    restored, _ = deserialize_rollouts(serialize_rollouts([episode, plain]))
+    assert restored[0].policy_mask.tolist() == [True, False, False, True]
+    assert restored[0].policy_mask.dtype == bool and restored[0].stop is StopReason.MAX_TURNS
+    assert restored[0].env_rewards == {"format": 0.5}
+    assert restored[0].env_metrics == {"tool/calls": 2.0}
+    assert restored[1].policy_mask is None and restored[1].env_metrics == {}

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of episodes: turns, lengths, stop reasons, and numbers of the environment.
+
+Back: jaxmoe/rollout/dynamic_sampling.py logs them with those of rewards.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmoe.records import Rollout, StopReason
+from jaxmoe.shapes import Metrics
+
+_REASONS_OF_ANSWERS = (StopReason.STOP_TOKEN, StopReason.MAX_TOKENS)
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return the metrics that only episodes with an environment have; {} for single answers.
+
+    stop/REASON_frac: share of the rollouts that ended so, for reasons that occur besides those of
+        a single answer.
+    turns/mean and turns/max: turns of the policy, if a rollout has more than one.
+    episode_len/mean and episode_len/max: tokens of the policy and the environment, if there are
+        any of the environment.
+    reward/env/PART and the environment's own metrics: means over all rollouts. A rollout without
+        the number counts as 0, since an episode that ended early earned and did nothing.
+    """
+    stops = Counter(r.stop for r in rollouts)
+    metrics: Metrics = {
+        f"stop/{reason}_frac": n / len(rollouts)
+        for reason, n in sorted(stops.items())
+        if reason not in _REASONS_OF_ANSWERS
+    }
+    if any(r.policy_mask is not None and not r.policy_mask.all() for r in rollouts):
+        turns, lengths = [len(r.turns) for r in rollouts], [len(r.tokens) for r in rollouts]
+        metrics |= {
+            "turns/mean": float(np.mean(turns)), "turns/max": max(turns),
+            "episode_len/mean": float(np.mean(lengths)), "episode_len/max": max(lengths),
+        }  # fmt: skip
+    numbers = [
+        {f"reward/env/{part}": value for part, value in r.env_rewards.items()} | dict(r.env_metrics)
+        for r in rollouts
+    ]
+    names = dict.fromkeys(name for values in numbers for name in values)
+    means = {name: float(np.mean([v.get(name, 0.0) for v in numbers])) for name in names}
+    return metrics | means
