@@ -10,12 +10,19 @@ from jaxmoe.observe.alerts import RULES
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 GROUPS = (
-    "batch|critic|data|eval|gate|grad|optim|policy|response_len|reward|rollout|rollout_corr|router"
-    "|staleness|stop|time"
+    "batch|critic|data|episode_len|eval|gate|grad|hack|optim|policy|response_len|reward|rollout"
+    "|rollout_corr|router|staleness|stop|time|turns"
 )
 NAME = re.compile(rf"({GROUPS})/[a-z0-9_@]+")
 # names that are put together from parts, by the parts
-ASSEMBLED = ("rollout_corr/rollout_is_", "rollout_corr/ratio_p", "eval/pass@", "time/")
+ASSEMBLED = (
+    "rollout_corr/rollout_is_",
+    "rollout_corr/ratio_p",
+    "eval/pass@",
+    "time/",
+    "stop/",
+    "reward/env/",
+)
 
 
 def names_in_source() -> set[str]:
