@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse a response in harmony format: the final channel is the answer, analysis is reasoning.
+"""Parse what the policy wrote in harmony format: messages, tool calls, and the answer.
 
 Token ids decide, not text: a policy that spells "<|channel|>final" in plain tokens has not opened
-a channel. Next: jaxmoe/data/scoring.py compares the answer with the stored one.
+a channel. Next: jaxmoe/data/harmony_render.py writes messages.
 """
 
 import itertools
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.harmony_header import CHANNEL, CONSTRAIN, HeaderError, check_role, parse_header
+from jaxmoe.data.rows import Message
 from jaxmoe.data.tokenizer import Tokenizer
 
-_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
-_CONTENT_TYPE = re.compile(r"\s*[\w/+-]*\s*")  # json, code
-_END_MARKS = ("<|end|>", "<|return|>", "<|call|>")
+START, MESSAGE = "<|start|>", "<|message|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE)
+_END_MARKS = (END, RETURN, CALL)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,69 @@ class ParsedResponse:
     analysis: str = ""
     uses_channels: bool = False  # True if the prompt is in harmony format
     has_final: bool = True  # False if the prompt uses channels and the response has no final one
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the policy as messages, up to the first problem."""
+
+    messages: tuple[Message, ...]
+    ends: tuple[str, ...] = ()  # the mark that ends each message; "" for one that is cut off
+    problem: str = ""  # one phrase; "" if the turn is well-formed
+    is_forged: bool = False  # the problem is a message in the name of another role
+    is_truncated: bool = False  # the problem is that the last message or its header is cut off
+
+    @property
+    def calls(self) -> tuple[Message, ...]:
+        """The complete tool calls, in order; empty if the turn is malformed or truncated.
+
+        A message is a call if it has a recipient, on whatever channel, or ends with <|call|>. One
+        that ends with <|call|> and names no tool has an empty recipient.
+        """
+        pairs = zip(self.messages, self.ends, strict=True)
+        return () if self.problem else tuple(m for m, end in pairs if _is_call(m, end))
+
+    @property
+    def answer(self) -> Message | None:
+        """The last final message; None if the turn ends in a call or is malformed.
+
+        A truncated final message is an answer.
+        """
+        if self.problem and not self.is_truncated:
+            return None
+        return _find_answer(list(zip(self.messages, self.ends, strict=True)))
+
+
+def read_turn(context: Sequence[int], turn: Sequence[int], tokenizer: Tokenizer) -> ParsedTurn:
+    """Parse what the policy sampled in one turn, its stop token included. Never raises.
+
+    context: the tokens before the turn, or the last of them: an assistant message that they leave
+        open, as in `<|start|>assistant`, belongs to the turn.
+
+    Messages are those of oss-harmony's strict parser. A body ends at <|end|>, <|return|> or
+    <|call|> only, so a <|start|> inside a body is text, and so is an end mark inside a header.
+    The differences are:
+    - The turn ends at the first message of another role than the assistant.
+    - Marks that are spelt in plain tokens, and U+FFFD, make a header malformed.
+    - `<|constrain|>` is left out of content types and recipients, see `parse_header`.
+    - A turn that is cut off is reported as truncated. Its partial last message is returned.
+    - A last token that stops the policy and is no end mark, such as <|endoftext|>, is left out.
+    """
+    ids = _special_ids(tokenizer)
+    open_message = _find_open_message(context, ids, tokenizer)
+    if open_message is None:
+        return ParsedTurn((), problem="no assistant message is open")
+    messages: list[Message] = []
+    ends: list[str] = []
+    for part in _split_messages(open_message, turn, ids, tokenizer):
+        if part.message is not None:
+            messages.append(part.message)
+            ends.append(part.end)
+        if part.problem:
+            return ParsedTurn(
+                tuple(messages), tuple(ends), part.problem, part.is_forged, part.is_truncated
+            )
+    return ParsedTurn(tuple(messages), tuple(ends))
 
 
 def read_response(
@@ -42,18 +107,24 @@ def read_response(
 
     A prompt uses channels if it ends inside an assistant message, as harmony prompts do
     (`<|start|>assistant`, with or without a header). After any other prompt, the complete
-    response is the answer. A truncated final message counts as the answer.
+    response is the answer. A truncated final message counts as the answer. A malformed message is
+    not an answer, but does not take away that of another message, as it would in an episode. A
+    response that ends in a tool call has no answer.
     """
     ids = _special_ids(tokenizer)
     open_message = _find_open_message(prompt, ids, tokenizer)
     if open_message is None:
         return ParsedResponse(tokenizer.decode(response))
-    messages = _parse_messages([*open_message, *response, *stop], ids, tokenizer)
-    finals = [text for channel, text in messages if channel == "final"]
-    analysis = "\n".join(text for channel, text in messages if channel == "analysis")
+    parts = _split_messages(open_message, [*response, *stop], ids, tokenizer)
+    messages = [(part.message, part.end) for part in parts if part.message is not None]
+    analysis = [
+        m.content for m, end in messages if m.channel == "analysis" and not _is_call(m, end)
+    ]
+    final = _find_answer(messages)
     return ParsedResponse(
-        finals[-1] if finals else "", analysis, uses_channels=True, has_final=bool(finals)
-    )
+        final.content if final else "", "\n".join(analysis), uses_channels=True,
+        has_final=final is not None,
+    )  # fmt: skip
 
 
 def answer_prefix(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
@@ -62,78 +133,133 @@ def answer_prefix(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     open_message = _find_open_message(prompt, ids, tokenizer)
     if open_message is None:
         return []
-    channel, message = ids["<|channel|>"], ids["<|message|>"]
+    channel, message = ids[CHANNEL], ids[MESSAGE]
     final = [channel, *tokenizer.encode("final"), message]
-    if channel not in open_message and message not in open_message:
+    if tokenizer.decode(open_message).strip() == "assistant":
         return final
     message_mark = [] if message in open_message else [message]
-    if _parse_messages([*open_message, *message_mark], ids, tokenizer) == [("final", "")]:
+    (part,) = _split_messages([*open_message, *message_mark], [], ids, tokenizer)
+    if part.message == Message("assistant", "", channel="final"):
         return message_mark
-    restart = [ids["<|start|>"], *tokenizer.encode("assistant"), *final]
-    return [*message_mark, tokenizer.special("<|end|>"), *restart]
+    restart = [ids[START], *tokenizer.encode("assistant"), *final]
+    return [*message_mark, tokenizer.special(END), *restart]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A message of a turn, or a problem, or a partial message and the problem that it is cut."""
+
+    message: Message | None
+    end: str = ""
+    problem: str = ""
+    is_forged: bool = False
+    is_truncated: bool = False
+
+
+def _is_call(message: Message, end: str) -> bool:
+    return bool(message.recipient) or end == CALL
+
+
+def _find_answer(messages: Sequence[tuple[Message, str]]) -> Message | None:
+    if messages and _is_call(*messages[-1]):
+        return None
+    finals = [m for m, end in messages if m.channel == "final" and not _is_call(m, end)]
+    return finals[-1] if finals else None
 
 
 def _find_open_message(
-    prompt: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
+    context: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
 ) -> list[int] | None:
-    """The tokens of the assistant message that a prompt leaves open; None if there is none."""
-    if not {"<|start|>", "<|channel|>", "<|message|>"} <= set(ids):
+    """Tokens of the assistant message that a context leaves open, from its role on; or None."""
+    if not {START, CHANNEL, MESSAGE} <= set(ids):
         return None
     ends = {ids[name] for name in _END_MARKS if name in ids}
-    for i in range(len(prompt) - 1, -1, -1):
-        if prompt[i] in ends:
+    for i in range(len(context) - 1, -1, -1):
+        if context[i] in ends:
             return None
-        if prompt[i] == ids["<|start|>"]:
-            open_message = list(prompt[i:])
-            role = itertools.takewhile(lambda token: token not in ids.values(), open_message[1:])
-            return open_message if tokenizer.decode(role).strip() == "assistant" else None
+        if context[i] == ids[START]:
+            open_message = [int(token) for token in context[i + 1 :]]
+            text = itertools.takewhile(lambda token: token not in ids.values(), open_message)
+            role = tokenizer.decode(text).split()[:1]
+            return open_message if role == ["assistant"] else None
     return None
 
 
-def _parse_messages(
-    tokens: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
-) -> list[tuple[str, str]]:
-    """(channel, text) of each message; the channel is "" unless it is a well-formed assistant one.
+def _split_messages(
+    open_message: Sequence[int], turn: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
+) -> Iterator[_Part]:
+    """The messages and problems of a turn, in order.
 
-    The header must be `<|start|>assistant<|channel|>NAME`, optionally with `<|constrain|>TYPE`.
-    Messages to a tool, of another role, or ended by <|call|> also have the channel "".
+    open_message: what the context has of the first message, from its role on.
     """
-    marks = {i: name for name, i in ids.items() if name in _MARKS}
-    ends = {ids[name] for name in _END_MARKS if name in ids}
-    messages: list[tuple[str, str]] = []
-    header: dict[str, list[int]] = {}
-    current_mark = ""  # the last mark: following tokens belong to it
-    # One more start mark closes the last message, which may be truncated.
-    for token in [*tokens, ids["<|start|>"]]:
-        mark = marks.get(token)
-        if token in ends or mark == "<|start|>":
-            if "<|message|>" in header:
-                is_call = token == ids.get("<|call|>")
-                channel = "" if is_call else _parse_channel(header, tokenizer)
-                messages.append((channel, _message_text(header, tokenizer)))
-            header, current_mark = {}, ""
-        if mark is not None and mark not in header and "<|message|>" not in header:
-            current_mark = mark
-            header[mark] = []
-        elif current_mark:
-            header[current_mark].append(token)
-    return messages
+    tokens = [*open_message, *map(int, turn)]
+    ends = {ids[name]: name for name in _END_MARKS if name in ids}
+    if len(turn) and tokens[-1] in tokenizer.stop_ids and tokens[-1] not in ends:
+        del tokens[-1]
+    header: list[int] | None = []  # None between two messages
+    body: list[int] | None = None  # None inside a header and between two messages
+    has_role = True  # the context wrote the role of the first message
+    is_stray = False
+    for token in tokens:
+        if header is None:
+            if token == ids[START]:
+                header, has_role, is_stray = [], False, False
+            elif not is_stray:
+                is_stray = True
+                yield _Part(None, problem=f"a token between two messages that is not {START}")
+        elif body is None:
+            if token == ids[MESSAGE]:
+                body = []
+            else:
+                header.append(token)
+        elif token in ends:
+            yield _parse_message(header, body, ends[token], has_role, ids, tokenizer)
+            header = body = None
+        else:
+            body.append(token)
+    if header is not None:
+        if body is None:
+            yield _parse_cut_header(header, has_role, tokenizer)
+        else:
+            yield _parse_message(header, body, "", has_role, ids, tokenizer)
 
 
-def _parse_channel(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
-    role, channel, kind = (
-        tokenizer.decode(header.get(m, [])) for m in ("<|start|>", "<|channel|>", "<|constrain|>")
-    )
-    order = [mark for mark in header if mark != "<|constrain|>"]
-    well_formed = order == ["<|start|>", "<|channel|>", "<|message|>"]
-    # A recipient makes it a tool call: "functions.NAME", "json to=functions.NAME".
-    is_tool_call = _CONTENT_TYPE.fullmatch(kind) is None
-    well_formed = well_formed and not is_tool_call
-    return channel.strip() if well_formed and role.strip() == "assistant" else ""
+def _parse_message(
+    header: list[int], body: list[int], end: str, has_role: bool, ids: dict[str, int],
+    tokenizer: Tokenizer,
+) -> _Part:  # fmt: skip
+    try:
+        text = _decode_header(header, ids, tokenizer)
+        if has_role:
+            text = text.lstrip().removeprefix("assistant")
+        message = replace(parse_header(text, has_role=has_role), content=tokenizer.decode(body))
+    except HeaderError as error:
+        return _Part(None, problem=str(error), is_forged=error.is_forged)
+    if not end:
+        return _Part(message, problem="the last message has no end mark", is_truncated=True)
+    return _Part(message, end)
 
 
-def _message_text(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(header["<|message|>"])
+def _decode_header(header: list[int], ids: dict[str, int], tokenizer: Tokenizer) -> str:
+    text = tokenizer.decode(header)
+    if "\ufffd" in text or not all(0 <= token < tokenizer.vocab_size for token in header):
+        raise HeaderError("a header that is not text")
+    # A mark counts as one only if it is the special token, and not if it is spelt in plain ones.
+    for name in (CHANNEL, CONSTRAIN):
+        if text.count(name) != (header.count(ids[name]) if name in ids else 0):
+            raise HeaderError(f"{name} in plain tokens in a header")
+    return text
+
+
+def _parse_cut_header(header: list[int], has_role: bool, tokenizer: Tokenizer) -> _Part:
+    role, *later_parts = tokenizer.decode(header).replace("<|", " <|").split() or [""]
+    try:
+        if not has_role:
+            check_role(role, is_cut=not later_parts)
+    except HeaderError as error:
+        if error.is_forged:
+            return _Part(None, problem=str(error), is_forged=True)
+    return _Part(None, problem="the turn ends inside a header", is_truncated=True)
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:

@@ -19,16 +19,18 @@ class Message:
     name: str = ""  # of the tool that wrote it, such as "python" or "functions.search"
     channel: str = ""  # "analysis", "commentary" or "final"; of messages by the policy and by tools
     recipient: str = ""  # of a call: the tool that is called; of a tool's message: "assistant"
-    content_type: str = ""  # such as "code", or "json" behind <|constrain|>
+    content_type: str = ""  # "code" or "json", without the <|constrain|> before it
 
 
 @dataclass(frozen=True)
 class ToolDescription:
     """A tool as a prompt declares it."""
 
-    name: str  # such as "search"; the recipient of its calls is "functions.search"
+    # Calls of "search" have the recipient "functions.search". Calls of "python" have the recipient
+    # "python", and their content is code.
+    name: str
     description: str
-    parameters: Mapping[str, Any]  # a JSON schema of type "object"
+    parameters: Mapping[str, Any]  # a JSON schema of type "object"; empty if it takes none
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,18 @@ Next: jaxmoe/data/harmony.py parses the policy's response.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_template import ChatTemplate
-from jaxmoe.data.rows import Message, Row
+from jaxmoe.data.harmony_render import ASSISTANT_OPENING, encode_pieces, message_pieces
+from jaxmoe.data.harmony_tools import write_developer_text, write_system_text
+from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.data.tokenizer import Tokenizer
 
 AUTO, CHAT, HARMONY = "auto", "chat", "harmony"
+_SYSTEM_ROLES = ("system", "developer")
 _QUESTION_FIELD, _SYSTEM_FIELD = "{question}", "{system}"
 # Noncharacters of Unicode, which no valid text contains. Each one replaces a special string of a
 # row while the chat template renders it.
@@ -76,13 +80,36 @@ class Template:
                 raise _no_system_field_error(_QUESTION_FIELD)
             plain = replace(self, text=_QUESTION_FIELD, system="")
             return plain.render(row, tokenizer)
-        pieces = (
-            self._render_harmony(row, tokenizer) if self.text == HARMONY else self._render_text(row)
-        )
-        tokens = [
-            i for piece, markup in pieces if piece for i in tokenizer.encode(piece, specials=markup)
-        ]
-        return "".join(piece for piece, _ in pieces), tokens
+        if self.text == HARMONY:
+            return self.render_messages(_list_messages(row), tokenizer)
+        pieces = self._render_text(row)
+        return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
+
+    def render_messages(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        tools: Sequence[ToolDescription] = (),
+    ) -> tuple[str, list[int]]:
+        """(text, tokens) of a harmony prompt, which ends in `<|start|>assistant`.
+
+        A first message of the role system or developer is the developer's instructions; without
+        one they are `system`. The system message is the model's standard text. The date is
+        omitted, so that a prompt is the same each time it is read. A message of the assistant
+        without a channel is a final one. All messages are retained: oss-harmony would leave out
+        analysis before the first final message of a conversation that ends in a final one.
+
+        Raises: ConfigError for a template other than harmony, without messages, for tools and
+        messages that cannot be written, and if the tokenizer lacks harmony's special tokens.
+        """
+        if self.text != HARMONY:
+            raise ConfigError(
+                "data.template must be harmony for messages of environments and for tools, got "
+                f"{self.text!r}. Try --set data.template=harmony."
+            )
+        if not messages:
+            raise ConfigError("a prompt must have at least one message, got none.")
+        return self._render_harmony(messages, tokenizer, tools)
 
     def _render_chat_template(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """Render as transformers' apply_chat_template, but keep special strings of the row as text.
@@ -95,9 +122,7 @@ class Template:
                 f"{_describe_row(row)} is a chat, and the tokenizer has no chat template to render "
                 f"it. {_TRY_OTHER_TEMPLATES}."
             )
-        chat = [*row.earlier, Message("user", row.question)]
-        if system := row.system or self.system:
-            chat.insert(0, Message("system", system))
+        chat = _list_messages(row, self.system)
         text = self._render_chat(chat, row)
         # The longest first, because one name may be the beginning of another.
         names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)
@@ -167,30 +192,28 @@ class Template:
             ]  # fmt: skip
         return pieces
 
-    def _render_harmony(self, row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-        """(text, True if it is markup) of each part, rendered as by openai-harmony.
-
-        The model's standard text is the system message; the row's system prompt is the developer
-        message. The date is omitted, so that a prompt is the same each time it is read.
-        """
-        for name in ("<|start|>", "<|message|>", "<|end|>", "<|channel|>"):
+    def _render_harmony(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[ToolDescription]
+    ) -> tuple[str, list[int]]:
+        system, *conversation = messages if messages[0].role in _SYSTEM_ROLES else (None, *messages)
+        instructions = system.content if system else ""
+        developer = write_developer_text(instructions or self.system, tools)
+        prompt = [Message("system", write_system_text(self.reasoning_effort, tools))]
+        prompt += [Message("developer", developer)] if developer else []
+        for message in conversation:
+            is_answer = message.role == "assistant" and not (message.channel or message.recipient)
+            prompt.append(replace(message, channel="final") if is_answer else message)
+        pieces = [*message_pieces(prompt), *ASSISTANT_OPENING]
+        for name in ("<|channel|>", *(piece for piece, markup in pieces if markup)):
             tokenizer.special(name)  # raises ConfigError if the tokenizer lacks it
-        model_message = (
-            "You are ChatGPT, a large language model trained by OpenAI.\n"
-            f"Knowledge cutoff: 2024-06\n\nReasoning: {self.reasoning_effort}\n\n"
-            "# Valid channels: analysis, commentary, final. "
-            "Channel must be included for every message."
-        )
-        turns = [Message("system", model_message)]
-        if instructions := row.system or self.system:
-            turns.append(Message("developer", f"# Instructions\n\n{instructions}"))
-        pieces = []
-        for turn in [*turns, *row.earlier, Message("user", row.question)]:
-            pieces += [("<|start|>", True), (turn.role, False)]
-            if turn.role == "assistant":
-                pieces += [("<|channel|>", True), ("final", False)]
-            pieces += [("<|message|>", True), (turn.content, False), ("<|end|>", True)]
-        return [*pieces, ("<|start|>", True), ("assistant", False)]
+        return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
+
+
+def _list_messages(row: Row, system: str = "") -> list[Message]:
+    """The messages of a row; `system` is the system prompt of rows without their own."""
+    system = row.system or system
+    first = [Message("system", system)] if system else []
+    return [*first, *row.earlier, Message("user", row.question)]
 
 
 def _restore_specials(text: str, name_of: dict[str, str]) -> str:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random GPT-OSS models of `transformers` whose routing no rounding can change."""
+"""Random GPT-OSS models of `transformers` whose routing no rounding can change, and oss-harmony."""
 
 import dataclasses
 import types
+import typing
 
 import numpy as np
 import pytest
+
+from jaxmoe.data.tokenizer import ByteTokenizer
 
 E, D = 7, 48
 
@@ -29,6 +32,51 @@ def hugging():
     )
     torch.set_num_threads(1)
     return Hugging(torch, transformers, make_model, run, oracle)
+
+
+class HarmonyTokenizer(ByteTokenizer):
+    """GPT-OSS's tokenizer, as oss-harmony has it built in."""
+
+    encoding: typing.Any
+    specials: dict[str, int]
+
+    def __init__(self, encoding):
+        specials = {
+            name: encoding.encode(name, allowed_special="all")[0]
+            for name in encoding.special_tokens_set
+        }
+        self.__dict__.update(
+            encoding=encoding,
+            specials=specials,
+            vocab_size=201_088,
+            stop_ids=(specials["<|return|>"], specials["<|call|>"]),
+        )
+
+    def encode(self, text, *, specials=False):
+        allowed = {"allowed_special": "all"} if specials else {"disallowed_special": ()}
+        return self.encoding.encode(text, **allowed)
+
+    def decode(self, ids):
+        return self.encoding.decode(list(ids))
+
+    def special(self, name):
+        return self.specials[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Harmony:
+    """oss-harmony's module, its encoding of GPT-OSS, and the tokenizer of that encoding."""
+
+    module: types.ModuleType
+    encoding: typing.Any
+    tokenizer: HarmonyTokenizer
+
+
+@pytest.fixture(scope="session")
+def harmony():
+    module = pytest.importorskip("openai_harmony", reason="pip install -e '.[parity]'")
+    encoding = module.load_harmony_encoding(module.HarmonyEncodingName.HARMONY_GPT_OSS)
+    return Harmony(module, encoding, HarmonyTokenizer(encoding))
 
 
 def make_model(seed: int = 0, **changes):

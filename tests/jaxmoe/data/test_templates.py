@@ -4,7 +4,7 @@
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row
+from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import ByteTokenizer
 
@@ -61,6 +61,47 @@ def test_harmony_needs_its_specials(tmp_path):
 
     with pytest.raises(ConfigError, match="must have the special token"):
         Template("harmony").render(HOSTILE, Without())
+
+
+def test_an_environments_messages_and_tools_make_a_prompt():
+    python = ToolDescription("python", "Evaluates arithmetic.", {})
+    call = Message("assistant", "1+1", channel="analysis", recipient="python", content_type="code")
+    chat = [
+        Message("developer", "Be brief."), Message("user", "1+1"), Message("assistant", "2"),
+        Message("user", "Check."), call, Message("tool", "2 <|end|>", name="python"),
+    ]  # fmt: skip
+    text, tokens = Template("harmony", "Of all.").render_messages(chat, BYTES, [python])
+    assert BYTES.decode(tokens) == text
+    head, _, tail = text.partition("<|end|>")
+    assert "# Tools\n\n## python\n\nEvaluates arithmetic.\n\n# Valid" in head
+    assert tail == (
+        "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|>"
+        "<|start|>user<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>2<|end|>"
+        "<|start|>user<|message|>Check.<|end|><|start|>assistant to=python<|channel|>analysis "
+        "<|constrain|>code<|message|>1+1<|call|><|start|>python to=assistant<|channel|>analysis"
+        "<|message|>2 <|end|><|end|><|start|>assistant"
+    )
+    assert tokens.count(BYTES.special("<|end|>")) == text.count("<|end|>") - 1
+
+
+def test_messages_of_a_row_are_the_rows_prompt():
+    chat = [Message("system", HOSTILE.system), *HOSTILE.earlier, Message("user", HOSTILE.question)]
+    template = Template("harmony", reasoning_effort="low")
+    assert template.render_messages(chat, BYTES) == template.render(HOSTILE, BYTES)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "tools", "message"),
+    [
+        ("{question}", [Message("user", "q")], [], "data.template must be harmony for messages"),
+        ("harmony", [], [], "must have at least one message"),
+        ("harmony", [Message("user", "q")], [ToolDescription("a b", "", {})], "got 'a b'"),
+        ("harmony", [Message("tool", "4")], [], "must have the name of the tool"),
+    ],
+)
+def test_messages_that_cannot_be_written_are_refused(text, messages, tools, message):
+    with pytest.raises(ConfigError, match=message):
+        Template(text).render_messages(messages, BYTES, tools)
 
 
 @pytest.mark.parity
