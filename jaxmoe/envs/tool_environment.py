@@ -89,13 +89,17 @@ class ToolEnvironment:
             return False
         return recipient.removeprefix("functions.") in {tool.name for tool in self._inner.tools}
 
+    def _list_addresses(self) -> list[str]:
+        inner_tools = () if self._inner is None else self._inner.tools
+        return [*self._fixed, *(f"functions.{tool.name}" for tool in inner_tools)]
+
     def _answer_call(
         self, call: Message
     ) -> tuple[list[Message], float, bool, bool, dict[str, Any]]:
         tool = self._started.get(call.recipient)
         is_unknown = tool is None
         result = (
-            answer_unknown(call.recipient, self._all_tools)
+            answer_unknown(call.recipient, self._list_addresses())
             if tool is None
             else call_tool(tool, call.content)
         )

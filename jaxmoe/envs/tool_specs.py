@@ -8,6 +8,7 @@ BaseTool, or a `Tool`. Next: jaxmoe/envs/tool_schema.py describes functions.
 import difflib
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +17,15 @@ from jaxmoe.config.calls import import_attribute, parse_call
 from jaxmoe.config.function_specs import split_calls
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.envs.arithmetic import evaluate_arithmetic
-from jaxmoe.envs.tool_schema import describe_function, enum_parameters
+from jaxmoe.envs.async_loop import wait_for_result
+from jaxmoe.envs.tool_schema import describe_function, restore_enums
 from jaxmoe.envs.tools import Tool
 from jaxmoe.envs.verl_tools import (
     find_function_schema,
     is_verl_tool,
     make_verl_tool,
     read_openai_schema,
+    read_verl_result,
 )
 
 KEY = "data.tools"
@@ -75,16 +78,19 @@ def tool_from_function(
         description = describe_function(function, label, options)
     else:
         description = read_openai_schema(schema, label)
-    enums = {} if schema is not None else enum_parameters(function)
+    hints = {} if schema is not None else typing.get_type_hints(function)
 
     @functools.wraps(function)
     def call_function(**arguments: Any) -> Any:
-        for name, kind in enums.items():
-            if arguments.get(name) is not None and name not in options:
-                arguments[name] = kind(arguments[name])
-        return function(**options, **arguments)
+        restored = {
+            name: restore_enums(value, hints.get(name)) for name, value in arguments.items()
+        }
+        return function(**options, **restored)
 
-    return Tool(description, call_function)
+    def call_verl_function(**arguments: Any) -> Any:
+        return read_verl_result(wait_for_result(call_function(**arguments)))
+
+    return Tool(description, call_function if schema is None else call_verl_function)
 
 
 def _read_tool(call: str) -> Tool:

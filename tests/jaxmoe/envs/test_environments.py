@@ -387,6 +387,7 @@ def test_a_verl_tool_has_an_instance_in_each_episode():
         assert results[1].rewards == {"tool/note": -0.25} and results[1].metrics["hits"] == 1
         assert rewards == {"tool/note": 3.0}
     assert ToolOfVerl.released == ["id0", "id1"]
+    assert results[0].reward == -0.25
     _, (result,), rewards = run_episode(read_environment("", tools=(tool,))(), say("done"))
     assert result.terminated and rewards == {}  # no call, no instance
 
