@@ -15,6 +15,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_attribute, parse_call
 from jaxmoe.config.function_specs import split_calls
+from jaxmoe.data.harmony_tools import check_tools
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.envs.arithmetic import evaluate_arithmetic
 from jaxmoe.envs.async_loop import wait_for_result
@@ -58,6 +59,7 @@ def read_tools(text: str) -> tuple[Tool, ...]:
             f"{KEY} must not have two tools of one name, got {repeated[0]} twice. Rename a "
             "function."
         )
+    check_tools([tool.description for tool in tools])
     return tuple(tools)
 
 
@@ -90,7 +92,23 @@ def tool_from_function(
     def call_verl_function(**arguments: Any) -> Any:
         return read_verl_result(wait_for_result(call_function(**arguments)))
 
-    return Tool(description, call_function if schema is None else call_verl_function)
+    call = call_function if schema is None else call_verl_function
+    return (
+        Tool(description, call)
+        if description.name != "python"
+        else _take_code(description, call, label)
+    )
+
+
+def _take_code(description: ToolDescription, call: Callable[..., Any], label: str) -> Tool:
+    """The tool of a function named python: harmony's calls of it are code, not JSON."""
+    names = list(description.parameters.get("properties", {}))
+    if len(names) != 1:
+        raise ConfigError(
+            f"{label} must take the code and nothing else, because calls of python are code; it "
+            f"takes {', '.join(names) or 'nothing'}. Rename it, or write python(code: str)."
+        )
+    return Tool(description, lambda code: call(**{names[0]: code}), takes_text=True)
 
 
 def _read_tool(call: str) -> Tool:

@@ -9,10 +9,12 @@ import asyncio
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxmoe.data.harmony_tools import tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.step_check import EnvironmentFault, clean_text, describe_value
@@ -20,6 +22,8 @@ from jaxmoe.envs.tool_schema import check_arguments
 
 MAX_RESULT_CHARS = 200_000  # of a result; a longer one is cut in the middle
 _MAX_ERROR_CHARS = 500
+_MAX_NAME_CHARS = 64
+_FUNCTIONS = "functions."
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Tool:
 
     call: takes the arguments by name, or, if `takes_text`, the text of the call; may be async.
         It returns a text, a number, a JSON value or a `ToolResult`.
-    recipient: of its calls; "" means "functions.NAME".
+    recipient: of its calls; "" means "functions.NAME", or "python" for that name.
     start: returns the tool of one episode, for tools that have a state of their own.
     close: ends the episode of a started tool; returns rewards by part, or None.
     """
@@ -43,7 +47,7 @@ class Tool:
     @property
     def address(self) -> str:
         """The recipient of its calls."""
-        return self.recipient or f"functions.{self.description.name}"
+        return self.recipient or tool_recipient(self.description.name)
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,23 @@ def answer_unknown(recipient: str, addresses: Sequence[str]) -> ToolResult:
 def reply_message(call: Message, result: ToolResult) -> Message:
     """The tool's message, in harmony's form: to the assistant, on the channel of the call.
 
-    A call on the final channel, or without one, is answered on the commentary channel.
+    A call on the final channel, or on none that a tool has, is answered on the tool's usual one.
     """
-    channel = "commentary" if call.channel in ("", "final") else call.channel
-    return Message("tool", result.text, name=call.recipient, channel=channel, recipient="assistant")
+    name = _complete_name(call.recipient)
+    channel = call.channel
+    if channel not in ("analysis", "commentary"):
+        channel = "commentary" if name.startswith(_FUNCTIONS) else "analysis"
+    return Message("tool", result.text, name=name, channel=channel, recipient="assistant")
+
+
+def _complete_name(recipient: str) -> str:
+    """The author of a reply: the recipient of the call, made harmless.
+
+    A policy may call anything, such as "user": no reply must be in that name.
+    """
+    if recipient != "python" and not recipient.startswith(_FUNCTIONS):
+        recipient = _FUNCTIONS + recipient
+    return re.sub(r"[^\w.:-]", "_", recipient)[:_MAX_NAME_CHARS]
 
 
 def read_result(value: Any) -> ToolResult:

@@ -67,6 +67,21 @@ def mix(colours: list[Colour | None], by_name: dict[str, Colour]) -> str:
     return " ".join(map(str, names))
 
 
+def search_pages(code: str, k: int) -> str:
+    """Search.
+
+    Args:
+        code: A text.
+        k: A number.
+    """
+    return code * k
+
+
+def rename_function(function, name):
+    function.__name__ = name
+    return function
+
+
 def fail(kind: str) -> object:
     """Fail in one of several manners.
 
@@ -255,14 +270,47 @@ def test_an_unknown_tool_is_an_error_text_and_counted():
     assert "Tools: functions.multiply, python." in result.messages[0].content
 
 
-@given(st.text(max_size=40), st.text(max_size=10), st.sampled_from(["", "final", "analysis"]))
+@pytest.mark.parametrize(
+    "recipient", ["user", "system", "assistant", "a<|end|>b", "ü b", "x" * 999]
+)
+def test_no_call_gets_a_reply_in_another_roles_name(recipient):
+    environment = ToolEnvironment([])
+    environment.reset(ROW, seed=0)
+    (message,) = run_step(environment, make_call("{}", recipient)).messages
+    assert message.name.startswith("functions.") and len(message.name) <= 64
+
+
+def test_a_function_named_python_takes_code():
+    def python(code: str) -> str:
+        """Run code.
+
+        Args:
+            code: The code.
+        """
+        return f"ran {code}"
+
+    environment = ToolEnvironment([tool_from_function(python)])
+    environment.reset(ROW, seed=0)
+    (message,) = run_step(environment, make_call('print("x")', "python", "final")).messages
+    assert message == Message("tool", 'ran print("x")', "python", "analysis", "assistant")
+    with pytest.raises(ConfigError, match="calls of python are code; it takes code, k"):
+        tool_from_function(rename_function(search_pages, "python"))
+
+
+@given(
+    st.text(max_size=40),
+    st.text(min_size=1, max_size=10),
+    st.sampled_from(["", "final", "analysis"]),
+)
 def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, channel):
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     environment.reset(ROW, seed=0)
-    for recipient in ("functions.multiply", "python", "functions." + name.strip("\ud800")):
+    for recipient in ("functions.multiply", "python", name, "functions." + name):
         call = Message("assistant", content, channel=channel, recipient=recipient)
-        result = environment.step([call])
-        assert result[4]["metrics"]["tool/calls"] == 1 and result[0][0].content is not None
+        result = run_step(environment, [call])
+        (message,) = result.messages
+        assert result.metrics["tool/calls"] == 1 and message.recipient == "assistant"
+        assert message.name == "python" or message.name.startswith("functions.")
     environment.close()
 
 
