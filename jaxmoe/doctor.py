@@ -116,10 +116,14 @@ def run_doctor(cfg: Config) -> bool:
             except EngineError as error:
                 return report_not_loaded(error, work, weights_name)
         with report_phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
-            rollouts = engine.generate(prompts, task.sampling, seed=3, samples=N_SAMPLES)
+            rollouts = task.sample(
+                engine, prompts, task.sampling, seed=3, samples=N_SAMPLES, held_out=True
+            )
             # The same prompt and seed without the other rows: what differs is an effect of the
             # batch.
-            rollouts_single = engine.generate(prompts[:1], task.sampling, seed=3, samples=N_SAMPLES)
+            rollouts_single = task.sample(
+                engine, prompts[:1], task.sampling, seed=3, samples=N_SAMPLES, held_out=True
+            )
         loaded = engine.loaded_states() if isinstance(engine, Inspectable) else []
         recorded = record_modules(engine, rollouts, cfg)
     with report_phase("recomputing log-probs"):

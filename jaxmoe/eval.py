@@ -17,7 +17,9 @@ from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
-from jaxmoe.envs.tasks import digest_contents, evaluate_held_out, open_task, response_text
+from jaxmoe.envs.evaluation import evaluate_held_out
+from jaxmoe.envs.scores import response_text
+from jaxmoe.envs.tasks import digest_contents, open_task
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import report_phase

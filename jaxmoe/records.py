@@ -85,6 +85,7 @@ class Rollout:
     policy_mask: np.ndarray | None = None
     env_rewards: Mapping[str, float] = field(default_factory=dict)  # by part; their sum is earned
     env_metrics: Mapping[str, float] = field(default_factory=dict)  # by metric name
+    env_fault: str = ""  # the fault of the environment that ended the episode with ENV_ERROR
 
     @property
     def sampled_mask(self) -> np.ndarray:

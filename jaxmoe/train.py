@@ -32,10 +32,15 @@ from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
 from jaxmoe.config import Config
 from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.envs.batches import apply_overlong_penalty
-from jaxmoe.envs.tasks import answer_tokens, digest_contents
+from jaxmoe.envs.demonstrations import (
+    check_targets,
+    make_warm_start_batch,
+    warm_start_target,
+)
+from jaxmoe.envs.tasks import digest_contents
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
-from jaxmoe.rl.batch import shard_rows, supervised_batch
+from jaxmoe.rl.batch import shard_rows
 from jaxmoe.rl.minibatches import pack_batch, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
 from jaxmoe.rl.state import (
@@ -88,7 +93,7 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     if task.overlong is not None and first:
         print(f"rows     {task.overlong}", flush=True)
     if position.stage == "warmup" and position.step < cfg.warmup.steps:
-        task.check_answers(cfg.context)
+        check_targets(task, cfg.context)
     with (
         closing(parts.open_engine(cfg, parts.ops, work, parts.mesh)) as engine,
         handle_stop_signals() as stop,
@@ -158,10 +163,8 @@ def warm_start(job: Job) -> None:
     with job.save_on_error(), bar as progress:
         for step in job.remaining_steps(w.steps):
             prompts = next(data)
-            answers = [answer_tokens(p, task) for p in prompts]
-            batch = supervised_batch(
-                prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
-            )
+            targets = [warm_start_target(prompt, task) for prompt in prompts]
+            batch = make_warm_start_batch(prompts, targets, task, cfg.context)
             # No RL step is behind these weights.
             batch = replace(batch, shared={"step": np.int32(0)})
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
+from jaxmoe.config.episodes import check_episodes, context_name
 from jaxmoe.config.errors import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -57,6 +58,8 @@ class WarmupConfig:
     steps: int = 0
     sequences_per_step: int = 64
     lr: float = 1e-3
+    # "module:function(option=1)", row -> messages of an episode to imitate; empty: stored answers
+    demonstrations: str = ""
 
     def __post_init__(self) -> None:
         check_fields("warmup", self, steps=(*NOT_NEGATIVE, 0), lr=(*NOT_NEGATIVE, 1e-3))
@@ -272,7 +275,7 @@ class Config:
         require(
             packed_tokens == 0 or (packed_tokens >= self.context and m == 1),
             f"optim.tokens_per_microbatch ({packed_tokens}) must be 0, or at least "
-            f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) with "
+            f"{context_name(self)} ({self.context}) with "
             f"optim.microbatches=1 (got {m}). "
             f"Try --set optim.tokens_per_microbatch={self.context * 8} --set optim.microbatches=1.",
         )
@@ -284,15 +287,10 @@ class Config:
         )
         require(
             self.context <= self.model.max_context,
-            f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) must be at most "
-            f"model.max_context ({self.model.max_context}). Try "
-            + (
-                f"--set data.max_prompt_tokens={self.model.max_context // 2} "
-                f"--set rollout.max_new_tokens={self.model.max_context // 2}."
-                if self.model.max_context > 1
-                else f"--set model.max_context={self.context}."
-            ),
+            f"{context_name(self)} ({self.context}) must be at most "
+            f"model.max_context ({self.model.max_context}). Try {self._smaller_context()}",
         )
+        check_episodes(self)
         check_engine(self)
         check_lora(self)
         check_numerics(self)
@@ -338,8 +336,22 @@ class Config:
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens of a sequence, prompt and answer."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        """Maximum number of tokens of a sequence: prompt, answer, and replies between them."""
+        return self.rollout.max_context or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def has_environment(self) -> bool:
+        """True if an environment, or tools, reply to the policy."""
+        return bool(self.data.environment.strip() or self.data.tools.strip())
+
+    def _smaller_context(self) -> str:
+        """Settings for a context that the model has."""
+        size = self.model.max_context
+        if size <= 1:
+            return f"--set model.max_context={self.context}."
+        if self.rollout.max_context:
+            return f"--set rollout.max_context={size}."
+        return f"--set data.max_prompt_tokens={size // 2} --set rollout.max_new_tokens={size // 2}."
 
 
 def to_json(config: Config) -> str:

@@ -26,6 +26,10 @@ class DataConfig:
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's scorer
     # limit of one call of the rewards, in a separate process; 0: in this process, without a limit
     reward_timeout_s: float = 300.0
+    # replies to the policy in episodes of several turns: "module:class(option=1)", "skyrl:NAME" or
+    # "openenv:URL"; empty: only the tools reply
+    environment: str = ""
+    tools: str = ""  # "python + module:function(option=1)": what the policy may call
     train_rows: int | str = 4096  # or "all": all rows of a file except the held-out ones
     held_out_rows: int = 256
     shuffle: bool = True  # reshuffle in every epoch; False: keep the order of the files

@@ -72,6 +72,7 @@ class EngineDescription:
     reports_sampled_logp: bool = True
     reports_kept_mass: bool = False  # rollouts have log_kept if top-k or top-p are on
     reports_experts: bool = False  # rollouts have routed_experts if cfg.records_experts
+    runs_episodes: bool = False  # generate() takes an environment
     check: Callable[["Config"], None] = accept_config
     check_processes: Callable[["Config"], None] = refuse_processes  # called if there are several
     # Returns the config of an engine that loads weights even if its own check refuses them: the
@@ -127,6 +128,12 @@ def check_engine(cfg: "Config") -> None:
         f"rollout.temperature must be 1 with rollout.engine={r.engine}, got {r.temperature}, and "
         "top_k and top_p off: it reports log-probs before they are applied. Try --set "
         "rollout.temperature=1.0 --set rollout.top_k=0 --set rollout.top_p=1.0.",
+    )
+    require(
+        engine.runs_episodes or not cfg.has_environment,
+        f"rollout.engine={r.engine} samples single answers: its description does not say that it "
+        "runs_episodes, which data.environment and data.tools need. Try --set "
+        "rollout.engine=native.",
     )
     require(
         engine.reports_experts or not cfg.records_experts,

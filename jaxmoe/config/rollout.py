@@ -114,6 +114,13 @@ class RolloutConfig:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     max_gen_batches: int = 1  # above 1: dynamic sampling with at most this many batches
+    max_turns: int = 1  # of the policy in an episode; above 1 data.environment or data.tools reply
+    max_turn_tokens: int = 0  # of one turn; 0: what is left of max_new_tokens, of all turns
+    max_reply_tokens: int = 0  # of one message of the environment, cut in the middle; 0: no limit
+    max_context: int = 0  # of prompt, turns and replies; 0: data.max_prompt_tokens + max_new_tokens
+    reply_timeout_s: float = 60.0  # until a reply that is missing ends its episode; 0: no limit
+    patience_s: float = 0.0  # the other episodes wait this long for a late reply; 0: they all wait
+    reply_threads: int = 64  # replies that are computed at once
     overlong_buffer: int = 0  # answers that end in the last tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's forward; or "vllm", or "module:function" of your own

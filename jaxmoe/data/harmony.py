@@ -93,6 +93,11 @@ def read_turn(context: Sequence[int], turn: Sequence[int], tokenizer: Tokenizer)
     return ParsedTurn(tuple(messages), tuple(ends))
 
 
+def opens_message(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """True if a prompt ends inside a message of the assistant, as harmony prompts do."""
+    return _find_open_message(prompt, _special_ids(tokenizer), tokenizer) is not None
+
+
 def read_response(
     prompt: Sequence[int],
     response: Sequence[int],

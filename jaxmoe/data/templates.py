@@ -38,6 +38,7 @@ class Template:
     system: system prompt of rows without their own.
     reasoning_effort: low, medium or high, for harmony and for chat templates that use it.
     chat: the tokenizer's chat template; None if it has none.
+    tools: declared in harmony prompts. A format string is its author's, who declares them.
 
     Raises: ConfigError for a text without the required fields, and for "chat" without a template.
     """
@@ -46,8 +47,14 @@ class Template:
     system: str = ""
     reasoning_effort: str = "medium"
     chat: ChatTemplate | None = None
+    tools: tuple[ToolDescription, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.tools and self.text in (AUTO, CHAT):
+            raise ConfigError(
+                f"data.tools needs data.template=harmony, which declares them to the policy, got "
+                f"data.template={self.text}. Try --set data.template=harmony."
+            )
         if self.text in (HARMONY, AUTO):
             return
         if self.text == CHAT:
@@ -81,7 +88,7 @@ class Template:
             plain = replace(self, text=_QUESTION_FIELD, system="")
             return plain.render(row, tokenizer)
         if self.text == HARMONY:
-            return self.render_messages(_list_messages(row), tokenizer)
+            return self.render_messages(_list_messages(row), tokenizer, self.tools)
         pieces = self._render_text(row)
         return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
 
@@ -123,11 +130,6 @@ class Template:
                 f"it. {_TRY_OTHER_TEMPLATES}."
             )
         chat = _list_messages(row, self.system)
-        if not all(message.is_plain for message in chat):
-            raise ConfigError(
-                "data.template must be harmony for a chat with tool calls or channels, such as "
-                f"{_describe_row(row)}. Try --set data.template=harmony."
-            )
         text = self._render_chat(chat, row)
         # The longest first, because one name may be the beginning of another.
         names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.envs.tasks import Task, response_text
+from jaxmoe.envs.scores import response_text
+from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Prompt, Rollout
 
 N_PROMPTS = 8  # held-out prompts per evaluation

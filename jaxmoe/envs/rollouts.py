@@ -18,7 +18,8 @@ from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
 from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, mean_part_metrics
-from jaxmoe.envs.tasks import Task, score_rollouts, select_scored
+from jaxmoe.envs.scores import score_rollouts, select_scored
+from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Rollout
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import (
@@ -61,8 +62,8 @@ def collect_rollouts(
         # answers.
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         prompts = next(data)
-        rollouts = engine.generate(
-            prompts, task.sampling, seed=seed, samples=rollout_cfg.samples_per_prompt
+        rollouts = task.sample(
+            engine, prompts, task.sampling, seed=seed, samples=rollout_cfg.samples_per_prompt
         )
         # Checked before they are scored: a reward of another prompt's answer would be trained on
         # without an error.

@@ -1,50 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single-turn tasks: rows become prompts, answers become rewards.
+"""Tasks: rows become prompts, and an environment, if there is one, replies to the answers.
 
-Next: jaxmoe/train.py reads the prompts and scores the engine's answers.
+Next: jaxmoe/envs/rollouts.py samples; jaxmoe/envs/scores.py scores.
 """
 
-import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-
-import numpy as np
 
 from jaxmoe.checkpoint.same_run import weights_digest
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.files import FileSource
-from jaxmoe.data.harmony import ParsedResponse, answer_prefix, read_response
+from jaxmoe.data.harmony import opens_message
 from jaxmoe.data.overlong import PromptLengthFilter
-from jaxmoe.data.pipeline import PromptIterator, make_prompt
+from jaxmoe.data.pipeline import PromptIterator
+from jaxmoe.data.pipeline import make_prompt as render_row
 from jaxmoe.data.pipeline import stream_prompts as prompt_stream
-from jaxmoe.data.rows import Source, Subset
+from jaxmoe.data.rows import Message, Row, Source, Subset
 from jaxmoe.data.sources import open_split
 from jaxmoe.data.templates import AUTO, CHAT, Template
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
-from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.demonstration_specs import read_demonstrations
+from jaxmoe.envs.environment import check_rows
+from jaxmoe.envs.environment_specs import read_environment
+from jaxmoe.envs.episodes import Episodes, EpisodeSettings, sample_rollouts
 from jaxmoe.envs.reward_process import RewardProcess, Runner, run_inline
 from jaxmoe.envs.rewards import (
-    BatchRewards,
-    ReportProgress,
     Reward,
-    ignore_progress,
-    iterate_with_progress,
-    mean_part_metrics,
     read_rewards,
-    score_samples,
 )
-from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.rl.batch import supervised_batch
+from jaxmoe.envs.tool_specs import read_tools
+from jaxmoe.envs.tools import Tool
+from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rl.source_digests import source_digests
-from jaxmoe.rollout.check_rollouts import check_masks, check_order
 from jaxmoe.rollout.engine import Engine
-from jaxmoe.rollout.staleness import check_versions
-from jaxmoe.shapes import Metrics
+from jaxmoe.rollout.replies import ReplyThreads
 
 MAX_COLUMN_ROWS = 16  # rows per source whose columns are available to reward functions
 CHECK_ROWS_S = 2.0  # time to check rows before a run; some sources generate theirs slowly
@@ -65,6 +58,9 @@ class Task:
     run_rewards: Runner = run_inline  # calls the functions of data.rewards
     steps: int = 0  # total steps of the run: trainer_state.max_steps of reward functions
     shuffle: bool = True  # reorder the training rows in each epoch
+    episodes: EpisodeSettings | None = None  # None: single answers
+    # The messages of an episode that a warm start imitates; None: it trains on stored answers.
+    demonstrate: Callable[[Row], Sequence[Message]] | None = None
 
     @property
     def score_name(self) -> str:
@@ -80,7 +76,7 @@ class Task:
 
     def held_out_prompts(self) -> list[Prompt]:
         """All held-out rows, in order."""
-        return [self._make_prompt(self.held_out, i) for i in range(len(self.held_out))]
+        return [self.make_prompt(self.held_out, i) for i in range(len(self.held_out))]
 
     def check_prompts(self) -> int:
         """Tokens of the longest prompt among the rows that can be checked within CHECK_ROWS_S.
@@ -90,26 +86,16 @@ class Task:
         max_tokens = 0
         for source in (self.held_out, self.train):
             prompts = [
-                self._make_prompt(source, i, limit=sys.maxsize) for i in self._rows_to_check(source)
+                self.make_prompt(source, i, limit=sys.maxsize) for i in self.rows_to_check(source)
             ]
             longest = max(prompts, key=lambda p: len(p.tokens))
             # The prompts above are made without a limit, so that the error is about the longest
             # one.
-            self._make_prompt(source, longest.id)
+            self.make_prompt(source, longest.id)
             max_tokens = max(max_tokens, len(longest.tokens))
         return max_tokens
 
-    def check_answers(self, length: int) -> None:
-        """Check that a warm start can train on the stored answers, for the same rows.
-
-        Raises: ConfigError if an answer is missing or a row has more than `length` tokens.
-        """
-        prompts = [self._make_prompt(self.train, i) for i in self._rows_to_check(self.train)]
-        pairs = [(prompt, answer_tokens(prompt, self)) for prompt in prompts]
-        prompt, answer = max(pairs, key=lambda pair: len(pair[0].tokens) + len(pair[1]))
-        supervised_batch([prompt], [answer], length=length, pad_id=self.tokenizer.pad_id)
-
-    def _rows_to_check(self, source: Source) -> Iterator[int]:
+    def rows_to_check(self, source: Source) -> Iterator[int]:
         """Indices of rows to check: as many as are held out, then more until CHECK_ROWS_S."""
         deadline = time.monotonic() + CHECK_ROWS_S
         for row in range(len(source)):
@@ -117,9 +103,23 @@ class Task:
                 return
             yield row
 
-    def _make_prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
+    def make_prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
         limit = self.max_prompt_tokens if limit is None else limit
-        return make_prompt(source, row, self.tokenizer, self.template, limit)
+        return render_row(source, row, self.tokenizer, self.template, limit)
+
+    def sample(
+        self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int,
+        samples: int = 1, held_out: bool = False,
+    ) -> list[Rollout]:  # fmt: skip
+        """Return `samples` rollouts of each prompt of the training rows, or of the held-out ones.
+
+        With an environment they are episodes; see `sample_rollouts`.
+        """
+        return sample_rollouts(
+            engine, prompts, sampling, seed=seed, samples=samples, settings=self.episodes,
+            source=self.held_out if held_out else self.train, template=self.template,
+            tokenizer=self.tokenizer, max_prompt_tokens=self.max_prompt_tokens,
+        )  # fmt: skip
 
 
 def open_task(cfg: Config) -> Task:
@@ -127,9 +127,10 @@ def open_task(cfg: Config) -> Task:
     tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     _check_tokenizer_choice(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
+    tools = read_tools(cfg.data.tools)
     template = Template(
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
-        load_chat_template(cfg.init.tokenizer),
+        load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
     )  # fmt: skip
     overlong = None
     if cfg.data.overlong_prompts == "drop":
@@ -148,12 +149,54 @@ def open_task(cfg: Config) -> Task:
     r = cfg.rollout
     sampling = Sampling(
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
-        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
+        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, max_turns=r.max_turns,
+        max_turn_tokens=r.max_turn_tokens, max_context=r.max_context,
     )  # fmt: skip
-    return Task(
+    task = Task(
         tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong, run_rewards, cfg.steps, cfg.data.shuffle,
+        overlong, run_rewards, cfg.steps, cfg.data.shuffle, _open_episodes(cfg, tools),
+        read_demonstrations(cfg.warmup.demonstrations),
     )  # fmt: skip
+    check_episode_start(task)
+    return task
+
+
+def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None:
+    """The environment of a config, or None."""
+    if not cfg.has_environment:
+        return None
+    r = cfg.rollout
+    return EpisodeSettings(
+        read_environment(cfg.data.environment, tools=tools, system=cfg.data.system),
+        ReplyThreads(r.reply_threads), r.reply_timeout_s, r.patience_s, r.max_reply_tokens,
+        earns=bool(cfg.data.environment.strip()),
+    )  # fmt: skip
+
+
+def check_episode_start(task: Task) -> None:
+    """Begin one episode on the first row, so that what cannot work is refused before a run.
+
+    Raises: ConfigError if the environment does not find what it needs in a row, if its prompt does
+    not fit, or if the prompt does not end where a turn of harmony begins.
+    """
+    if task.episodes is None:
+        return
+    rows = [source[0] for source in (task.train, task.held_out)]
+    check_rows(task.episodes.make_environment, rows)
+    prompt = task.make_prompt(task.train, 0, limit=sys.maxsize)
+    episodes = Episodes(task.episodes, task.train, task.template, task.tokenizer, samples=1, seed=0)
+    try:
+        (prompt,) = episodes.open_prompts([prompt], task.max_prompt_tokens)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        episodes.abandon()
+    if not opens_message(prompt.tokens, task.tokenizer):
+        raise ConfigError(
+            "data.environment and data.tools need prompts in harmony format, which end in "
+            f"<|start|>assistant; with data.template={task.template.text!r:.60} they end in "
+            f"{prompt.text[-20:]!r}. Try --set data.template=harmony."
+        )
 
 
 def digest_contents(cfg: Config, task: Task) -> dict[str, str]:
@@ -196,189 +239,3 @@ def _check_tokenizer_choice(cfg: Config, tokenizer: Tokenizer) -> None:
             f"init.tokenizer must be the tokenizer of init.checkpoint, got 'bytes'. "
             f"Try --set init.tokenizer={folder}."
         )
-
-
-def answer_tokens(prompt: Prompt, task: Task) -> list[int]:
-    """The stored answer and the stop token, as a warm start trains on them."""
-    if prompt.answer is None:
-        raise ConfigError(
-            f"a warm start needs stored answers, and row {prompt.id} has none. "
-            "Try --set warmup.steps=0."
-        )
-    opening = answer_prefix(prompt.tokens, task.tokenizer)
-    answer = task.tokenizer.encode(prompt.answer)
-    return [*opening, *answer, task.tokenizer.stop_ids[0]]
-
-
-def response_text(rollout: Rollout, task: Task) -> str:
-    """The text of a response without its stop token; of an episode, that of the last turn."""
-    return task.tokenizer.decode(_answer_ids(rollout, task))
-
-
-def _answer_ids(rollout: Rollout, task: Task) -> list[int]:
-    # A turn that the environment did not continue also ends in a stop token.
-    ends_turn = rollout.stop is StopReason.STOP_TOKEN or (
-        rollout.stop is not StopReason.MAX_TOKENS
-        and int(rollout.tokens[-1]) in task.sampling.stop_ids
-    )
-    return rollout.tokens[_answer_start(rollout) : len(rollout.tokens) - ends_turn].tolist()
-
-
-def _answer_start(rollout: Rollout) -> int:
-    """Index of the first token of the policy's last turn."""
-    return rollout.turns[-1][0] if rollout.policy_mask is not None else 0
-
-
-def _parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
-    """Parse the last turn of the policy, behind everything before it."""
-    ids, start = _answer_ids(rollout, task), _answer_start(rollout)
-    before = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
-    stop = rollout.tokens[start + len(ids) :].tolist()
-    return read_response(before, ids, task.tokenizer, stop=stop)
-
-
-def score_rollouts(
-    rollouts: Sequence[Rollout],
-    source: Source,
-    task: Task,
-    report: ReportProgress = ignore_progress,
-    *,
-    step: int = 0,
-) -> BatchRewards:
-    """Reward of each rollout, by `data.rewards`, else by the source (0 to 1).
-
-    step: the step of the run: trainer_state.global_step of reward functions.
-
-    The answer of an episode is the last turn of the policy.
-    If the prompt uses channels, the final one is the answer. Without a final channel, the source
-    gives 0, and reward functions receive an empty text.
-    Raises: ConfigError for a value that is not a finite number.
-    """
-    responses = [_parse_answer(r, task) for r in rollouts]
-    numbers = [r.prompt.id for r in rollouts]
-    if task.rewards:
-        scores = score_samples(task.rewards, [
-            Sample(n, source[n], parsed, r.tokens.tolist())
-            for n, parsed, r in zip(numbers, responses, rollouts, strict=True)
-        ], report, run=task.run_rewards,
-            state=SimpleNamespace(global_step=step, max_steps=task.steps))  # fmt: skip
-    else:
-        values = [
-            source.score(parsed.text, n) if parsed.has_final else 0.0
-            for n, parsed in iterate_with_progress(
-                list(zip(numbers, responses, strict=True)), "scoring", report
-            )
-        ]
-        bad = [n for n, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
-        if bad:
-            raise ConfigError(
-                f"data.task must score with finite numbers; its scorer did not on row {bad[0]}. "
-                "Correct the source's score()."
-            )
-        scores = BatchRewards(np.array(values, np.float32), [{} for _ in values])
-    for metrics, parsed in zip(scores.parts, responses, strict=True):
-        if parsed.uses_channels:
-            metrics["reward/no_final_frac"] = float(not parsed.has_final)
-    return scores
-
-
-def evaluate_held_out(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    task: Task,
-    *,
-    version: int,
-    samples: int = 2,
-    report: ReportProgress = ignore_progress,
-) -> tuple[Metrics, list[Rollout], np.ndarray]:
-    """Accuracy and pass@k on held-out prompts, sampled as in training and greedy.
-
-    eval/accuracy: mean reward of `samples` answers per prompt at the training temperature, which
-        is the quantity that RL raises.
-    eval/accuracy_greedy: mean reward of greedy answers.
-    eval/pass@k: `pass_at_k` for k = 2, 4, 8, … and `samples`.
-    Parts of `data.rewards` are means over the sampled answers. Answers without a reward are
-    ignored. The seed is always the same.
-
-    Returns: (metrics, greedy rollouts, their rewards).
-    Raises: EngineError if an answer was not generated by weights `version`; ConfigError if no
-        answer has a reward.
-    """
-    greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
-    report("answering the held-out rows")
-    rollouts = engine.generate(prompts, greedy, seed=0)
-    rewards = score_rollouts(rollouts, task.held_out, task, report, step=version).rewards
-    report("answering the held-out rows")
-    # With the same seed at each evaluation, the weights alone make the difference between two of
-    # them.
-    sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
-    check_order(rollouts, prompts, samples=1)
-    check_order(sampled, prompts, samples=samples)
-    check_masks([*rollouts, *sampled])
-    check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
-    scores = score_rollouts(sampled, task.held_out, task, report, step=version)
-    parts = {f"eval/{name}": value for name, value in mean_part_metrics(scores.parts).items()}
-    metrics = {
-        "eval/accuracy": _mean_reward(scores.rewards, task),
-        "eval/accuracy_greedy": _mean_reward(rewards, task),
-    }
-    metrics |= accuracy_by_source([r.prompt.id for r in sampled], scores.rewards, task.held_out)
-    by_prompt_PR = scores.rewards.reshape(-1, samples)
-    powers = [2**i for i in range(1, samples.bit_length())]
-    metrics |= {
-        f"eval/pass@{k}": pass_at_k(by_prompt_PR, k)
-        for k in dict.fromkeys([*powers, samples]) if k > 1
-    }  # fmt: skip
-    return metrics | parts, rollouts, rewards
-
-
-def accuracy_by_source(numbers: Sequence[int], rewards: np.ndarray, source: Source) -> Metrics:
-    """eval/accuracy/NAME for each value of the column data_source, if there are at least two."""
-    names = [source[n].columns.get("data_source") for n in numbers]
-    source_names = [name if isinstance(name, str) else "" for name in names]
-    if len(set(source_names) - {""}) < 2:
-        return {}
-    return {
-        f"eval/accuracy/{name}": float(np.mean(source_rewards))
-        for name in sorted(set(source_names) - {""})
-        if len(
-            source_rewards := [
-                x for x, k in zip(rewards, source_names, strict=True) if k == name and x == x
-            ]
-        )
-    }
-
-
-def pass_at_k(rewards_PR: np.ndarray, k: int) -> float:
-    """Expected best reward of k answers drawn from each prompt's R, averaged over prompts.
-
-    Σ_i r_(i)·C(i−1, k−1) / C(n, k) over the sorted rewards of a prompt's n answers that have a
-    reward. With c rewards of 1 and the others 0, this is 1 − C(n−c, k)/C(n, k). Prompts with
-    n < k are ignored; NaN if no prompt remains.
-    Source: Chen et al. 2021, arXiv:2107.03374, equation 1; verl's best@k for other rewards.
-    """
-    values = []
-    for rewards_R in rewards_PR:
-        sorted_rewards = np.sort(rewards_R[~np.isnan(rewards_R)]).astype(float)
-        n = len(sorted_rewards)
-        if n >= k:
-            # Exact integers, divided once: binomials of large n exceed the range of float64.
-            shares = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
-            values.append(float(sorted_rewards @ shares))
-    return float(np.mean(values)) if values else math.nan
-
-
-def _mean_reward(rewards: np.ndarray, task: Task) -> float:
-    return float(select_scored(rewards, task).mean())
-
-
-def select_scored(rewards: np.ndarray, task: Task) -> np.ndarray:
-    """The rewards that are not NaN. Raises ConfigError if there are none."""
-    scored_rewards = rewards[~np.isnan(rewards)]
-    if not scored_rewards.size:
-        raise ConfigError(
-            f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
-            f"returned None for all {len(rewards)} answers, or timed out. Try other rows, or add "
-            "a function for these."
-        )
-    return scored_rewards

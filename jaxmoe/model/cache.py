@@ -102,8 +102,10 @@ def write_row_slots(
     `pair`: index of the buffer's first axis, if it has the layers first.
     """
     rows_B1 = jnp.arange(slots_BT.shape[0], dtype=jnp.int32)[:, None]
-    at = buffer_BC.at[rows_B1, slots_BT] if pair is None else buffer_BC.at[pair, rows_B1, slots_BT]
-    return at.set(new_BT.astype(buffer_BC.dtype), mode="drop")
+    slots = (
+        buffer_BC.at[rows_B1, slots_BT] if pair is None else buffer_BC.at[pair, rows_B1, slots_BT]
+    )
+    return slots.set(new_BT.astype(buffer_BC.dtype), mode="drop")
 
 
 def write_slots(

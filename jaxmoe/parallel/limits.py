@@ -9,6 +9,7 @@ import contextlib
 import jax
 
 from jaxmoe.config import Config, describe_engine, require
+from jaxmoe.config.episodes import context_name
 from jaxmoe.distributed.host import count_free_bytes
 
 
@@ -31,14 +32,12 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         _check_processes(cfg)
     if mesh.devices == 1:
         return
-    _check_divides(mesh.sequence, "mesh.sequence", cfg.context,
-             "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
+    _check_divides(mesh.sequence, "mesh.sequence", cfg.context, context_name(cfg))
     for name in ("n_q_heads", "n_kv_heads"):
         _check_divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
     if mesh.sequence > 1 and mesh.attention == "zigzag":
         # A zigzag gives each device two chunks of a row.
-        _check_divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context,
-                 "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
+        _check_divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context, context_name(cfg))
     if mesh.sequence > 1 and mesh.attention == "ulysses":
         # Ulysses divides the heads that tensor leaves on a device among the devices of sequence.
         _check_divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,

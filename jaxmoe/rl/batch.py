@@ -231,11 +231,18 @@ def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:
 
 
 def supervised_batch(
-    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int
-) -> Batch:
-    """Prompts with their stored answers; the answers' tokens are the ones trained on."""
-    masks = [np.ones(len(answer), bool) for answer in answers]
-    return _pad_rows([p.tokens for p in prompts], answers, length, pad_id, masks)
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int,
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> Batch:  # fmt: skip
+    """Prompts with their stored answers; the answers' tokens are the ones trained on.
+
+    masks: True for the tokens of each answer that are trained on; None for all.
+    """
+    trained = [
+        np.ones(len(answer), bool) if masks is None else np.asarray(masks[i], bool)
+        for i, answer in enumerate(answers)
+    ]
+    return _pad_rows([p.tokens for p in prompts], answers, length, pad_id, trained)
 
 
 def _pad_rows(

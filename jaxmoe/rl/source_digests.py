@@ -28,7 +28,9 @@ _INSTALLED = {
 def source_digests(cfg: Config) -> dict[str, str]:
     """Digest of each source file of the config's functions, by "source of MODULE"."""
     functions = (*vars(cfg.loss).values(), *vars(cfg.router).values())
-    texts = [cfg.data.rewards, cfg.rollout.engine, *functions]
+    data = cfg.data
+    texts = [data.rewards, data.environment, data.tools, cfg.warmup.demonstrations]
+    texts += [cfg.rollout.engine, *functions]
     digests: dict[str, str] = {}
     waiting = list(named_modules(text for text in texts if isinstance(text, str)))
     named = set(waiting)
@@ -49,7 +51,8 @@ def named_modules(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for part in split_calls(text):
             path = part.partition("(")[0].rpartition("*")[2].strip()
-            if ":" in path:
+            # A URL, or an environment of a package, is no module.
+            if ":" in path and not path.startswith(("openenv:", "skyrl:")):
                 yield path.partition(":")[0]
 
 

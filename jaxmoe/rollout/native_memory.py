@@ -12,6 +12,7 @@ from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.rollout.native import prompts_per_batch
+from jaxmoe.rollout.native_turns import shrunk_size
 
 
 def plan_native_memory(cfg: Config) -> EngineMemory:
@@ -25,7 +26,11 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
-    return EngineMemory(weights=weights, cache=cache_bytes(cfg.model, rows, cfg.context))
+    cache = cache_bytes(cfg.model, rows, cfg.context)
+    if cfg.has_environment and mesh.devices == 1:
+        # Rows that return keep their cache while a small batch continues with a copy.
+        cache += cache_bytes(cfg.model, shrunk_size(rows), cfg.context)
+    return EngineMemory(weights=weights, cache=cache)
 
 
 def adapter_copy_bytes(cfg: Config) -> int:

@@ -9,7 +9,6 @@ before a later turn. Next: jaxmoe/rollout/decoding.py.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,12 +16,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import EngineError
-from jaxmoe.distributed.channel import Channel
 from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import MeshRules, shard_batch
 from jaxmoe.records import Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import DecodeState
-from jaxmoe.rollout.replies import PendingReplies, Reply, TokenEnvironment
+from jaxmoe.rollout.replies import (
+    PendingReplies,
+    Reply,
+    TokenEnvironment,
+    open_reply_channel,
+)
 from jaxmoe.rollout.turns import Episode
 from jaxmoe.shapes import Params
 
@@ -60,7 +63,7 @@ class NativeBatch:
     def __post_init__(self) -> None:
         self._size = int(self.rows.alive_B.shape[0])
         # On a mesh a batch does not shrink, since rows would have to move between devices.
-        self._small = _shrunk_size(self._size) if self.mesh is None else self._size
+        self._small = shrunk_size(self._size) if self.mesh is None else self._size
 
     def sample_answers(self) -> list[Rollout]:
         """Return one answer of each row; it ends at its first stop token."""
@@ -195,8 +198,8 @@ class NativeBatch:
 
     def _choose_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Indices of a small batch: these rows, filled up with others."""
-        others = np.setdiff1d(np.arange(self._size), rows)
-        return np.concatenate([np.asarray(rows, np.int64), others])[: self._small]
+        remaining = np.setdiff1d(np.arange(self._size), rows)
+        return np.concatenate([np.asarray(rows, np.int64), remaining])[: self._small]
 
     def _select(self, rows: DecodeState, index: np.ndarray) -> DecodeState:
         return self.programs.select(rows, jnp.asarray(index, jnp.int32))
@@ -206,7 +209,7 @@ class NativeBatch:
         more often, so there is one small size for them."""
         if self.mesh is not None or (returns and size < self._size):
             return size
-        return _shrunk_size(size)
+        return shrunk_size(size)
 
 
 class SharedReplies:
@@ -228,8 +231,9 @@ class SharedReplies:
 
     def submit(self, row: int, turn: np.ndarray) -> None:
         self._waiting.add(row)
-        if row % self._channel.count == self._channel.number:
-            self._pending.submit(self._first + row, turn.tolist())
+        episode = self._first + row
+        if episode % self._channel.count == self._channel.number:
+            self._pending.submit(episode, turn.tolist())
 
     def wait(self) -> dict[int, Reply]:
         """Return the replies that are there in time, of all processes; possibly none."""
@@ -251,12 +255,6 @@ class SharedReplies:
         return replies
 
 
-@cache
-def open_reply_channel() -> Channel:
-    """The channel of replies; one for all engines of a process, whose messages are counted."""
-    return Channel("replies")
-
-
 class _Columns:
     """Host copies of the columns of a turn, for all rows of the batch."""
 
@@ -273,5 +271,6 @@ class _Columns:
             array[index] = gather_to_hosts(getattr(rows, name))
 
 
-def _shrunk_size(size: int) -> int:
+def shrunk_size(size: int) -> int:
+    """Rows of the batch that continues when a batch of `size` rows has few alive."""
     return max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR))

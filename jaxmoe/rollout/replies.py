@@ -10,13 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxmoe.config import EngineError
+from jaxmoe.distributed.channel import Channel
 from jaxmoe.records import StopReason
 
 Reply = Sequence[int] | StopReason
+T = TypeVar("T")
 POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
 
 
@@ -46,15 +49,18 @@ class TokenEnvironment(Protocol):
 class _Call:
     """One call in a thread."""
 
-    run: Callable[[], Reply]
+    run: Callable[[], Any]
     started_s: float | None = None  # by the clock; None: no thread is free yet
-    result: Reply | None = None
+    result: Any = None
     error: BaseException | None = None
-    abandoned: bool = field(default=False)
+    is_done: bool = False
+    abandoned: bool = False
 
-    @property
-    def is_done(self) -> bool:
-        return self.result is not None or self.error is not None
+    def is_late(self, limit_s: float) -> bool:
+        """True if it has been running for more than `limit_s` seconds; 0 is no limit."""
+        started_s = self.started_s
+        has_time = not limit_s or started_s is None or time.monotonic() - started_s <= limit_s
+        return not (has_time or self.is_done)
 
 
 class ReplyThreads:
@@ -66,13 +72,32 @@ class ReplyThreads:
         self.changed = threading.Condition()  # guards all attributes, and those of the calls
         self.n_abandoned = 0  # threads whose call is late and has not returned
 
-    def submit(self, run: Callable[[], Reply]) -> _Call:
+    def submit(self, run: Callable[[], Any]) -> _Call:
+        """Compute `run()` in a thread; the call has its result when it is done."""
         call = _Call(run)
         with self.changed:
             self._queue.append(call)
             self._start_threads()
             self.changed.notify_all()
         return call
+
+    def run_all(self, runs: Sequence[Callable[[], T]], limit_s: float) -> list[T | Exception]:
+        """Return the result of each function, or its exception; TimeoutError if it is late."""
+        calls = [self.submit(run) for run in runs]
+        for call in calls:
+            while not (call.is_done or call.abandoned):
+                with self.changed:
+                    if not call.is_done:
+                        self.changed.wait(POLL_S)
+                if call.is_late(limit_s):
+                    self.abandon(call)
+        results: list[T | Exception] = []
+        for call in calls:
+            if call.error is not None and not isinstance(call.error, Exception):
+                raise call.error
+            timeout_error = TimeoutError(f"it took more than {limit_s:g} s")
+            results.append(timeout_error if call.abandoned else call.error or call.result)
+        return results
 
     def abandon(self, call: _Call) -> None:
         """Give up a call that is late; its thread ends when the call returns.
@@ -113,7 +138,7 @@ class ReplyThreads:
             except BaseException as raised:
                 result, error = None, raised
             with self.changed:
-                call.result, call.error = result, error
+                call.result, call.error, call.is_done = result, error, True
                 self.changed.notify_all()
                 if call.abandoned:
                     self.n_abandoned -= 1
@@ -151,7 +176,7 @@ class PendingReplies:
                 for episode, call in list(self._calls.items()):
                     if call.error is not None:
                         raise call.error
-                    if call.result is not None:
+                    if call.is_done:
                         ready[episode] = call.result
                         del self._calls[episode]
                 is_over = not self._calls or time.monotonic() >= deadline
@@ -161,11 +186,14 @@ class PendingReplies:
                 return ready
             if self._is_closed():
                 raise EngineError("the engine was closed while it waited for the environment.")
-            now_s = time.monotonic()
             for episode, call in list(self._calls.items()):
-                started_s = call.started_s
-                if limit_s and started_s is not None and now_s - started_s > limit_s:
-                    if not call.is_done:
-                        self._threads.abandon(call)
-                        ready[episode] = StopReason.ENV_TIMEOUT
-                        del self._calls[episode]
+                if call.is_late(limit_s):
+                    self._threads.abandon(call)
+                    ready[episode] = StopReason.ENV_TIMEOUT
+                    del self._calls[episode]
+
+
+@cache
+def open_reply_channel() -> Channel:
+    """The channel of replies; one for all engines of a process, whose messages are counted."""
+    return Channel("replies")

@@ -11,6 +11,7 @@ import jax
 from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
+from jaxmoe.envs.demonstrations import check_targets
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model.params import count_params
 from jaxmoe.model.router import router_from_config
@@ -161,7 +162,7 @@ def _check_task(cfg: Config) -> str:
     task = open_task(cfg)
     longest = task.check_prompts()
     if cfg.warmup.steps:
-        task.check_answers(cfg.context)
+        check_targets(task, cfg.context)
     text, tokens = cfg.init.tokenizer, task.tokenizer.vocab_size
     dropped = "" if task.overlong is None else f"  dropped      {task.overlong}\n"
     return (

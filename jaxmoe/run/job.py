@@ -21,9 +21,9 @@ from jaxmoe.checkpoint.store import CheckpointError
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.distributed.processes import gather_from_processes, gather_to_hosts, max_over_processes
+from jaxmoe.envs.evaluation import evaluate_held_out
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
-from jaxmoe.envs.tasks import evaluate_held_out
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters

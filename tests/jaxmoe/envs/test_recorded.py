@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scripted import CFG
 
+from jaxmoe.envs.evaluation import pass_at_k
 from jaxmoe.envs.recorded import (
     MAX_CHARS,
     MAX_TEXTS,
@@ -17,7 +18,7 @@ from jaxmoe.envs.recorded import (
     rotate_rows,
     truncate_text,
 )
-from jaxmoe.envs.tasks import open_task, pass_at_k
+from jaxmoe.envs.tasks import open_task
 from jaxmoe.records import Prompt, Rollout, StopReason
 
 TASK = open_task(CFG)  # its tokens are bytes

@@ -23,15 +23,11 @@ from jaxmoe.data.rows import Row
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import ByteTokenizer, tokenizer_digest, write_byte_tokenizer
 from jaxmoe.envs import tasks
+from jaxmoe.envs.demonstrations import answer_tokens, check_targets
+from jaxmoe.envs.evaluation import evaluate_held_out
 from jaxmoe.envs.rewards import mean_part_metrics
-from jaxmoe.envs.tasks import (
-    answer_tokens,
-    digest_contents,
-    evaluate_held_out,
-    open_task,
-    response_text,
-    score_rollouts,
-)
+from jaxmoe.envs.scores import response_text, score_rollouts
+from jaxmoe.envs.tasks import digest_contents, open_task
 from jaxmoe.model.config import tiny
 from jaxmoe.records import Prompt, Rollout, StopReason
 
@@ -224,18 +220,18 @@ def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
     longest = 1 + max(len(task.train[i].answer) for i in range(12))  # and the stop token
     advice = rf"got {prompt} \+ {longest}\. Try --set rollout.max_new_tokens={longest}\."
     with pytest.raises(ConfigError, match=advice):
-        task.check_answers(prompt + longest - 1)
-    task.check_answers(prompt + longest)
+        check_targets(task, prompt + longest - 1)
+    check_targets(task, prompt + longest)
 
 
 def test_of_slow_sources_as_many_rows_are_looked_at_as_are_held_out(task, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", -1.0)
     assert (
-        list(task._rows_to_check(task.train)) == list(range(N_HELD_OUT))
+        list(task.rows_to_check(task.train)) == list(range(N_HELD_OUT))
         and len(task.train) > N_HELD_OUT
     )
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 60.0)
-    assert list(task._rows_to_check(task.train)) == list(range(len(task.train)))
+    assert list(task.rows_to_check(task.train)) == list(range(len(task.train)))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):

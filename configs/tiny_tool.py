@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A 0.96 M parameter GPT-OSS learns by GRPO to use a calculator, on a laptop's CPU.
+
+COMMAND  python -m jaxmoe.train --config tiny_tool.py
+EXPECT   (to be measured)
+SOURCE   reasoning-gym's basic_arithmetic, products of two numbers below 100; half of the
+         demonstrations of the warm start call the tool, so that RL learns the choice. Sizes and
+         rates found by trying.
+"""
+
+import random
+from collections.abc import Sequence
+
+from jaxmoe.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    LossConfig,
+    OptimConfig,
+    RolloutConfig,
+    SaveConfig,
+    WarmupConfig,
+)
+from jaxmoe.data.rows import Message, Row
+from jaxmoe.model.config import tiny
+
+
+def demonstrate_calculator(row: Row, *, share: float = 0.5) -> Sequence[Message]:
+    """An episode that ends in the stored answer; in `share` of the rows it calls the tool first."""
+    answer = str(row.answer)
+    final = Message("assistant", answer, channel="final")
+    if random.Random(row.question).random() >= share:
+        return [final]
+    expression = str(row.columns["metadata"]["expression"])
+    call = Message("assistant", expression, channel="analysis", recipient="python")
+    reply = Message("tool", answer, name="python", recipient="assistant", channel="analysis")
+    return [call, reply, final]
+
+
+def get_config() -> Config:
+    return Config(
+        model=tiny(),
+        data=DataConfig(
+            task="reasoning_gym:basic_arithmetic",
+            options={
+                "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2,
+                "operators": ["*"], "allow_parentheses": False, "allow_negation": False,
+            },
+            template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
+            tools="python",
+            train_rows=32_768,
+            held_out_rows=256,
+            max_prompt_tokens=40,
+        ),
+        warmup=WarmupConfig(
+            steps=200, sequences_per_step=64, lr=1e-3,
+            demonstrations="configs.tiny_tool:demonstrate_calculator",
+        ),
+        rollout=RolloutConfig(
+            sequences_per_step=256, samples_per_prompt=16, max_new_tokens=72, max_turns=3,
+            max_turn_tokens=48, max_reply_tokens=32, max_context=192,
+        ),
+        loss=LossConfig(entropy_coef=0.005),
+        optim=OptimConfig(lr=5e-4, lr_warmup_steps=5, beta2=0.99),
+        steps=60,
+        eval=EvalConfig(every_steps=15),
+        save=SaveConfig(every_steps=60),
+        workdir="runs/tiny_tool",
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the settings of episodes with an environment. Next: jaxmoe/envs/episode_settings.py."""
+
+from typing import TYPE_CHECKING
+
+from jaxmoe.config.errors import NOT_NEGATIVE, POSITIVE, check_fields, require
+
+if TYPE_CHECKING:
+    from jaxmoe.config import Config
+
+CONTEXT_KEYS = "data.max_prompt_tokens + rollout.max_new_tokens"
+
+
+def context_name(cfg: "Config") -> str:
+    """The settings that limit the tokens of a sequence, for messages."""
+    return "rollout.max_context" if cfg.rollout.max_context else CONTEXT_KEYS
+
+
+def check_episodes(cfg: "Config") -> None:
+    """Raise ConfigError for limits of episodes that cannot hold together."""
+    r, data = cfg.rollout, cfg.data
+    check_fields(
+        "rollout", r, max_turns=(*POSITIVE, 6), max_turn_tokens=(*NOT_NEGATIVE, 0),
+        max_reply_tokens=(*NOT_NEGATIVE, 0), max_context=(*NOT_NEGATIVE, 0),
+        reply_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 60.0),
+        patience_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 0.0),
+        reply_threads=(*POSITIVE, 64),
+    )  # fmt: skip
+    if not cfg.has_environment:
+        for name, default in (("max_turns", 1), ("max_turn_tokens", 0), ("max_context", 0)):
+            require(
+                getattr(r, name) == default,
+                f"rollout.{name} ({getattr(r, name)}) needs an environment that replies to the "
+                "policy. Try --set data.tools=python, or --set data.environment=module:name, or "
+                f"--set rollout.{name}={default}.",
+            )
+        return
+    require(
+        not (r.max_turns == 1 and data.tools.strip()),
+        f"data.tools={data.tools} needs rollout.max_turns of 2 or more, got 1: the policy could "
+        "never read what a tool returns. Try --set rollout.max_turns=6 --set "
+        f"rollout.max_context={2 * (data.max_prompt_tokens + r.max_new_tokens)}.",
+    )
+    needed = data.max_prompt_tokens + r.max_new_tokens
+    require(
+        r.max_turns == 1 or r.max_context > 0,
+        f"rollout.max_turns ({r.max_turns}) needs rollout.max_context, the limit of an episode's "
+        "tokens: the environment's replies come in addition to "
+        f"{CONTEXT_KEYS} ({needed}). Try --set rollout.max_context={2 * needed}.",
+    )
+    require(
+        not r.max_context or r.max_context >= needed,
+        f"rollout.max_context ({r.max_context}) must be at least {CONTEXT_KEYS} ({needed}): the "
+        f"turns do not fit. Try --set rollout.max_context={2 * needed}.",
+    )
+    require(
+        r.max_turn_tokens <= r.max_new_tokens,
+        f"rollout.max_turn_tokens ({r.max_turn_tokens}) must be at most rollout.max_new_tokens "
+        f"({r.max_new_tokens}), which all turns share. Try --set rollout.max_turn_tokens=0.",
+    )
+    first = data.max_prompt_tokens + r.max_turn_tokens + r.max_reply_tokens
+    require(
+        r.max_turns == 1 or first < r.max_context,
+        f"rollout.max_context ({r.max_context}) must exceed data.max_prompt_tokens + "
+        f"rollout.max_turn_tokens + rollout.max_reply_tokens ({first}): no second turn fits. Try "
+        f"--set rollout.max_context={2 * first}.",
+    )

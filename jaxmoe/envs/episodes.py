@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of a batch: between an engine, which knows no text, and environments, which know no ids.
+
+The policy's ids are parsed into messages for the environment, and only the environment's messages
+are encoded: nothing that was sampled is ever tokenised again.
+Next: jaxmoe/rollout/native_turns.py samples them; jaxmoe/envs/environment.py is the protocol.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.data.harmony import read_turn
+from jaxmoe.data.harmony_render import write_messages
+from jaxmoe.data.rows import Message, Source
+from jaxmoe.data.templates import HARMONY, Template
+from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.envs.async_loop import wait_for_result
+from jaxmoe.envs.environment import Environment, EnvironmentFactory, prompt_messages
+from jaxmoe.envs.step_check import (
+    EnvironmentFault,
+    check_numbers,
+    check_reset,
+    check_step,
+)
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.replies import Reply, ReplyThreads, open_reply_channel
+
+RESET_TRIES = 3  # a fault of a reset would lose a whole group, so it is tried again
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """An environment and the limits of its episodes, from a config."""
+
+    make_environment: EnvironmentFactory
+    threads: ReplyThreads  # of the run
+    reply_timeout_s: float = 60.0  # 0: no limit
+    patience_s: float = 0.0  # 0: late replies are waited for
+    max_reply_tokens: int = 0  # of one message of the environment; 0: no limit
+    earns: bool = True  # the environment's rewards replace those of the source
+
+
+def sample_rollouts(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+    settings: EpisodeSettings | None, source: Source, template: Template, tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+) -> list[Rollout]:  # fmt: skip
+    """Return the rollouts of `engine.generate`; with an environment they are its episodes.
+
+    All samples of a prompt begin in the same state: `reset` gets a seed that depends on `seed` and
+    the row alone.
+    Raises: ConfigError if samples of a prompt get different prompts, EngineError if an environment
+    cannot be reset.
+    """
+    if settings is None:
+        return engine.generate(prompts, sampling, seed=seed, samples=samples)
+    episodes = Episodes(settings, source, template, tokenizer, samples=samples, seed=seed)
+    try:
+        opened = episodes.open_prompts(prompts, max_prompt_tokens)
+        rollouts = engine.generate(
+            opened, sampling, seed=seed, samples=samples, environment=episodes
+        )
+    except BaseException:
+        episodes.abandon()
+        raise
+    return episodes.finish(rollouts)
+
+
+@dataclass
+class _State:
+    """One episode in this process."""
+
+    environment: Environment
+    context: Sequence[int]  # the tokens before the policy's next turn, which open its message
+    n_steps: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The part of an episode that its process reports to the others."""
+
+    n_steps: int
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    fault: str
+
+
+class Episodes:
+    """A TokenEnvironment over environments of messages; one object is one batch.
+
+    With several processes, each opens the episodes of its share, and the results are exchanged.
+    """
+
+    def __init__(
+        self, settings: EpisodeSettings, source: Source, template: Template, tokenizer: Tokenizer,
+        *, samples: int, seed: int,
+    ) -> None:  # fmt: skip
+        self._settings, self._source = settings, source
+        self._template, self._tokenizer = template, tokenizer
+        self._samples, self._seed = samples, seed
+        self._prompts: list[Prompt] = []
+        self._states: dict[int, _State] = {}
+        self._channel = open_reply_channel()
+        self.reply_timeout_s = settings.reply_timeout_s
+        self.patience_s = settings.patience_s
+        self.reply_threads = settings.threads
+
+    def open_prompts(self, prompts: Sequence[Prompt], max_prompt_tokens: int) -> list[Prompt]:
+        """Reset the episodes of these prompts; return the prompts with the environment's text."""
+        count, number = self._channel.count, self._channel.number
+        self._prompts = list(prompts)
+        local = [i for i in range(len(prompts) * self._samples) if i % count == number]
+
+        def open_share() -> dict[str, Any]:
+            opened = self._settings.threads.run_all(
+                [partial(self._open_episode, i) for i in local],
+                RESET_TRIES * self._settings.reply_timeout_s,
+            )
+            share: dict[str, Any] = {}
+            for i, result in zip(local, opened, strict=True):
+                if isinstance(result, TimeoutError):
+                    raise EngineError(f"data.environment: reset must return in time: {result}.")
+                if isinstance(result, Exception):
+                    raise result
+                share[str(i)] = list(result)
+            return share
+
+        by_episode: dict[int, list[Any]] = {}
+        for share in self._channel.gather_results(open_share):
+            by_episode |= {int(i): value for i, value in share.items()}
+        for i, prompt in enumerate(prompts):
+            texts = {by_episode[i * self._samples + j][0] for j in range(self._samples)}
+            if len(texts) > 1:
+                raise ConfigError(
+                    "data.environment: all samples of a row must get the same prompt, since their "
+                    f"rewards are compared; row {prompt.id} got {len(texts)}. Draw what is random "
+                    "in reset() from its seed."
+                )
+            text, tokens = by_episode[i * self._samples]
+            if len(tokens) > max_prompt_tokens:
+                raise ConfigError(
+                    f"a prompt must have at most data.max_prompt_tokens ({max_prompt_tokens}) "
+                    f"tokens; with the environment's messages row {prompt.id} has {len(tokens)}. "
+                    f"Try --set data.max_prompt_tokens={len(tokens)}."
+                )
+            self._prompts[i] = replace(prompt, text=text, tokens=tuple(tokens))
+        for i, state in self._states.items():
+            state.context = self._prompts[i // self._samples].tokens
+        return self._prompts
+
+    def reply(self, episode: int, turn: Sequence[int]) -> Reply:
+        """Step the episode's environment with the policy's turn; see TokenEnvironment."""
+        state = self._states.get(episode)
+        if state is None:  # an engine that replies in another process than the one that opened it
+            self._open_episode(episode)
+            state = self._states[episode]
+            state.context = self._prompts[episode // self._samples].tokens
+        parsed = read_turn(state.context, turn, self._tokenizer)
+        if parsed.problem:
+            return StopReason.PARSE_ERROR
+        state.n_steps += 1
+        try:
+            step = check_step(wait_for_result(state.environment.step(list(parsed.messages))))
+            add_numbers(state.rewards, step.rewards)
+            add_numbers(state.metrics, step.metrics)
+            if step.terminated or step.truncated:
+                return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
+            limit = self._settings.max_reply_tokens
+            messages = [shorten_message(m, limit, self._tokenizer) for m in step.messages]
+            reply = write_messages(messages, self._tokenizer)
+        # Code of the user: whatever it raises ends this episode, and not the run.
+        except Exception as error:
+            state.fault = describe_fault(error)
+            return StopReason.ENV_ERROR
+        state.context = reply
+        return reply
+
+    def finish(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Close the environments; return the rollouts with their rewards and metrics."""
+        results: dict[int, _Result] = {}
+        for share in self._channel.gather_results(self._close_share):
+            for key, fields in share.items():
+                result = _Result(**fields)
+                # The process that stepped the episode has its rewards.
+                if int(key) not in results or results[int(key)].n_steps < result.n_steps:
+                    results[int(key)] = result
+        # A metric that only some environments count is 0 in the others.
+        names = dict.fromkeys(name for result in results.values() for name in result.metrics)
+        zeros = dict.fromkeys(names, 0.0)
+        return [
+            replace(
+                rollout, env_rewards=results[i].rewards,
+                env_metrics=zeros | _add_shares(results[i].metrics),
+                env_fault=results[i].fault if rollout.stop is StopReason.ENV_ERROR else "",
+            )
+            for i, rollout in enumerate(rollouts)
+        ]  # fmt: skip
+
+    def abandon(self) -> None:
+        """Close the environments of this process after an error; it raises nothing."""
+        states, self._states = self._states, {}
+        closes: list[Callable[[], Any]] = [
+            partial(_close_environment, state.environment) for state in states.values()
+        ]
+        self._settings.threads.run_all(closes, self._settings.reply_timeout_s)
+
+    def _close_share(self) -> dict[str, Any]:
+        closed = self._settings.threads.run_all(
+            [partial(_close_environment, state.environment) for state in self._states.values()],
+            self._settings.reply_timeout_s,
+        )
+        for state, rewards in zip(self._states.values(), closed, strict=True):
+            if isinstance(rewards, Exception):
+                state.metrics["env/close_faults"] = 1.0
+                state.fault = state.fault or describe_fault(rewards)
+            else:
+                add_numbers(state.rewards, rewards)
+        return {
+            str(i): asdict(_Result(state.n_steps, state.rewards, state.metrics, state.fault))
+            for i, state in self._states.items()
+        }
+
+    def _open_episode(self, episode: int) -> tuple[str, list[int]]:
+        """Reset an episode's environment; return the text and the tokens of its prompt."""
+        prompt = self._prompts[episode // self._samples]
+        row = self._source[prompt.id]
+        seed = int(np.random.SeedSequence([self._seed, prompt.id]).generate_state(1)[0])
+        for tries_left in reversed(range(RESET_TRIES)):
+            environment = self._settings.make_environment()
+            try:
+                messages, _ = check_reset(wait_for_result(environment.reset(row, seed=seed)))
+                break
+            except ConfigError:
+                raise
+            except Exception as error:
+                if not tries_left:
+                    raise EngineError(
+                        "data.environment: reset must return the prompt's messages; it failed "
+                        f"{RESET_TRIES} times on row {prompt.id}: {describe_fault(error)}."
+                    ) from error
+        else:
+            raise AssertionError("unreachable")
+        self._states[episode] = state = _State(environment, prompt.tokens)
+        if tools := environment.tools:
+            state.metrics |= dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
+        if self._template.text == HARMONY:
+            text, tokens = self._template.render_messages(messages, self._tokenizer, tools)
+            return text, list(tokens)
+        # A format string renders the row alone. It cannot declare tools: its author does.
+        if list(messages) != prompt_messages(row, self._template.system):
+            raise ConfigError(
+                "data.template must be harmony for an environment that writes messages of the "
+                f"prompt, got {self._template.text!r:.60}. Try --set data.template=harmony."
+            )
+        return prompt.text, list(prompt.tokens)
+
+
+def shorten_message(message: Message, limit: int, tokenizer: Tokenizer) -> Message:
+    """The message with at most about `limit` tokens of content: its start and its end.
+
+    0 is no limit. A note between the two says how many tokens are left out.
+    """
+    tokens = tokenizer.encode(message.content) if limit else []
+    if len(tokens) <= limit:
+        return message
+    head, tail = limit - limit // 2, limit // 2
+    omitted = len(tokens) - limit
+    content = (
+        f"{tokenizer.decode(tokens[:head])}\n[{omitted} tokens left out]\n"
+        f"{tokenizer.decode(tokens[len(tokens) - tail :])}"
+    )
+    return replace(message, content=content)
+
+
+def _add_shares(metrics: dict[str, float]) -> dict[str, float]:
+    """Add tool/used_frac, the share of episodes with a call, if the episode has tools."""
+    calls = metrics.get("tool/calls")
+    return metrics if calls is None else metrics | {"tool/used_frac": float(calls > 0)}
+
+
+def add_numbers(totals: dict[str, float], values: Any) -> None:
+    """Add values to totals of the same name."""
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + value
+
+
+def describe_fault(error: BaseException) -> str:
+    """The kind and the first line of an exception, for one line of a report."""
+    text = str(error).strip()
+    line = text.splitlines()[0][:200] if text else ""
+    return line if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {line}"
+
+
+def _close_environment(environment: Environment) -> dict[str, float]:
+    return check_numbers(wait_for_result(environment.close()), "the rewards of close")

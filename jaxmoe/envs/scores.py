@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of rollouts: by the user's functions, the environment, or the source of the rows.
+
+Next: jaxmoe/envs/rollouts.py scores the rollouts of a step; jaxmoe/envs/evaluation.py those of the
+held-out rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data.harmony import ParsedResponse, read_response
+from jaxmoe.data.rows import Source
+from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.rewards import (
+    BatchRewards,
+    ReportProgress,
+    ignore_progress,
+    iterate_with_progress,
+    score_samples,
+)
+from jaxmoe.envs.tasks import Task
+from jaxmoe.records import Rollout, StopReason
+
+
+def response_text(rollout: Rollout, task: Task) -> str:
+    """The text of a response without its stop token; of an episode, that of the last turn."""
+    return task.tokenizer.decode(_answer_ids(rollout, task))
+
+
+def _answer_ids(rollout: Rollout, task: Task) -> list[int]:
+    # A turn that the environment did not continue also ends in a stop token.
+    ends_turn = rollout.stop is StopReason.STOP_TOKEN or (
+        rollout.stop is not StopReason.MAX_TOKENS
+        and int(rollout.tokens[-1]) in task.sampling.stop_ids
+    )
+    return rollout.tokens[_answer_start(rollout) : len(rollout.tokens) - ends_turn].tolist()
+
+
+def _answer_start(rollout: Rollout) -> int:
+    """Index of the first token of the policy's last turn."""
+    return rollout.turns[-1][0] if rollout.policy_mask is not None else 0
+
+
+def _parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
+    """Parse the last turn of the policy, behind everything before it."""
+    ids, start = _answer_ids(rollout, task), _answer_start(rollout)
+    before = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
+    stop = rollout.tokens[start + len(ids) :].tolist()
+    parsed = read_response(before, ids, task.tokenizer, stop=stop)
+    # A turn that ended its episode because it is malformed has no answer, whatever it contains.
+    if rollout.stop is StopReason.PARSE_ERROR:
+        return replace(parsed, text="", has_final=False)
+    return parsed
+
+
+def score_rollouts(
+    rollouts: Sequence[Rollout],
+    source: Source,
+    task: Task,
+    report: ReportProgress = ignore_progress,
+    *,
+    step: int = 0,
+) -> BatchRewards:
+    """Reward of each rollout, by `data.rewards`, else by the environment, else by the source.
+
+    What an environment or a tool pays is added. The source's rewards are from 0 to 1.
+
+    step: the step of the run: trainer_state.global_step of reward functions.
+
+    The answer of an episode is the last turn of the policy.
+    If the prompt uses channels, the final one is the answer. Without a final channel, the source
+    gives 0, and reward functions receive an empty text.
+    Raises: ConfigError for a value that is not a finite number.
+    """
+    responses = [_parse_answer(r, task) for r in rollouts]
+    numbers = [r.prompt.id for r in rollouts]
+    if task.rewards:
+        scores = score_samples(task.rewards, [
+            Sample(n, source[n], parsed, r.tokens.tolist())
+            for n, parsed, r in zip(numbers, responses, rollouts, strict=True)
+        ], report, run=task.run_rewards,
+            state=SimpleNamespace(global_step=step, max_steps=task.steps))  # fmt: skip
+    elif task.episodes is not None and task.episodes.earns:
+        scores = BatchRewards(np.zeros(len(rollouts), np.float32), [{} for _ in rollouts])
+    else:
+        values = [
+            source.score(parsed.text, n) if parsed.has_final else 0.0
+            for n, parsed in iterate_with_progress(
+                list(zip(numbers, responses, strict=True)), "scoring", report
+            )
+        ]
+        bad = [n for n, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
+        if bad:
+            raise ConfigError(
+                f"data.task must score with finite numbers; its scorer did not on row {bad[0]}. "
+                "Correct the source's score()."
+            )
+        scores = BatchRewards(np.array(values, np.float32), [{} for _ in values])
+    for metrics, parsed in zip(scores.parts, responses, strict=True):
+        if parsed.uses_channels:
+            metrics["reward/no_final_frac"] = float(not parsed.has_final)
+    if task.episodes is None:
+        return scores
+    paid = np.array([math.fsum(r.env_rewards.values()) for r in rollouts], np.float32)
+    return replace(scores, rewards=scores.rewards + paid)
+
+
+def select_scored(rewards: np.ndarray, task: Task) -> np.ndarray:
+    """The rewards that are not NaN. Raises ConfigError if there are none."""
+    scored_rewards = rewards[~np.isnan(rewards)]
+    if not scored_rewards.size:
+        raise ConfigError(
+            f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
+            f"returned None for all {len(rewards)} answers, or timed out. Try other rows, or add "
+            "a function for these."
+        )
+    return scored_rewards
