@@ -11,23 +11,23 @@ from decimal import Decimal
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.chat_turns import EXAMPLE_CHAT, is_text, parse_chat
 from jaxmoe.data.json_columns import CHAT_COLUMNS, decode_columns
 from jaxmoe.data.rows import Message, Row
 
 # In TRL's data sets that have both, `answer` is short and `solution` has the complete derivation.
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
 _EXAMPLE_ROW = '{"question": "2 + 2 =", "answer": "4"}'
-_EXAMPLE_CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
 
 
 def read_row(location: str, record: Any, *, answers: bool) -> Row:
     """Parse one record; the row keeps all columns.
 
     Columns read:
-    prompt, question or messages: a text, or a chat of user and assistant turns that ends with a
-        user turn. A leading system (or developer) turn, or a column `system`, is the row's system
-        prompt. The content of a turn is a text, or a list of text parts in OpenAI's format, which
-        are joined by line breaks. A chat may be stored as JSON text.
+    prompt, question or messages: a text, or a chat of user, assistant and tool turns that ends
+        with a user turn. A leading system (or developer) turn, or a column `system`, is the row's
+        system prompt. The content of a turn is a text, or a list of text parts in OpenAI's format,
+        which are joined by line breaks. A chat may be stored as JSON text.
     reward_model.ground_truth (verl), else answer, ground_truth or solution: the answer, which is
         a text, a number, a boolean, or a list of these, each of which is correct.
 
@@ -45,13 +45,13 @@ def read_row(location: str, record: Any, *, answers: bool) -> Row:
     name = next((name for name in CHAT_COLUMNS if name in record), None)
     if name is None:
         raise _missing_column_error(location, record, CHAT_COLUMNS)
-    chat = _parse_chat(location, name, record[name])
+    chat = _parse_prompt(location, name, record[name])
     *earlier, last = chat
     return Row(
         last.content, *_parse_answers(location, record, answers),
         system=_find_system_prompt(location, record, earlier),
-        earlier=tuple(m for m in earlier if m.role in ("user", "assistant")), columns=record,
-        location=location, chat=isinstance(record[name], list),
+        earlier=tuple(m for m in earlier if m.role not in ("system", "developer")),
+        columns=record, location=location, chat=isinstance(record[name], list),
     )  # fmt: skip
 
 
@@ -64,51 +64,16 @@ def stored_answer(record: Mapping[str, Any]) -> tuple[str, Any]:
     return name, record.get(name)
 
 
-def _parse_chat(location: str, name: str, value: Any) -> list[Message]:
-    """The turns of a chat column; a plain text becomes one user turn."""
-    if _is_text(value):
+def _parse_prompt(location: str, name: str, value: Any) -> list[Message]:
+    """The messages of a prompt's column; a plain text becomes one user turn."""
+    if is_text(value):
         return [Message("user", value)]
     if isinstance(value, list) and value:
-        return [_parse_turn(location, name, i, turn, last=i == len(value) - 1)
-                for i, turn in enumerate(value)]  # fmt: skip
+        return parse_chat(location, name, value)
     raise ConfigError(
         f"{location}: {name} must be a non-empty text or a chat, got {value!r:.60}. "
-        f"Write {_EXAMPLE_ROW}, or a chat {_EXAMPLE_CHAT}"
+        f"Write {_EXAMPLE_ROW}, or a chat {EXAMPLE_CHAT}"
     )
-
-
-def _parse_turn(location: str, name: str, i: int, turn: Any, *, last: bool) -> Message:
-    fields: dict[str, Any] = turn if isinstance(turn, dict) else {}
-    role, content = fields.get("role"), _join_text_parts(fields.get("content", ""))
-    calls = fields.get("tool_calls") or fields.get("function_call")
-    if last:
-        roles = ("user",)
-    else:
-        roles = ("system", "developer", "user", "assistant") if i == 0 else ("user", "assistant")
-    if not isinstance(role, str) or role not in roles or not _is_text(content) or calls:
-        note = " (the last)" if last else ""
-        raise ConfigError(
-            f"{location}: {name}[{i}]{note} must have a role ({' or '.join(roles)}) and a content "
-            f"that is a non-empty text{', and no tool calls' if calls else ''}, got "
-            f"{turn!r:.60}. Write {_EXAMPLE_CHAT}"
-        )
-    return Message(role, content)
-
-
-def _join_text_parts(content: Any) -> Any:
-    """Join a list of OpenAI text parts into one text; return any other content unchanged."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in content
-    ]
-    strings = [text for text in texts if isinstance(text, str)]
-    return "\n".join(strings) if len(strings) == len(texts) else content
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _find_system_prompt(location: str, record: Mapping[str, Any], earlier: list[Message]) -> str:
@@ -158,7 +123,7 @@ def _answer_texts(value: Any) -> list[str | None]:
 
 def _answer_text(value: Any) -> str | None:
     """The text that responses are compared with; None if the value cannot be an answer."""
-    if _is_text(value):
+    if is_text(value):
         return value
     if isinstance(value, int):
         return str(value)

@@ -51,7 +51,7 @@ class FileSource:
         """Digest of all rows; equal for files with the same content in different places."""
         hasher = hashlib.sha256()
         for row in self.rows:
-            turns = [(turn.role, turn.content) for turn in row.earlier]
+            turns = [turn.identity for turn in row.earlier]
             content = [
                 row.question,
                 row.answer,

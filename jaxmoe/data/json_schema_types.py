@@ -7,7 +7,7 @@ Next: jaxmoe/data/harmony_tools.py puts the types into prompts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TYPES = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
@@ -17,9 +17,9 @@ def write_type(schema: Any, indent: str = "") -> str:
     """The type of a schema; its lines after the first begin with `indent`."""
     schema = schema if isinstance(schema, Mapping) else {}
     variants, kind = schema.get("oneOf"), schema.get("type")
-    if isinstance(variants, list):
+    if isinstance(variants, list | tuple):
         return "".join(f"\n{indent} | {_write_variant(v, indent)}" for v in variants)
-    if isinstance(kind, list):
+    if isinstance(kind, list | tuple):
         names = [_TYPES.get(name, name) for name in kind if isinstance(name, str)]
         return " | ".join(names) or "any"
     if kind == "object":
@@ -58,7 +58,7 @@ def _write_object(schema: Mapping[str, Any], indent: str) -> str:
     for name, value in properties.items() if isinstance(properties, Mapping) else ():
         value = value if isinstance(value, Mapping) else {}
         label = f"{indent}{name}{'' if name in required else '?'}:"
-        write = _write_union if isinstance(value.get("oneOf"), list) else _write_property
+        write = _write_union if isinstance(value.get("oneOf"), list | tuple) else _write_property
         text += _write_heading(value, indent) + write(label, value, indent)
     return f"{text}{indent}}}"
 
@@ -133,9 +133,9 @@ def _add_null(kind: str, schema: Mapping[str, Any]) -> str:
     return f"{kind} | null" if schema.get("nullable") is True and "null" not in kind else kind
 
 
-def _list_of(schema: Mapping[str, Any], name: str) -> list[Any]:
+def _list_of(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
     value = schema.get(name)
-    return value if isinstance(value, list) else []
+    return value if isinstance(value, list | tuple) else []
 
 
 def _is_map(value: Any) -> bool:

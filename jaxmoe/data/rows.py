@@ -21,6 +21,18 @@ class Message:
     recipient: str = ""  # of a call: the tool that is called; of a tool's message: "assistant"
     content_type: str = ""  # "code" or "json", without the <|constrain|> before it
 
+    @property
+    def is_plain(self) -> bool:
+        """True if role and content are all of the message, as formats other than harmony need."""
+        is_final = self.role != "tool" and self.channel in ("", "final")
+        return is_final and not (self.name or self.recipient or self.content_type)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Role and content; of a message that is not plain, all fields."""
+        fields = (self.name, self.channel, self.recipient, self.content_type)
+        return (self.role, self.content, *(() if self.is_plain else fields))
+
 
 @dataclass(frozen=True)
 class ToolDescription:
@@ -55,7 +67,7 @@ class Row:
         question = self.question.strip()
         if not self.system and not self.earlier:
             return question
-        return repr((self.system, [(m.role, m.content) for m in self.earlier], question))
+        return repr((self.system, [m.identity for m in self.earlier], question))
 
 
 @runtime_checkable

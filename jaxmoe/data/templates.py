@@ -130,6 +130,11 @@ class Template:
                 f"it. {_TRY_OTHER_TEMPLATES}."
             )
         chat = _list_messages(row, self.system)
+        if not all(message.is_plain for message in chat):
+            raise ConfigError(
+                "data.template must be harmony for a chat with tool calls or channels, such as "
+                f"{_describe_row(row)}. Try --set data.template=harmony."
+            )
         text = self._render_chat(chat, row)
         # The longest first, because one name may be the beginning of another.
         names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)

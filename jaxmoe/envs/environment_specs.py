@@ -69,7 +69,7 @@ def detect_form(kind: type) -> str:
         return ""
     if "step" not in methods:
         return "trl"
-    parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
+    parameters = _list_parameters(getattr(kind, "reset", None))
     if "row" in parameters:
         return "native"
     return "gymnasium" if "options" in parameters else "tunix"
@@ -134,19 +134,27 @@ def _select_adapter(
 
 def _detect_target_form(target: Any, options: Mapping[str, Any], label: str) -> str:
     """The form of a class, or of what a function makes: by its parameters, else by a first call."""
+    parameters = _list_parameters(target)
+    if {"solution_str", "completions"} & parameters.keys():
+        raise ConfigError(f"{label} is a reward function. Name it in data.rewards.")
     if isinstance(target, type):
         form = detect_form(target)
     else:
-        names = [name for name in inspect.signature(target).parameters if name in _ROW_ARGUMENTS]
+        names = [name for name in parameters if name in _ROW_ARGUMENTS]
         if names:
             return _ROW_ARGUMENTS[names[0]]
         form = detect_form(type(_bind_constructor(target, options, label)()))
     if not form:
-        hint = "It looks like a reward function; name it in data.rewards" if (
-            {"solution_str", "completions"} & inspect.signature(target).parameters.keys()
-        ) else "Give it one of these forms"  # fmt: skip
-        raise ConfigError(f"{label} must have one of these forms: {_FORMS}. {hint}.")
+        raise ConfigError(f"{label} must have one of these forms: {_FORMS}. Write one.")
     return form
+
+
+def _list_parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters by name; {} for a class written in C, which does not tell them."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _bind_constructor(
@@ -158,7 +166,7 @@ def _bind_constructor(
 
     Raises: ConfigError for an option that it does not take, and for one that is missing.
     """
-    parameters = inspect.signature(target).parameters
+    parameters = _list_parameters(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [name for name in parameters if name not in _ROW_ARGUMENTS]
     for option in options:
@@ -184,7 +192,7 @@ def _bind_constructor(
 
 def _find_row_parameter(target: Callable[..., Any], options: Mapping[str, Any]) -> str:
     """The parameter of a Tunix environment that gets the row; "" if it takes no row."""
-    parameters = inspect.signature(target).parameters
+    parameters = _list_parameters(target)
     names = [name for name in ("single_example", "task") if name in parameters]
     required = [
         p.name for p in parameters.values()

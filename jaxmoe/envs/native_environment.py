@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of users in our own form, whose methods may be async and partly absent.
 
-Required are `reset(row, *, seed)` and `step(messages)`; `tools` and `close` are optional.
+Required are `reset(row, *, seed)` and `step(messages)`; `close` and `tools` are optional. Calls of
+those tools are turns like others: `step` answers them.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from typing import Any
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Unchecked
+from jaxmoe.envs.tool_schema import describe_function
+from jaxmoe.envs.tools import Tool
+from jaxmoe.envs.verl_tools import read_openai_schema
 
 
 class NativeEnvironment:
@@ -19,10 +23,11 @@ class NativeEnvironment:
         self._make = make
         self._label = label
         self._instance: Any = None
+        self._tools: Sequence[ToolDescription] = ()
 
     @property
     def tools(self) -> Sequence[ToolDescription]:
-        return tuple(getattr(self._instance, "tools", ()))
+        return self._tools
 
     def check_row(self, row: Row) -> None:
         check = getattr(self._make(), "check_row", None)
@@ -31,7 +36,10 @@ class NativeEnvironment:
 
     def reset(self, row: Row, *, seed: int) -> Unchecked:
         self._instance = self._make()
-        return wait_for_result(self._instance.reset(row, seed=seed))
+        result = wait_for_result(self._instance.reset(row, seed=seed))
+        label = f"{self._label}: a tool"
+        self._tools = [_describe_tool(x, label) for x in getattr(self._instance, "tools", ())]
+        return result
 
     def step(self, messages: list[Message]) -> Unchecked:
         return wait_for_result(self._instance.step(messages))
@@ -40,3 +48,14 @@ class NativeEnvironment:
         instance, self._instance = self._instance, None
         close = getattr(instance, "close", None)
         return None if close is None else wait_for_result(close())
+
+
+def _describe_tool(tool: Any, label: str) -> ToolDescription:
+    """The description of a `Tool`, of a function, or of a schema in OpenAI's form."""
+    if isinstance(tool, ToolDescription):
+        return tool
+    if isinstance(tool, Tool):
+        return tool.description
+    if callable(tool):
+        return describe_function(tool, label)
+    return read_openai_schema(tool, label)

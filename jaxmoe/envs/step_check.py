@@ -8,6 +8,7 @@ which ends the episode with the stop reason env_error; the run goes on.
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ MAX_CHARS = 1_000_000  # of one reply: encoding 10 MB takes longer than a step
 _ROLES = ("user", "tool", "system", "developer", "assistant")
 # A header of harmony ends at a space or a special token.
 _HEADER = re.compile(r"[\w./:+-]*")
+_EXCERPT_CHARS = 80
+_REPR = reprlib.Repr()  # reads a few items of a long list, not all of them
+_REPR.maxstring = _REPR.maxother = _EXCERPT_CHARS
 _HEADER_FIELDS = ("name", "channel", "recipient", "content_type")
 
 
@@ -152,10 +156,10 @@ def describe_value(value: Any) -> str:
     if isinstance(value, str | bytes | bytearray | tuple | list | dict):
         kind += f" of length {len(value)}"
     try:
-        text = repr(value[:80] if isinstance(value, str | bytes) else value)
+        short = value[:_EXCERPT_CHARS] if isinstance(value, str | bytes | bytearray) else value
+        return f"{kind} {_REPR.repr(short)[:_EXCERPT_CHARS]}"
     except Exception:  # a __repr__ of somebody else's
         return kind
-    return f"{kind} {text[:80]}" if len(text) <= 100_000 else kind
 
 
 def _read_message(value: Any) -> Message:
@@ -176,6 +180,8 @@ def _read_message(value: Any) -> Message:
         raise EnvironmentFault(
             f"the content of a message must be a text, got {describe_value(fields['content'])}"
         )
+    if fields["role"] == "tool" and not fields["name"]:
+        raise EnvironmentFault("a message of a tool must have its name, such as functions.search")
     for name in _HEADER_FIELDS:
         if not isinstance(fields[name], str) or not _HEADER.fullmatch(fields[name]):
             raise EnvironmentFault(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.harmony_tools import tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, Unchecked, prompt_messages
@@ -87,7 +88,11 @@ class ToolEnvironment:
     def _is_inner_call(self, recipient: str) -> bool:
         if self._inner is None or recipient in self._fixed:
             return False
-        return recipient.removeprefix("functions.") in {tool.name for tool in self._inner.tools}
+        return recipient in {tool_recipient(tool.name) for tool in self._inner.tools}
+
+    def _list_addresses(self) -> list[str]:
+        inner_tools = () if self._inner is None else self._inner.tools
+        return [*self._fixed, *(tool_recipient(tool.name) for tool in inner_tools)]
 
     def _answer_call(
         self, call: Message
@@ -95,7 +100,7 @@ class ToolEnvironment:
         tool = self._started.get(call.recipient)
         is_unknown = tool is None
         result = (
-            answer_unknown(call.recipient, self._all_tools)
+            answer_unknown(call.recipient, self._list_addresses())
             if tool is None
             else call_tool(tool, call.content)
         )

@@ -128,13 +128,20 @@ def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
     return None
 
 
-def enum_parameters(function: Callable[..., Any]) -> dict[str, type[enum.Enum]]:
-    """Parameters whose type is an Enum: their values come from JSON and are looked up."""
-    hints = typing.get_type_hints(function)
-    return {
-        name: hint for name, hint in hints.items()
-        if name != "return" and isinstance(hint, type) and issubclass(hint, enum.Enum)
-    }  # fmt: skip
+def restore_enums(value: Any, hint: Any) -> Any:
+    """Replace JSON values by members where the type of a checked argument is an Enum."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if origin is list and isinstance(value, list):
+        return [restore_enums(x, args[0]) for x in value]
+    if origin is dict and isinstance(value, dict):
+        return {name: restore_enums(x, args[1]) for name, x in value.items()}
+    if origin in (typing.Union, types.UnionType):
+        for arg in args:
+            if _check_value(value, schema_of_type(arg, "")) is None:
+                return restore_enums(value, arg)
+    return value
 
 
 def _check_value(value: Any, schema: Mapping[str, Any]) -> str | None:

@@ -8,21 +8,25 @@ BaseTool, or a `Tool`. Next: jaxmoe/envs/tool_schema.py describes functions.
 import difflib
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_attribute, parse_call
 from jaxmoe.config.function_specs import split_calls
+from jaxmoe.data.harmony_tools import check_tools
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.envs.arithmetic import evaluate_arithmetic
-from jaxmoe.envs.tool_schema import describe_function, enum_parameters
+from jaxmoe.envs.async_loop import wait_for_result
+from jaxmoe.envs.tool_schema import describe_function, restore_enums
 from jaxmoe.envs.tools import Tool
 from jaxmoe.envs.verl_tools import (
     find_function_schema,
     is_verl_tool,
     make_verl_tool,
     read_openai_schema,
+    read_verl_result,
 )
 
 KEY = "data.tools"
@@ -55,6 +59,7 @@ def read_tools(text: str) -> tuple[Tool, ...]:
             f"{KEY} must not have two tools of one name, got {repeated[0]} twice. Rename a "
             "function."
         )
+    check_tools([tool.description for tool in tools])
     return tuple(tools)
 
 
@@ -75,16 +80,35 @@ def tool_from_function(
         description = describe_function(function, label, options)
     else:
         description = read_openai_schema(schema, label)
-    enums = {} if schema is not None else enum_parameters(function)
+    hints = {} if schema is not None else typing.get_type_hints(function)
 
     @functools.wraps(function)
     def call_function(**arguments: Any) -> Any:
-        for name, kind in enums.items():
-            if arguments.get(name) is not None and name not in options:
-                arguments[name] = kind(arguments[name])
-        return function(**options, **arguments)
+        restored = {
+            name: restore_enums(value, hints.get(name)) for name, value in arguments.items()
+        }
+        return function(**options, **restored)
 
-    return Tool(description, call_function)
+    def call_verl_function(**arguments: Any) -> Any:
+        return read_verl_result(wait_for_result(call_function(**arguments)))
+
+    call = call_function if schema is None else call_verl_function
+    return (
+        Tool(description, call)
+        if description.name != "python"
+        else _take_code(description, call, label)
+    )
+
+
+def _take_code(description: ToolDescription, call: Callable[..., Any], label: str) -> Tool:
+    """The tool of a function named python: harmony's calls of it are code, not JSON."""
+    names = list(description.parameters.get("properties", {}))
+    if len(names) != 1:
+        raise ConfigError(
+            f"{label} must take the code and nothing else, because calls of python are code; it "
+            f"takes {', '.join(names) or 'nothing'}. Rename it, or write python(code: str)."
+        )
+    return Tool(description, lambda code: call(**{names[0]: code}), takes_text=True)
 
 
 def _read_tool(call: str) -> Tool:

@@ -9,17 +9,21 @@ import asyncio
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxmoe.data.harmony_tools import tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.step_check import check_number, check_numbers, clean_text, describe_value
+from jaxmoe.envs.step_check import EnvironmentFault, clean_text, describe_value
 from jaxmoe.envs.tool_schema import check_arguments
 
 MAX_RESULT_CHARS = 200_000  # of a result; a longer one is cut in the middle
 _MAX_ERROR_CHARS = 500
+_MAX_NAME_CHARS = 64
+_FUNCTIONS = "functions."
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Tool:
 
     call: takes the arguments by name, or, if `takes_text`, the text of the call; may be async.
         It returns a text, a number, a JSON value or a `ToolResult`.
-    recipient: of its calls; "" means "functions.NAME".
+    recipient: of its calls; "" means "functions.NAME", or "python" for that name.
     start: returns the tool of one episode, for tools that have a state of their own.
     close: ends the episode of a started tool; returns rewards by part, or None.
     """
@@ -43,7 +47,7 @@ class Tool:
     @property
     def address(self) -> str:
         """The recipient of its calls."""
-        return self.recipient or f"functions.{self.description.name}"
+        return self.recipient or tool_recipient(self.description.name)
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,26 @@ class ToolError(Exception):
 
 
 def call_tool(tool: Tool, content: str) -> ToolResult:
-    """Call a tool with the content of a policy's message; return the text for the policy."""
+    """Call a tool with the content of a policy's message; return the text for the policy.
+
+    Raises: EnvironmentFault if the tool raises it, which ends the episode; nothing else.
+    """
     try:
         if tool.takes_text:
             returned = tool.call(content)
         else:
             returned = tool.call(**_read_arguments(tool, content))
         return read_result(wait_for_result(returned))
+    except EnvironmentFault:
+        raise
     except ToolError as error:
         return ToolResult(f"Error: {error}", is_error=True)
     except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
         return ToolResult(_describe_error(error), is_error=True)
 
 
-def answer_unknown(recipient: str, tools: Sequence[Tool]) -> ToolResult:
-    """The text for a policy that called a tool which does not exist."""
-    addresses = [tool.address for tool in tools]
+def answer_unknown(recipient: str, addresses: Sequence[str]) -> ToolResult:
+    """The text for a policy that called a tool which is not one of `addresses`."""
     close = difflib.get_close_matches(recipient, addresses, 1)
     hint = f"Did you mean {close[0]}?" if close else f"Tools: {', '.join(addresses) or 'none'}."
     return ToolResult(f"Error: there is no tool {recipient[:100]!r}. {hint}", is_error=True)
@@ -85,30 +93,35 @@ def answer_unknown(recipient: str, tools: Sequence[Tool]) -> ToolResult:
 def reply_message(call: Message, result: ToolResult) -> Message:
     """The tool's message, in harmony's form: to the assistant, on the channel of the call.
 
-    A call on the final channel, or without one, is answered on the commentary channel.
+    A call on the final channel, or on none that a tool has, is answered on the tool's usual one.
     """
-    channel = "commentary" if call.channel in ("", "final") else call.channel
-    return Message("tool", result.text, name=call.recipient, channel=channel, recipient="assistant")
+    name = _complete_name(call.recipient)
+    channel = call.channel
+    if channel not in ("analysis", "commentary"):
+        channel = "commentary" if name.startswith(_FUNCTIONS) else "analysis"
+    return Message("tool", result.text, name=name, channel=channel, recipient="assistant")
+
+
+def _complete_name(recipient: str) -> str:
+    """The author of a reply: the recipient of the call, made harmless.
+
+    A policy may call anything, such as "user": no reply must be in that name.
+    """
+    if recipient != "python" and not recipient.startswith(_FUNCTIONS):
+        recipient = _FUNCTIONS + recipient
+    return re.sub(r"[^\w.:-]", "_", recipient)[:_MAX_NAME_CHARS]
 
 
 def read_result(value: Any) -> ToolResult:
     """Return what a tool returned as a text.
 
-    A text stays as it is, dicts and lists become JSON, other values str(value). verl's forms are
-    an object with `text`, and a tuple (text or such an object, reward, metrics). A text of more
-    than MAX_RESULT_CHARS is cut in the middle.
+    A text stays as it is, dicts and lists become JSON, an object with `text` (verl's) that text,
+    other values str(value). A text of more than MAX_RESULT_CHARS is cut in the middle.
 
     Raises: ToolError for bytes and for values that have no text.
     """
     if isinstance(value, ToolResult):
         return dataclasses.replace(value, text=_cut_text(clean_text(value.text)))
-    if isinstance(value, tuple) and _is_response(value):
-        response, reward, metrics = (*value, None)[:3]
-        return dataclasses.replace(
-            read_result(response),
-            reward=0.0 if reward is None else check_number(reward, "the reward of the tool"),
-            metrics=_numeric_items(metrics or {}),
-        )
     if not isinstance(value, str) and hasattr(value, "text"):
         value = getattr(value, "text", None) or ""
     if isinstance(value, bytes | bytearray | memoryview):
@@ -118,22 +131,6 @@ def read_result(value: Any) -> ToolResult:
     else:
         text = str(value)
     return ToolResult(_cut_text(clean_text(text)))
-
-
-def _is_response(values: Sequence[Any]) -> bool:
-    """True for verl's (response, reward, metrics), False for a tuple that is a result."""
-    if not 2 <= len(values) <= 3:
-        return False
-    response, reward, metrics = (*values, None)[:3]
-    is_text = isinstance(response, str | dict) or hasattr(response, "text")
-    is_reward = reward is None or isinstance(reward, int | float)
-    return is_text and is_reward and isinstance(metrics, dict | None)
-
-
-def _numeric_items(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return check_numbers(
-        {k: v for k, v in metrics.items() if isinstance(v, int | float)}, "the tool's metrics"
-    )
 
 
 def _read_arguments(tool: Tool, content: str) -> dict[str, Any]:

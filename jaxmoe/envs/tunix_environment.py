@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxmoe.data.harmony_tools import called_tool
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Unchecked, prompt_messages, replace_question, turn_text
@@ -58,7 +59,7 @@ class TunixEnvironment:
                 result = ToolResult(f"Error: {error}", is_error=True)
                 metrics = {"tool/calls": 1.0, "tool/errors": 1.0}
                 return [reply_message(call, result)], 0.0, False, False, {"metrics": metrics}
-            name = call.recipient.removeprefix("functions.")
+            name = called_tool(call.recipient)
             function = {"name": name, "arguments": arguments}
             action = [{"id": _CALL_ID, "type": "function", "function": function}]
         result = wait_for_result(self._instance.step(action))

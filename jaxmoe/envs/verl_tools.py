@@ -17,7 +17,8 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.tools import Tool
+from jaxmoe.envs.step_check import check_number, check_numbers
+from jaxmoe.envs.tools import Tool, ToolResult, read_result
 
 _METHODS = ("create", "execute", "calc_reward", "release")
 _EXAMPLE = (
@@ -88,6 +89,26 @@ def read_openai_schema(schema: Any, label: str) -> ToolDescription:
     return ToolDescription(function["name"], function.get("description") or "", parameters)
 
 
+def read_verl_result(value: Any) -> ToolResult:
+    """Return what a verl tool returned: a response, or a tuple (response, reward, metrics).
+
+    Metrics that are not numbers are left out.
+
+    Raises: EnvironmentFault for a reward that is not finite; ToolError as `read_result` does.
+    """
+    if not isinstance(value, tuple):
+        return read_result(value)
+    if not 1 <= len(value) <= 3:
+        raise TypeError(f"a verl tool returns (response, reward, metrics), got {len(value)} values")
+    response, reward, metrics = (*value, None, None)[:3]
+    numbers = {k: v for k, v in (metrics or {}).items() if isinstance(v, int | float)}
+    return dataclasses.replace(
+        read_result(response),
+        reward=0.0 if reward is None else check_number(reward, "the reward of the tool"),
+        metrics=check_numbers(numbers, "the tool's metrics"),
+    )
+
+
 def _parse_schema(schema: Any) -> Any:
     """verl's own object for a schema, or one with the same names if verl is not installed."""
     if not isinstance(schema, Mapping):
@@ -110,7 +131,7 @@ def _start_tool(tool: Any, form: Tool, row: Row) -> Tool:
     async def execute(**parameters: Any) -> Any:
         if not instance:
             instance.append(await _create_instance(tool, name, row))
-        return await _await(tool.execute(instance[0], parameters))
+        return read_verl_result(await _await(tool.execute(instance[0], parameters)))
 
     async def finish() -> dict[str, float]:
         if not instance:

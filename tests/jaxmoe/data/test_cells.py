@@ -125,12 +125,6 @@ def test_openais_content_parts_and_a_column_messages_are_read():
         read_row("a:1", {"messages": image, "answer": "4"}, answers=True)
 
 
-def test_a_turn_that_calls_a_tool_is_refused():
-    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"name": "f"}]}
-    with pytest.raises(ConfigError, match=r"prompt\[0\] must have .* and no tool calls"):
-        read_row("a:1", {"prompt": [turn, CHAT[-1]], "answer": "4"}, answers=True)
-
-
 def test_verls_columns_stored_as_json_are_read(tmp_path):
     stored = {**VERL, **{k: json.dumps(VERL[k]) for k in ("prompt", "reward_model", "extra_info")}}
     row = open_source(_write_file(tmp_path, stored))[0]
@@ -170,4 +164,6 @@ def test_any_row_is_read_whole_or_refused_by_its_place(record, answers):
         return
     assert row.question.strip() and row.columns is record
     assert row.answer is not None or not answers
-    assert all(m.role in ("user", "assistant") and m.content for m in row.earlier)
+    assert all(
+        m.role == "tool" or m.role in ("user", "assistant") and m.content for m in row.earlier
+    )

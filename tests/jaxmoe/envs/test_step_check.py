@@ -90,6 +90,7 @@ def test_half_a_surrogate_pair_cannot_reach_the_tokenizer():
         (([Message("owner", "x")], 0.0, False, False, {}), "role"),
         (([{"content": "x"}], 0.0, False, False, {}), "role"),
         (([{"role": [], "content": "x"}], 0.0, False, False, {}), "role"),
+        (([{"role": "tool", "content": "x"}], 0.0, False, False, {}), "must have its name"),
         (([3], 0.0, False, False, {}), "role"),
         (([REPLY] * 65, 0.0, False, False, {}), "at most 64"),
         (("x" * 10_000_000, 0.0, False, False, {}), "10,000,000"),

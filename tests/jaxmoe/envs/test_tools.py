@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Message, Row, ToolDescription
-from jaxmoe.envs.step_check import check_step
+from jaxmoe.envs.step_check import EnvironmentFault, check_step
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import make_python_tool, read_tools, tool_from_function
 from jaxmoe.envs.tools import MAX_RESULT_CHARS, Tool, ToolResult, call_tool
@@ -56,6 +56,32 @@ def paint(colour: Colour, strength: float = 1.0) -> str:
     return f"{colour.name} {strength}"
 
 
+def mix(colours: list[Colour | None], by_name: dict[str, Colour]) -> str:
+    """Mix.
+
+    Args:
+        colours: Colours.
+        by_name: Named colours.
+    """
+    names = [colour and colour.name for colour in (*colours, *by_name.values())]
+    return " ".join(map(str, names))
+
+
+def search_pages(code: str, k: int) -> str:
+    """Search.
+
+    Args:
+        code: A text.
+        k: A number.
+    """
+    return code * k
+
+
+def rename_function(function, name):
+    function.__name__ = name
+    return function
+
+
 def fail(kind: str) -> object:
     """Fail in one of several manners.
 
@@ -69,6 +95,8 @@ def fail(kind: str) -> object:
             sys.exit(3)
         case "cancel":
             raise asyncio.CancelledError
+        case "pair":
+            return "a", 1.0
         case "bytes":
             return b"\xff" * 20
         case "nan":
@@ -187,6 +215,8 @@ def test_async_tools_and_enums_are_called_as_they_are_written():
     )
     assert call_tool(tool_from_function(paint), '{"colour": "red"}').text == "RED 1.0"
     assert "one of" in call_tool(tool_from_function(paint), '{"colour": "blue"}').text
+    arguments = '{"colours": ["red", null], "by_name": {"x": "red"}}'
+    assert call_tool(tool_from_function(mix), arguments).text == "RED None RED"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +248,7 @@ def test_bad_arguments_become_an_error_text(content, text):
         ("bytes", "Error: the tool returned bytes", True),
         ("cycle", "Error: ValueError", True), ("object", "Error: KeyError", True),
         ("nan", "nan", False), ("none", "None", False), ("surrogate", "a?", False),
-        ("hello", "hello", False), ("long", "xxx", False),
+        ("hello", "hello", False), ("pair", '["a", 1.0]', False), ("long", "xxx", False),
     ],
 )  # fmt: skip
 def test_whatever_a_tool_does_the_policy_gets_a_short_text(kind, text, is_error):
@@ -240,14 +270,47 @@ def test_an_unknown_tool_is_an_error_text_and_counted():
     assert "Tools: functions.multiply, python." in result.messages[0].content
 
 
-@given(st.text(max_size=40), st.text(max_size=10), st.sampled_from(["", "final", "analysis"]))
+@pytest.mark.parametrize(
+    "recipient", ["user", "system", "assistant", "a<|end|>b", "ü b", "x" * 999]
+)
+def test_no_call_gets_a_reply_in_another_roles_name(recipient):
+    environment = ToolEnvironment([])
+    environment.reset(ROW, seed=0)
+    (message,) = run_step(environment, make_call("{}", recipient)).messages
+    assert message.name.startswith("functions.") and len(message.name) <= 64
+
+
+def test_a_function_named_python_takes_code():
+    def python(code: str) -> str:
+        """Run code.
+
+        Args:
+            code: The code.
+        """
+        return f"ran {code}"
+
+    environment = ToolEnvironment([tool_from_function(python)])
+    environment.reset(ROW, seed=0)
+    (message,) = run_step(environment, make_call('print("x")', "python", "final")).messages
+    assert message == Message("tool", 'ran print("x")', "python", "analysis", "assistant")
+    with pytest.raises(ConfigError, match="calls of python are code; it takes code, k"):
+        tool_from_function(rename_function(search_pages, "python"))
+
+
+@given(
+    st.text(max_size=40),
+    st.text(min_size=1, max_size=10),
+    st.sampled_from(["", "final", "analysis"]),
+)
 def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, channel):
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     environment.reset(ROW, seed=0)
-    for recipient in ("functions.multiply", "python", "functions." + name.strip("\ud800")):
+    for recipient in ("functions.multiply", "python", name, "functions." + name):
         call = Message("assistant", content, channel=channel, recipient=recipient)
-        result = environment.step([call])
-        assert result[4]["metrics"]["tool/calls"] == 1 and result[0][0].content is not None
+        result = run_step(environment, [call])
+        (message,) = result.messages
+        assert result.metrics["tool/calls"] == 1 and message.recipient == "assistant"
+        assert message.name == "python" or message.name.startswith("functions.")
     environment.close()
 
 
@@ -280,6 +343,17 @@ def test_other_turns_are_the_inner_environments():
     assert result.messages[0].content == "more" and result.reward == 0.5
     assert run_step(environment, [Message("assistant", "42", channel="final")]).terminated
     assert inner.turns == ["north", "42"] and environment.close() == {"end": 2.0}
+
+
+def test_a_tool_ends_the_episode_by_a_fault():
+    def crash() -> str:
+        """Crash."""
+        raise EnvironmentFault("the machine is gone")
+
+    environment = ToolEnvironment([tool_from_function(crash)])
+    environment.reset(ROW, seed=0)
+    with pytest.raises(EnvironmentFault, match="the machine is gone"):
+        environment.step(make_call("{}", "functions.crash"))
 
 
 def test_two_tools_of_one_name_are_refused():
