@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.harmony_render import message_pieces
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.step_check import EnvironmentFault, check_step
 from jaxmoe.envs.tool_environment import ToolEnvironment
@@ -300,7 +301,7 @@ def test_a_function_named_python_takes_code():
 @given(
     st.text(max_size=40),
     st.text(min_size=1, max_size=10),
-    st.sampled_from(["", "final", "analysis"]),
+    st.sampled_from(["", "final", "analysis"]) | st.text(max_size=5),
 )
 def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, channel):
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
@@ -310,6 +311,7 @@ def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, chann
         result = run_step(environment, [call])
         (message,) = result.messages
         assert result.metrics["tool/calls"] == 1 and message.recipient == "assistant"
+        message_pieces(result.messages)
         assert message.name == "python" or message.name.startswith("functions.")
     environment.close()
 
