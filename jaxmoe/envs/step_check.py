@@ -36,7 +36,7 @@ class EnvironmentFault(Exception):
 class StepResult:
     """The checked result of one step.
 
-    rewards: by part; their sum is the reward of the step.
+    rewards: by part; their sum is the reward of the step. The part is "env" if info names none.
     metrics: to be added up over the steps of an episode.
     """
 
@@ -67,13 +67,14 @@ def check_step(result: Any) -> StepResult:
     info = {} if result[4] is None else result[4]
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info must be a dict, got {describe_value(info)}")
-    rewards = check_numbers(info.get("rewards"), "rewards")
-    if rewards and not math.isclose(sum(rewards.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
+    has_parts = info.get("rewards") is not None
+    rewards = check_numbers(info["rewards"], "rewards") if has_parts else {"env": reward}
+    if not math.isclose(sum(rewards.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
         raise EnvironmentFault(
             f"the parts of the reward must add up to {reward}, got {sum(rewards.values())}"
         )
     return StepResult(
-        messages, reward, terminated, truncated, rewards or {"env": reward},
+        messages, reward, terminated, truncated, rewards,
         check_numbers(info.get("metrics"), "metrics"),
     )  # fmt: skip
 

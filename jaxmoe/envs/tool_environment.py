@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony_tools import tool_recipient
+from jaxmoe.data.harmony_tools import called_tool, tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, Unchecked, prompt_messages
@@ -65,7 +65,7 @@ class ToolEnvironment:
         if call is not None and call.recipient and not self._is_inner_call(call.recipient):
             return self._answer_call(call)
         if self._inner is None:
-            return [], 0.0, True, False, {}
+            return [], 0.0, True, False, {"rewards": {}}
         return wait_for_result(self._inner.step(messages))
 
     def close(self) -> Unchecked:
@@ -108,7 +108,7 @@ class ToolEnvironment:
             **result.metrics, "tool/calls": 1.0, "tool/errors": float(result.is_error),
             "tool/unknown": float(is_unknown),
         }  # fmt: skip
-        info: dict[str, Any] = {"metrics": metrics}
-        if tool is not None and result.reward:
-            info["rewards"] = {f"tool/{tool.description.name}": result.reward}
+        part = f"tool/{called_tool(call.recipient)}"
+        rewards = {part: result.reward} if result.reward else {}
+        info = {"metrics": metrics, "rewards": rewards}
         return [reply_message(call, result)], result.reward, False, False, info

@@ -189,7 +189,7 @@ def test_a_call_is_answered_on_its_channel_in_harmonys_form():
     assert result.messages == (
         Message("tool", "42", "functions.multiply", "commentary", "assistant"),
     )
-    assert not result.terminated and result.reward == 0
+    assert not result.terminated and result.reward == 0 and result.rewards == {}
     assert result.metrics == {"tool/calls": 1, "tool/errors": 0, "tool/unknown": 0}
     result = run_step(environment, make_call("print(6 * 7)", "python", "analysis"))
     assert result.messages == (Message("tool", "42", "python", "analysis", "assistant"),)
