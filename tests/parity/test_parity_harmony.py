@@ -2,6 +2,7 @@
 """Turns as oss-harmony's strict parser reads them, with the tokenizer of GPT-OSS."""
 
 import collections
+import itertools
 import random
 import re
 
@@ -95,3 +96,23 @@ def test_ten_thousand_turns_are_the_same_messages(harmony):
     assert counts[True, False, False, False] == 5_000
     kinds = [k for k in counts if not k[0]]
     assert len(kinds) == 4 and min(counts[k] for k in kinds) > 100, counts
+
+
+def test_turns_of_random_ids_are_the_same_messages(harmony):
+    """Bytes that are no text, and special tokens that harmony has no use for."""
+    tokens, rng = harmony.tokenizer, random.Random(1)
+    prompt = tokens.encode("<|start|>assistant", specials=True)
+    specials = list(tokens.specials.values())
+    for _ in range(2_000):
+        ids = [
+            rng.choice([rng.randrange(256), rng.randrange(199_998), rng.choice(specials[:12])])
+            for _ in range(rng.randint(0, 10))
+        ]
+        start = rng.randint(0, min(2, len(ids)))
+        ids[start:start] = tokens.encode(make_turn(rng), specials=True)[: rng.randint(2, 12)]
+        theirs, error = parse_strictly(harmony, ids)
+        turn = read_turn(prompt, ids, tokens)
+        ours = [(m.role, m.channel, m.recipient, m.content_type, m.content) for m in turn.messages]
+        theirs = itertools.takewhile(lambda m: m[0] == "assistant", theirs)
+        assert ours == list(map(drop_constrain, theirs)), (ids, turn)
+        assert turn.problem or not error, (ids, error)
