@@ -75,10 +75,10 @@ class NativeEngine:
         self._keep_experts = keep_experts
         # All caches have one size, so that decode is compiled for one number of slots.
         self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
-        self._slots = max_context or self._longest + max_new_tokens
+        self.slots = max_context or self._longest + max_new_tokens
         self._prefill = jax.jit(
             partial(
-                prefill_prompts, cfg=cfg, ops=ops, slots=self._slots, keep_experts=keep_experts,
+                prefill_prompts, cfg=cfg, ops=ops, slots=self.slots, keep_experts=keep_experts,
                 slots_per_row=max_context > 0,
             )
         )  # fmt: skip
@@ -269,7 +269,7 @@ class NativeEngine:
                 f"Try --set data.max_prompt_tokens={longest}."
             )
         # Every length is a program of its own, so lengths are rounded up to a few.
-        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self._slots)
+        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self.slots)
         tokens = np.zeros((width, time), np.int32)
         # Rows without a prompt have one padding token and are never alive. They keep the shape of
         # the last batch.
