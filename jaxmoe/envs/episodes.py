@@ -168,15 +168,23 @@ class Episodes:
         if parsed.problem:
             return StopReason.PARSE_ERROR
         state.n_steps += 1
+        # A call that names no tool is a call of an unknown one, and not an answer.
+        nameless = [call for call in parsed.calls if not call.recipient]
+        messages = [
+            replace(message, recipient="functions.") if message in nameless else message
+            for message in parsed.messages
+        ]
         try:
-            step = check_step(wait_for_result(state.environment.step(list(parsed.messages))))
+            step = check_step(wait_for_result(state.environment.step(messages)))
             add_numbers(state.rewards, step.rewards)
             add_numbers(state.metrics, step.metrics)
             if step.terminated or step.truncated:
                 return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
             limit = self._settings.max_reply_tokens
-            messages = [shorten_message(m, limit, self._tokenizer) for m in step.messages]
-            reply = write_messages(messages, self._tokenizer)
+            reply = write_messages(
+                [shorten_message(m, limit, self._tokenizer) for m in step.messages],
+                self._tokenizer,
+            )
         # Code of the user: whatever it raises ends this episode, and not the run.
         except Exception as error:
             state.fault = describe_fault(error)
@@ -199,11 +207,19 @@ class Episodes:
         return [
             replace(
                 rollout, env_rewards=results[i].rewards,
-                env_metrics=zeros | _add_shares(results[i].metrics),
+                env_metrics=zeros
+                | _add_shares(results[i].metrics)
+                | {"hack/forged_turn": float(self._is_forged(rollout))},
                 env_fault=results[i].fault if rollout.stop is StopReason.ENV_ERROR else "",
             )
             for i, rollout in enumerate(rollouts)
         ]  # fmt: skip
+
+    def _is_forged(self, rollout: Rollout) -> bool:
+        """True if the last turn opens a message in the name of another role."""
+        start = rollout.turns[-1][0]
+        context = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
+        return read_turn(context, rollout.tokens[start:].tolist(), self._tokenizer).is_forged
 
     def abandon(self) -> None:
         """Close the environments of this process after an error; it raises nothing."""

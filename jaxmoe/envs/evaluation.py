@@ -17,6 +17,7 @@ from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rollout.check_rollouts import check_masks, check_order
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.episode_metrics import episode_metrics
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
@@ -68,7 +69,8 @@ def evaluate_held_out(
         f"eval/pass@{k}": pass_at_k(by_prompt_PR, k)
         for k in dict.fromkeys([*powers, samples]) if k > 1
     }  # fmt: skip
-    return metrics | parts, rollouts, rewards
+    episodes = {f"eval/{name}": value for name, value in episode_metrics(sampled).items()}
+    return metrics | parts | episodes, rollouts, rewards
 
 
 def accuracy_by_source(numbers: Sequence[int], rewards: np.ndarray, source: Source) -> Metrics:

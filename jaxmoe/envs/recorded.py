@@ -97,6 +97,7 @@ def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
     return {
         "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
         "stop": str(rollout.stop),
+        **({"fault": truncate_text(rollout.env_fault, MIN_CHARS)} if rollout.env_fault else {}),
     } | _episode_row(rollout, task.tokenizer.decode)  # fmt: skip
 
 

@@ -8,7 +8,7 @@ Next: jaxmoe/observe/samples_page.py shows them; jaxmoe/envs/recorded.py writes 
 from collections.abc import Mapping
 from typing import Any
 
-_TEXTS = ("kind", "row", "prompt", "answer", "response", "stop")
+_TEXTS = ("kind", "row", "prompt", "answer", "response", "stop", "fault")
 _NUMBERS = ("reward", "advantage", "gap_mean", "gap_max", "length", "turns", "env_length")
 WRITERS = ("policy", "environment")  # of the texts of an episode
 _MAX_ABS_VALUE = 1e100

@@ -75,7 +75,9 @@ def _stop_note(sample: Mapping[str, Any]) -> str:
     stop = sample.get("stop")
     if not stop or stop == "stop_token":
         return ""
-    return "truncated" if stop == "max_tokens" else _shorten(stop, 40).replace("_", " ")
+    note = "truncated" if stop == "max_tokens" else _shorten(stop, 40).replace("_", " ")
+    fault = sample.get("fault")
+    return f"{note}: {_shorten(fault, 200)}" if fault else note
 
 
 def _shorten(text: Any, width: int) -> str:
