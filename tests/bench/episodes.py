@@ -12,13 +12,14 @@ round that compiles.
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
-from jaxmoe.records import Prompt, Sampling
+from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.rollout.turns import Episode
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
@@ -43,7 +44,7 @@ def main() -> None:
         max_new_tokens=TURNS * TURN, stop_ids=STOPS, max_turns=TURNS, max_turn_tokens=TURN,
         max_context=CONTEXT,
     )  # fmt: skip
-    sizes = dict(max_new_tokens=TURNS * TURN, max_rows=ROWS)
+    sizes: dict[str, Any] = dict(max_new_tokens=TURNS * TURN, max_rows=ROWS)
     kept = NativeEngine(
         cfg, ops, max_prompt_tokens=PROMPT, max_context=CONTEXT, max_reply_tokens=160, **sizes
     )
@@ -54,10 +55,10 @@ def main() -> None:
     def environment() -> ScriptedEnvironment:
         return ScriptedEnvironment(250, turns=TURNS, shortest=100, longest=160)
 
-    def sample_kept(seed: int) -> list[Episode]:
+    def sample_kept(seed: int) -> list[Rollout]:
         return kept.generate(prompts, sampling, seed=seed, environment=environment())
 
-    def sample_anew(seed: int) -> list[Episode]:
+    def sample_anew(seed: int) -> list[Rollout]:
         world = environment()
         episodes = [Episode(prompt, sampling, CONTEXT) for prompt in prompts]
         active = list(range(ROWS))
