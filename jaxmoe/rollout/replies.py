@@ -169,28 +169,39 @@ class PendingReplies:
         EngineError if the engine is closed meanwhile.
         """
         deadline = time.monotonic() + patience_s if patience_s else float("inf")
-        limit_s = self._environment.reply_timeout_s
+        ready = self.poll()
+        while self._calls and time.monotonic() < deadline:
+            self.wait_for_change(lambda: False)
+            ready |= self.poll()
+        return ready
+
+    def wait_for_change(self, is_over: Callable[[], bool]) -> None:
+        """Wait until a reply is there or `is_over`, at most POLL_S."""
+        changed = self._threads.changed
+        with changed:
+            changed.wait_for(
+                lambda: is_over() or any(call.is_done for call in self._calls.values()), POLL_S
+            )
+
+    def poll(self) -> dict[int, Reply]:
+        """Return the replies that are there, without waiting; as `wait` otherwise."""
         ready: dict[int, Reply] = {}
-        while True:
-            with self._threads.changed:
-                for episode, call in list(self._calls.items()):
-                    if call.error is not None:
-                        raise call.error
-                    if call.is_done:
-                        ready[episode] = call.result
-                        del self._calls[episode]
-                is_over = not self._calls or time.monotonic() >= deadline
-                if not is_over:
-                    self._threads.changed.wait(POLL_S)
-            if is_over:
-                return ready
-            if self._is_closed():
-                raise EngineError("the engine was closed while it waited for the environment.")
+        with self._threads.changed:
             for episode, call in list(self._calls.items()):
-                if call.is_late(limit_s):
-                    self._threads.abandon(call)
-                    ready[episode] = StopReason.ENV_TIMEOUT
+                if call.error is not None:
+                    raise call.error
+                if call.is_done:
+                    ready[episode] = call.result
                     del self._calls[episode]
+        if self._calls and self._is_closed():
+            raise EngineError("the engine was closed while it waited for the environment.")
+        limit_s = self._environment.reply_timeout_s
+        for episode, call in list(self._calls.items()):
+            if call.is_late(limit_s):
+                self._threads.abandon(call)
+                ready[episode] = StopReason.ENV_TIMEOUT
+                del self._calls[episode]
+        return ready
 
 
 @cache

@@ -26,12 +26,27 @@ MAX_COMPLETIONS = 64  # of one sample; more mean that weights are synced too oft
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A request for `count` samples, from number `first` on, of prompt number `index`."""
+    """A request for `count` samples, from number `first` on, of prompt number `index`.
+
+    Of an episode it is one turn of the policy, and `before` are the tokens between the prompt and
+    this turn.
+    """
 
     index: int
     prompt: Prompt
     first: int
     count: int
+    turn: int = 0
+    before: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that vLLM reads."""
+        return [*self.prompt.tokens, *self.before]
+
+    def seed_numbers(self, sample: int) -> tuple[int, ...]:
+        """Return what distinguishes the random numbers of a sample's turns and continuations."""
+        return self.index, sample, *((0, self.turn) if self.turn else ())
 
 
 def request_seed(seed: int, *numbers: int) -> int:
@@ -80,17 +95,20 @@ def sample_completions(
 
     Raises RequestFailed for a response that does not fit the request.
     """
-    prompt = list(request.prompt.tokens)
+    prompt = request.tokens
     start = request_seed(seed, request.index) + request.first
+    if request.turn:
+        start = request_seed(seed, *request.seed_numbers(request.first))
     # Greedy samples are identical, and vLLM accepts only n=1 for them.
     count = 1 if sampling.temperature <= 0.0 else request.count
     max_tokens = sampling.max_new_tokens
     body = request_body(prompt, sampling, count=count, max_tokens=max_tokens, seed=start)
     expected = ExpectedResponse(len(prompt), count, max_tokens, frozenset(sampling.stop_ids))
     completions = parse_completions(backend.generate(body), expected, cfg)
-    numbers = seed, request.index
     finished = [
-        _continue_completion(backend, prompt, x, sampling, (*numbers, request.first + i), cfg)
+        _continue_completion(
+            backend, prompt, x, sampling, (seed, *request.seed_numbers(request.first + i)), cfg
+        )
         for i, x in enumerate(completions)
     ]
     return finished * request.count if count < request.count else finished
@@ -98,7 +116,7 @@ def sample_completions(
 
 def _continue_completion(
     backend: Backend, prompt: list[int], completion: Completion, sampling: Sampling,
-    numbers: tuple[int, int, int], cfg: ModelConfig,
+    numbers: tuple[int, ...], cfg: ModelConfig,
 ) -> Completion:  # fmt: skip
     for part in range(1, MAX_COMPLETIONS):
         if completion.finish != "abort":

@@ -36,7 +36,7 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine",
         adapter=ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None,
         max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
-        max_rows=r.max_parallel_sequences,
+        max_rows=r.max_parallel_sequences, max_context=cfg.context,
     )  # fmt: skip
 
 

@@ -79,9 +79,14 @@ class MultiProcessVllmEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
         environment: TokenEnvironment | None = None,
     ) -> list[Rollout]:  # fmt: skip
-        """Engine.generate, with the same rollouts in every process."""
+        """Engine.generate, with the same rollouts in every process.
+
+        The first process samples the episodes and calls the environment: tools run once, there.
+        """
         return self._run_on_first(
-            lambda engine: engine.generate(prompts, sampling, seed=seed, samples=samples)
+            lambda engine: engine.generate(
+                prompts, sampling, seed=seed, samples=samples, environment=environment
+            )
         )
 
     def close(self) -> None:

@@ -225,7 +225,11 @@ class Replica:
     def generate_rollouts(
         self, request: PromptRequest, sampling: Sampling, seed: int, target: TargetWeights
     ) -> list[Rollout]:
-        """Return the request's rollouts, all of verified weights. Raises RequestFailed."""
+        """Return the request's rollouts, all of verified weights. Raises RequestFailed.
+
+        Of a turn of an episode, tokens and log-probs are those of the turn, and the experts those
+        of all tokens that vLLM read.
+        """
         invalidations = self._verified_state(target)
         oldest, backend = self._current_version, self.backend
         completions = sample_completions(backend, request, sampling, seed, self._cfg)
@@ -282,7 +286,7 @@ class Replica:
         logp = np.asarray(completion.logp, np.float32)
         log_mass = None
         if scorer is not None:
-            prompt = list(request.prompt.tokens)
+            prompt = request.tokens
             # Log-probs of a prompt are those before truncation, and differ from those of the
             # sampled tokens by the log of the retained mass.
             full_logp, label = score_tokens(scorer, prompt + completion.tokens, self._cfg)

@@ -84,18 +84,23 @@ class ServerPool:
         return all(released)
 
     def acquire_replica(
-        self, tokens: int, failures: Mapping[Replica, int] = NO_FAILURES
-    ) -> Replica:
+        self, tokens: int, failures: Mapping[Replica, int] = NO_FAILURES,
+        preferred: Replica | None = None,
+    ) -> Replica:  # fmt: skip
         """Return the replica with the fewest tokens in flight, and add these tokens to it.
 
         Replicas with fewer `failures` of this request come first: a replica that fails at once has
         the fewest tokens in flight, and would use up the retries while others could answer.
+        `preferred` is returned if it answers and has no more than twice the work of the others.
         """
         with self._lock:
             # The list is not empty: _mark_unavailable leaves one replica.
             available = [r for r in self.replicas if r not in self._unavailable]
             responsive = [r for r in available if r not in self._recovering] or available
             replica = min(responsive, key=lambda r: (failures.get(r, 0), r.in_flight))
+            if preferred in responsive and not failures.get(preferred):
+                if preferred.in_flight <= 2 * replica.in_flight + tokens:
+                    replica = preferred
             replica.in_flight += tokens
             return replica
 

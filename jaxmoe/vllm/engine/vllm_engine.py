@@ -5,7 +5,7 @@ A failed request is sent again, to an available replica, while the failed replic
 the current weights; `retries` limits both. The longest prompts are sent first, each to the replica
 with the fewest tokens in flight. load() and generate() may run in different threads: requests in
 flight are kept, finished, or aborted and continued, and every token carries the version of the
-weights that sampled it.
+weights that sampled it. With an environment, each turn of an episode is a request of its own.
 
     engine.generate -> ServerPool.acquire_replica -> Replica.generate_rollouts
                     -> request.sample_completions -> Backend.generate
@@ -15,7 +15,7 @@ weights that sampled it.
 With top-k and top-p, vLLM returns log-probs after truncation. The truncated distribution's mass
 follows from scoring the response again, which vLLM does at temperature 1 only; other temperatures
 are rejected then. Next: jaxmoe/vllm/engine/server_pool.py; multi_process_engine.py is the engine of
-several processes.
+several processes; episodes.py samples episodes.
 """
 
 from collections import Counter
@@ -32,13 +32,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
+from jaxmoe.config import EngineError, ModelConfig, VllmConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
+from jaxmoe.vllm.engine.check_request import RequestLimits, check_request
+from jaxmoe.vllm.engine.episodes import sample_episodes
 from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 from jaxmoe.vllm.engine.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.engine.replica import Replica, TargetWeights, sleep_backoff
@@ -76,11 +78,14 @@ class VllmEngine:
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
-        max_new_tokens: int, max_rows: int, run: str = "", adapter: ServedAdapter | None = None,
+        max_new_tokens: int, max_rows: int, max_context: int = 0, run: str = "",
+        adapter: ServedAdapter | None = None,
     ) -> None:  # fmt: skip
+        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens."""
         self._adapter = adapter
         self._cfg, self._vllm = cfg, vllm
-        self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
+        context = max_context or max_prompt_tokens + max_new_tokens
+        self._limits = RequestLimits(max_prompt_tokens, max_new_tokens, context)
         self._max_rows = max_rows
         self._dtype = vllm.dtype or cfg.dtype
         self._run = run or create_run_id()
@@ -91,7 +96,6 @@ class VllmEngine:
         self._weights_dir: WeightsDirectory | None = None
         in_process = not vllm.url and vllm.launch == 0
         self._transport = "in_process" if in_process else vllm.transport
-        context = max_prompt_tokens + max_new_tokens
         self._pool = ServerPool([], [], self.incidents.append)
         # Fails on an unusable folder before servers start, which takes minutes.
         if self._transport == "files" or adapter is not None:
@@ -204,7 +208,10 @@ class VllmEngine:
         environment: TokenEnvironment | None = None,
     ) -> list[Rollout]:  # fmt: skip
         """Engine.generate; raises ConfigError for requests that these vLLMs cannot handle."""
-        self._check_request(prompts, sampling)
+        self._current_target()
+        check_request(prompts, sampling, self._limits)
+        if environment is not None:
+            return self._generate_episodes(prompts, sampling, seed, samples, environment)
         # An aborted sample is continued by a request of its own, so with "abort" each sample is one
         # request. A server rejects a request of more samples than it computes at once.
         max_samples = min(self._max_rows, self._pool.max_rows)
@@ -223,6 +230,31 @@ class VllmEngine:
             lambda request: len(request.prompt.tokens) + request.count * sampling.max_new_tokens,
         )  # fmt: skip
         return [rollout for rollouts in rollouts_by_request for rollout in rollouts]
+
+    def _generate_episodes(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
+        environment: TokenEnvironment,
+    ) -> list[Rollout]:  # fmt: skip
+        cancelled, replicas = Event(), dict[int, Replica]()
+
+        def sample_turn(episode: int, request: PromptRequest, limited: Sampling) -> Rollout:
+            def sample_on(replica: Replica, target: TargetWeights) -> Rollout:
+                (turn,) = replica.generate_rollouts(request, limited, seed, target)
+                replicas[episode] = replica
+                return turn
+
+            tokens = len(request.tokens) + limited.max_new_tokens
+            # The replica of the last turn has the episode in its prefix cache.
+            return self._with_retries(sample_on, tokens, cancelled, replicas.get(episode))
+
+        try:
+            return sample_episodes(
+                prompts, sampling, samples, environment, sample_turn, cfg=self._cfg,
+                max_context=sampling.max_context or self._limits.context,
+                places=self._count_places(1), is_closed=self._closed.is_set,
+            )  # fmt: skip
+        finally:
+            cancelled.set()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return float32 [T] for each sequence of token ids: the engine's log-prob of each token.
@@ -275,9 +307,9 @@ class VllmEngine:
 
         Items with the most `tokens` start first, because the call waits for the one that ends last.
         """
-        width = max(1, self._max_rows // rows) * len(self._pool.replicas)
         cancelled = Event()
-        pool = ThreadPoolExecutor(max(1, min(width, len(items), MAX_THREADS)), "jaxmoe-vllm")
+        width = min(self._count_places(rows), len(items))
+        pool = ThreadPoolExecutor(max(1, width), "jaxmoe-vllm")
         try:
             sizes = [tokens(item) for item in items]
             jobs = {
@@ -290,14 +322,20 @@ class VllmEngine:
             # Requests of minutes may be running after another one failed permanently.
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _count_places(self, rows: int) -> int:
+        """Number of requests of `rows` sequences that are in flight at once."""
+        return min(max(1, self._max_rows // rows) * len(self._pool.replicas), MAX_THREADS)
+
     def _with_retries(
-        self, fn: Callable[[Replica, TargetWeights], T], tokens: int, cancelled: Event
-    ) -> T:
+        self, fn: Callable[[Replica, TargetWeights], T], tokens: int, cancelled: Event,
+        preferred: Replica | None = None,
+    ) -> T:  # fmt: skip
         errors, failures = list[str](), Counter[Replica]()
         for attempt in range(self._vllm.retries + 1):
             if cancelled.is_set() or self._closed.is_set():
                 raise EngineError("the engine was closed, or another request failed permanently")
-            target, replica = self._current_target(), self._pool.acquire_replica(tokens, failures)
+            target = self._current_target()
+            replica = self._pool.acquire_replica(tokens, failures, preferred)
             generation = replica.generation
             try:
                 return fn(replica, target)
@@ -319,27 +357,3 @@ class VllmEngine:
         if self._pool.target is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
         return self._pool.target
-
-    def _check_request(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        self._current_target()
-        if sampling.max_new_tokens > self._max_new:
-            raise ConfigError(
-                f"sampling.max_new_tokens ({sampling.max_new_tokens}) must be at most the "
-                f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
-                f"{sampling.max_new_tokens}."
-            )
-        max_tokens = max((len(p.tokens) for p in prompts), default=0)
-        if max_tokens > self._max_prompt:
-            raise ConfigError(
-                f"prompts must have at most data.max_prompt_tokens tokens, got {max_tokens}. "
-                f"Try --set data.max_prompt_tokens={max_tokens}."
-            )
-        cut = sampling.top_k > 0 or sampling.top_p < 1.0
-        if cut and sampling.temperature not in (0.0, 1.0):
-            raise ConfigError(
-                f"rollout.temperature must be 1 if top_k ({sampling.top_k}) or top_p "
-                f"({sampling.top_p}) truncate and rollout.engine is vllm, got "
-                f"{sampling.temperature}: vLLM does not return the truncated mass at another "
-                "temperature. Try --set rollout.temperature=1.0, or --set rollout.top_k=0 --set "
-                "rollout.top_p=1.0."
-            )

@@ -70,11 +70,11 @@ def check_rollouts(out, requested, samples, version):
         np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
 
 
-def open_engine(url, work, *, max_rows=ROWS, **changes):
+def open_engine(url, work, *, max_rows=ROWS, max_context=0, **changes):
     options: dict[str, Any] = dict(
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
     )
     return VllmEngine(
         CFG, OPS, VllmConfig(**(options | changes)), work=work, max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW, max_rows=max_rows,
+        max_new_tokens=NEW, max_rows=max_rows, max_context=max_context,
     )  # fmt: skip

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of several turns on vLLM: token ids in and out, limits, seeds, waiting, faults."""
+
+import threading
+import time
+from contextlib import closing
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from board import as_processes
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, open_engine, prompts, weights
+
+from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.model import forward
+from jaxmoe.records import Sampling, StopReason
+from jaxmoe.rollout.replies import ReplyThreads
+from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
+
+CONTEXT = 96
+STOPS = tuple(range(5, 45))  # turns of two or three tokens
+LONG = Sampling(NEW, STOPS, max_turns=5)
+
+
+class Replies:
+    """Replies of 1 to 9 tokens that depend on the turn alone."""
+
+    patience_s = 0.0
+
+    def __init__(self, *, turns=99, delay_s=0.0, timeout_s=0.0, threads=64, act=None):
+        self.turns, self.delay_s, self.reply_timeout_s = turns, delay_s, timeout_s
+        self.reply_threads, self.act = ReplyThreads(threads), act
+        self.calls = {}  # the turns of each episode, in order
+        self.n_waiting = self.most_waiting = 0
+        self.lock = threading.Lock()
+
+    def reply(self, episode, turn):
+        with self.lock:
+            turns = self.calls.setdefault(episode, [])
+            turns.append(list(turn))
+            self.n_waiting += 1
+            self.most_waiting = max(self.most_waiting, self.n_waiting)
+        if self.act is not None:
+            self.act(episode, len(turns))
+        time.sleep(self.delay_s)
+        with self.lock:
+            self.n_waiting -= 1
+        if len(turns) >= self.turns:
+            return StopReason.STOP_TOKEN
+        rng = np.random.default_rng([len(turns), *turn])
+        return rng.integers(0, CFG.vocab_size, int(rng.integers(1, 10))).tolist()
+
+
+def compare_with_trainer(rollouts, versions=None, experts=True):
+    """Largest |Δlogp| over the policy's tokens; asserts that the experts are the trainer's."""
+    largest = 0.0
+    for r in rollouts:
+        ids = [*r.prompt.tokens, *r.tokens.tolist()]
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(ids)] = ids
+        for version in np.unique(r.weight_versions):
+            params = weights((versions or {3: 0})[int(version)])
+            logp = np.asarray(TRAINER_LOGPS(params, jnp.asarray(padded), cfg=CFG, ops=OPS))[0]
+            gap = np.abs(r.rollout_logp - logp[len(r.prompt.tokens) : len(ids)])
+            selected = r.sampled_mask & (r.weight_versions == version)
+            largest = max(largest, float(gap[selected].max(initial=0)))
+        if experts:
+            recorded = forward(weights(0), jnp.asarray(padded), CFG, OPS)[2]["experts_BTA"]
+            own = np.sort(np.moveaxis(np.asarray(recorded)[:, 0], 0, 1), axis=-1)[: len(ids) - 1]
+            assert np.array_equal(np.sort(r.routed_experts, axis=-1), own)
+    return largest
+
+
+def assert_equal_episodes(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert x.tokens.tolist() == y.tokens.tolist() and x.stop == y.stop
+        assert x.sampled_mask.tolist() == y.sampled_mask.tolist()
+        assert np.array_equal(x.rollout_logp, y.rollout_logp)
+
+
+@pytest.fixture(scope="module", params=[
+    "stand_in", pytest.param("in_process", marks=pytest.mark.vllm),
+    pytest.param("server", marks=pytest.mark.vllm),
+])  # fmt: skip
+def engine(request, tmp_path_factory):
+    work = tmp_path_factory.mktemp("episodes")
+    if request.param == "stand_in":
+        server = StandIn(CFG, context=CONTEXT + 1)
+        opened = open_engine(server.url, work, max_context=CONTEXT)
+    else:
+        launch = 1 if request.param == "server" else 0
+        opened = open_engine(
+            "", work, launch=launch, max_context=CONTEXT, weights_dir=VllmConfig().weights_dir
+        )
+    opened.load(weights(0), 3)
+    yield opened
+    opened.close()
+    if request.param == "stand_in":
+        server.crash()
+
+
+@pytest.fixture
+def server():
+    server = StandIn(CFG, context=CONTEXT + 1)
+    yield server
+    server.crash()
+
+
+def open_loaded(server, work, **changes):
+    opened = open_engine(server.url, work, max_context=CONTEXT, **changes)
+    opened.load(weights(0), 3)
+    return opened
+
+
+def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
+    environment = Replies()
+    out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=environment)
+    assert [r.prompt for r in out] == [p for p in prompts(4) for _ in range(2)]
+    assert max(len(r.turns) for r in out) == 5
+    assert compare_with_trainer(out) < 5e-5
+    for i, r in enumerate(out):
+        turns = [r.tokens[a:b].tolist() for a, b in r.turns]
+        # What ended without a stop token has no reply.
+        assert environment.calls[i] == turns[: len(environment.calls[i])]
+        assert len(environment.calls[i]) >= len(turns) - 1
+        assert not r.rollout_logp[~r.sampled_mask].any()
+        assert len(r.weight_versions) == len(r.tokens) and set(r.weight_versions) == {3}
+
+
+def test_a_seed_gives_the_same_episodes_and_the_first_turn_of_a_single_answer(engine):
+    requested = prompts(3)
+    a, b = (
+        engine.generate(requested, LONG, seed=5, samples=2, environment=Replies(delay_s=delay_s))
+        for delay_s in (0.0, 0.01)
+    )
+    for x, y in zip(a, b, strict=True):
+        assert x.tokens.tolist() == y.tokens.tolist()
+    single = engine.generate(requested, LONG, seed=5, samples=2)
+    for x, y in zip(a, single, strict=True):
+        assert x.tokens[: x.turns[0][1]].tolist() == y.tokens.tolist()
+
+
+def test_turns_of_an_episode_differ_where_their_texts_are_equal(server, tmp_path):
+    """Each turn has a seed of its own, also after a sync aborted it."""
+    with closing(open_loaded(server, tmp_path)) as opened:
+        opened.generate(prompts(2), LONG, seed=5, samples=3, environment=Replies())
+    seeds = [body["sampling_params"]["seed"] for body in server.requests
+             if "prompt_logprobs" not in body["sampling_params"]]  # fmt: skip
+    assert len(seeds) > 10 and len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize("limits, reason", [
+    (dict(max_turns=2), StopReason.MAX_TURNS),
+    (dict(max_turns=9, max_turn_tokens=1), StopReason.MAX_TOKENS),
+    (dict(max_turns=9, max_context=PROMPT + 9), StopReason.CONTEXT_FULL),
+    (dict(max_turns=1), StopReason.MAX_TURNS),
+    (dict(max_turns=99), StopReason.MAX_TOKENS),
+])  # fmt: skip
+def test_limits_end_an_episode_with_their_reason(server, tmp_path, limits, reason):
+    sampling = Sampling(NEW, STOPS, **limits)
+    with closing(open_loaded(server, tmp_path)) as opened:
+        out = opened.generate(prompts(6), sampling, seed=2, samples=2, environment=Replies())
+    assert reason in {r.stop for r in out}
+    for r in out:
+        assert r.sampled_mask[0] and r.sampled_mask[-1] and r.n_sampled <= NEW
+        assert len(r.turns) <= sampling.max_turns
+        assert all(b - a <= (sampling.max_turn_tokens or NEW) for a, b in r.turns)
+        assert len(r.prompt.tokens) + len(r.tokens) <= (sampling.max_context or CONTEXT)
+        # A turn that a limit ended has no stop token.
+        if r.stop is StopReason.MAX_TOKENS and r.n_sampled < NEW:
+            assert r.tokens[-1] not in STOPS
+
+
+def test_an_environment_ends_an_episode_with_its_reason(server, tmp_path):
+    with closing(open_loaded(server, tmp_path)) as opened:
+        out = opened.generate(
+            prompts(4), Sampling(NEW, STOPS, max_turns=9), seed=2, environment=Replies(turns=2)
+        )
+    assert {r.stop for r in out} <= {StopReason.STOP_TOKEN, StopReason.MAX_TOKENS}
+    assert [r for r in out if r.stop is StopReason.STOP_TOKEN and len(r.turns) == 2]
+
+
+def test_an_episode_that_waits_holds_no_place(server, tmp_path):
+    """With one request in flight at a time, replies of all episodes are computed at once."""
+    environment = Replies(turns=2, delay_s=1.0)
+    with closing(open_loaded(server, tmp_path, max_rows=1)) as opened:
+        out = opened.generate(prompts(8), LONG, seed=1, environment=environment)
+    assert len(out) == 8 and environment.most_waiting > 3
+
+
+def test_a_late_reply_ends_its_own_episode(server, tmp_path):
+    release = threading.Event()
+
+    def hang(episode, turn):
+        if episode == 1:
+            release.wait(60)
+
+    environment = Replies(timeout_s=0.5, act=hang)
+    with closing(open_loaded(server, tmp_path)) as opened:
+        out = opened.generate(prompts(4), LONG, seed=1, environment=environment)
+        undisturbed = opened.generate(prompts(4), LONG, seed=1, environment=Replies())
+    assert out[1].stop is StopReason.ENV_TIMEOUT and len(out[1].turns) == 1
+    assert environment.reply_threads.n_abandoned == 1
+    assert_equal_episodes(out[:1] + out[2:], undisturbed[:1] + undisturbed[2:])
+    release.set()
+
+
+def test_what_an_environment_raises_ends_the_call(server, tmp_path):
+    def act(episode, turn):
+        raise ZeroDivisionError("of the environment")
+
+    with closing(open_loaded(server, tmp_path)) as opened:
+        with pytest.raises(ZeroDivisionError, match="of the environment"):
+            opened.generate(prompts(4), LONG, seed=1, environment=Replies(act=act))
+        assert len(opened.generate(prompts(2), LONG, seed=1)) == 2  # the engine is as before
+
+
+def test_closing_ends_an_episode_that_waits(server, tmp_path):
+    opened = open_loaded(server, tmp_path)
+    closer = threading.Timer(0.5, opened.close)
+    environment = Replies(act=lambda *_: time.sleep(20))
+    closer.start()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="was closed"):
+        opened.generate(prompts(2), LONG, seed=1, environment=environment)
+    assert time.monotonic() - start < 15
+    closer.join()
+
+
+class Flaky(StandIn):
+    """Loses the connection of every third request, and lies in every fifth."""
+
+    n_served = 0
+    is_flaky = False
+
+    def do_generate(self, body, query):
+        answer = super().do_generate(body, query)
+        if not self.is_flaky or "prompt_logprobs" in body["sampling_params"]:
+            return answer
+        self.n_served += 1
+        if self.n_served % 3 == 0:
+            raise ConnectionAbortedError
+        if self.n_served % 5 == 0:
+            answer["choices"][0]["token_ids"].append(1)
+        return answer
+
+
+def test_a_request_that_fails_is_sent_again_and_the_episode_is_the_same(tmp_path):
+    server = Flaky(CFG, context=CONTEXT + 1)
+    with closing(open_loaded(server, tmp_path, retries=8)) as opened:
+        expected = opened.generate(prompts(4), LONG, seed=1, environment=Replies())
+        server.is_flaky = True
+        environment = Replies()
+        out = opened.generate(prompts(4), LONG, seed=1, environment=environment)
+        server.is_flaky = False
+    assert server.n_served > 8 and opened.incidents
+    assert_equal_episodes(out, expected)
+    # No turn was replied to twice.
+    assert sum(map(len, environment.calls.values())) == sum(
+        len(r.turns) - (r.tokens[-1] not in STOPS) for r in out
+    )
+    server.crash()
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_a_sync_between_turns_is_in_the_versions(server, tmp_path, mode):
+    with closing(open_loaded(server, tmp_path, on_weight_sync=mode)) as opened:
+
+        def act(episode, turn):
+            if (episode, turn) == (0, 1):
+                opened.load(weights(1), 4)
+
+        out = opened.generate(
+            prompts(4), LONG, seed=1, samples=2, environment=Replies(act=act, delay_s=0.05)
+        )
+    assert {3, 4} <= {int(v) for r in out for v in r.weight_versions[r.sampled_mask]}
+    # A kept request computed a part of what it reads with the older weights.
+    limit = 5e-5 if mode != "keep" else 10.0
+    assert compare_with_trainer(out, {3: 0, 4: 1}, experts=False) < limit
+
+
+class Caching(StandIn):
+    """Claims experts of zeros for tokens that an earlier request read, as a prefix cache may."""
+
+    def __init__(self, *args, **options):
+        self.read = []
+        super().__init__(*args, **options)
+
+    def do_generate(self, body, query):
+        prompt = body["token_ids"]
+        n_cached = max((_common(prompt, ids) for ids in self.read), default=0)
+        self.n_cached = n_cached
+        answer = super().do_generate(body, query)
+        for choice in answer["choices"]:
+            self.read.append([*prompt, *choice["token_ids"][:-1]])
+            choice["routed_experts"] = _zero_experts(choice["routed_experts"], n_cached)
+        return answer
+
+
+def _common(a, b):
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
+    return int(differs[0]) if differs.size else n
+
+
+def _zero_experts(encoded, n):
+    import base64
+    import io
+
+    array = np.load(io.BytesIO(base64.b64decode(encoded))).copy()
+    array[:n] = 0
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_experts_are_those_of_the_request_that_read_a_token_first(tmp_path):
+    server = Caching(CFG, context=CONTEXT + 1)
+    with closing(open_loaded(server, tmp_path)) as opened:
+        server.read.clear()
+        out = opened.generate(prompts(3), LONG, seed=1, environment=Replies())
+    assert server.n_cached > 0 and max(len(r.turns) for r in out) > 2
+    assert compare_with_trainer(out) < 5e-5  # and the experts of all read tokens
+    server.crash()
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}])
+def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
+    with closing(open_loaded(server, tmp_path)) as opened:
+        out = opened.generate(
+            prompts(3), Sampling(NEW, STOPS, max_turns=4, **cut), seed=1, environment=Replies()
+        )
+    assert max(len(r.turns) for r in out) > 2
+    for r in out:
+        assert (r.log_kept <= 0).all() and not r.log_kept[~r.sampled_mask].any()
+    full = [
+        type(r)(**(vars(r) | {"rollout_logp": r.rollout_logp + r.log_kept})) for r in out
+    ]  # fmt: skip
+    assert compare_with_trainer(full) < 5e-5
+
+
+def test_turns_go_to_the_server_that_has_the_episode_in_its_cache(tmp_path):
+    servers = [StandIn(CFG, context=CONTEXT + 1) for _ in range(2)]
+    urls = ",".join(server.url for server in servers)
+    with closing(open_engine(urls, tmp_path, max_context=CONTEXT)) as opened:
+        opened.load(weights(0), 3)
+        for server in servers:
+            server.requests.clear()
+        opened.generate(prompts(8), LONG, seed=1, environment=Replies())
+    bodies = [[b["token_ids"] for b in server.requests] for server in servers]
+    assert all(bodies)
+    first_turns = {tuple(p.tokens) for p in prompts(8)}
+    n_moved = n_turns = 0
+    for mine, other in (bodies, bodies[::-1]):
+        for ids in mine:
+            if tuple(ids) in first_turns:
+                continue
+            n_turns += 1
+            cached, elsewhere = (
+                max((_common(ids, x) for x in read if x != ids and len(x) < len(ids)), default=0)
+                for read in (mine, other)
+            )
+            n_moved += cached < elsewhere
+    assert n_turns > 8 and n_moved <= n_turns // 4
+    for server in servers:
+        server.crash()
+
+
+def test_a_context_that_the_servers_do_not_have_is_refused(server, tmp_path):
+    with closing(open_loaded(server, tmp_path)) as opened:
+        sampling = Sampling(NEW, STOPS, max_turns=2, max_context=CONTEXT + 1)
+        with pytest.raises(ConfigError, match=f"Try --set rollout.max_context={CONTEXT + 1}"):
+            opened.generate(prompts(1), sampling, seed=0, environment=Replies())
+    with pytest.raises(ConfigError, match="its --max-model-len is 97"):
+        open_engine(server.url, tmp_path, max_context=CONTEXT + 1)
+
+
+def test_several_processes_have_the_same_episodes_and_tools_run_once(server, tmp_path):
+    environments = [Replies() for _ in range(2)]
+
+    def process(channel):
+        vllm = VllmConfig(url=server.url, weights_dir=str(tmp_path / "w"), request_timeout_s=20.0)
+        shared = MultiProcessVllmEngine(
+            CFG, OPS, vllm, None, channel=channel, work=tmp_path, max_prompt_tokens=PROMPT,
+            max_new_tokens=NEW, max_rows=ROWS, max_context=CONTEXT,
+        )  # fmt: skip
+        with closing(shared) as opened:
+            opened.load(weights(0), 3)
+            return opened.generate(
+                prompts(3), LONG, seed=1, environment=environments[channel.number]
+            )
+
+    first, second = as_processes(2, process)
+    assert_equal_episodes(first, second)
+    assert environments[0].calls and not environments[1].calls
