@@ -29,6 +29,7 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
         "prompts": [asdict(p) for p in prompts.values()],
         "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
         "stop": [r.stop.value for r in rollouts],
+        "env_fault": [r.env_fault for r in rollouts],
     } | {name: [dict(getattr(r, name)) for r in rollouts] for name in _NUMBERS}
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
@@ -55,7 +56,7 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
             prompts[n],
             stop=StopReason(stop),
             **{name: split[name][i] for name in _ARRAYS},
-            **{name: head[name][i] for name in _NUMBERS},
+            **{name: head[name][i] for name in (*_NUMBERS, "env_fault")},
         )  # fmt: skip
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts as bytes and back."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.vllm.engine import packed_rollouts
 from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 
 
@@ -47,11 +48,15 @@ def test_masks_and_numbers_of_an_environment_come_back():
     plain = rollout(prompt, 4, StopReason.MAX_TURNS, True, True)
     episode = replace(
         plain, policy_mask=np.array([True, False, False, True]), env_rewards={"format": 0.5},
-        env_metrics={"tool/calls": 2.0},
+        env_metrics={"tool/calls": 2.0}, env_fault="ValueError: x",
     )  # fmt: skip
     restored, _ = deserialize_rollouts(serialize_rollouts([episode, plain]))
     assert restored[0].policy_mask.tolist() == [True, False, False, True]
     assert restored[0].policy_mask.dtype == bool and restored[0].stop is StopReason.MAX_TURNS
     assert restored[0].env_rewards == {"format": 0.5}
     assert restored[0].env_metrics == {"tool/calls": 2.0}
+    assert [r.env_fault for r in restored] == ["ValueError: x", ""]
+    # A field that another process does not get would be its default there.
+    packed = {*packed_rollouts._ARRAYS, *packed_rollouts._NUMBERS, "prompt", "stop", "env_fault"}
+    assert packed == {field.name for field in fields(Rollout)}
     assert restored[1].policy_mask is None and restored[1].env_metrics == {}
