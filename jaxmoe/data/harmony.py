@@ -93,6 +93,42 @@ def read_turn(context: Sequence[int], turn: Sequence[int], tokenizer: Tokenizer)
     return ParsedTurn(tuple(messages), tuple(ends))
 
 
+def read_reply(ids: Sequence[int], tokenizer: Tokenizer) -> list[Message] | None:
+    """Parse the messages that `write_messages` wrote; return None for anything else.
+
+    The opening of the assistant's next turn at the end is no message.
+    """
+    marks = _special_ids(tokenizer)
+    if not {START, CHANNEL, MESSAGE, END} <= set(marks):
+        return None
+    tokens, messages = list(map(int, ids)), list[Message]()
+    starts = [i for i, token in enumerate(tokens) if token == marks[START]]
+    if starts[:1] != [0] or tokenizer.decode(tokens[starts[-1] + 1 :]) != "assistant":
+        return None
+    for start, next_start in itertools.pairwise(starts):
+        part = tokens[start + 1 : next_start]
+        if marks[MESSAGE] not in part or part[-1] not in {marks.get(m) for m in (END, CALL)}:
+            return None
+        split = part.index(marks[MESSAGE])
+        try:
+            messages.append(_parse_written(part[:split], part[split + 1 : -1], marks, tokenizer))
+        except HeaderError:
+            return None
+    return messages
+
+
+def _parse_written(
+    header: list[int], body: list[int], marks: dict[str, int], tokenizer: Tokenizer
+) -> Message:
+    text = _decode_header(header, marks, tokenizer)
+    author = text.replace(CHANNEL, " ").partition(" ")[0]
+    parsed = parse_header(text.removeprefix(author), has_role=True)
+    role, _, name = author.partition(":")
+    if role not in ("system", "developer", "user", "assistant"):
+        role, name = "tool", author
+    return replace(parsed, role=role, name=name, content=tokenizer.decode(body))
+
+
 def opens_message(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
     """True if a prompt ends inside a message of the assistant, as harmony prompts do."""
     return _find_open_message(prompt, _special_ids(tokenizer), tokenizer) is not None

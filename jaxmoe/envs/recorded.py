@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.scores import response_text
 from jaxmoe.envs.tasks import Task
-from jaxmoe.records import Prompt, Rollout
+from jaxmoe.envs.transcripts import ENVIRONMENT, find_turn_problem, list_parts, make_transcript
+from jaxmoe.records import Prompt, Rollout, StopReason
 
 N_PROMPTS = 8  # held-out prompts per evaluation
 N_GROUPS = 2  # groups per step
 MAX_SAMPLES = 8  # per group
 MAX_CHARS = 4_000  # of a text: half from its start, half from its end
 MAX_TOKENS = 512  # of an answer, recorded one by one
-MAX_TEXTS = 64  # turns and replies of an episode
+MAX_TEXTS = 64  # messages of an episode
 MIN_CHARS = 200  # of each of them, however many there are
 
 Row = dict[str, Any]
@@ -94,44 +96,33 @@ def _prompt_row(kind: str, prompt: Prompt) -> Row:
 
 
 def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
+    fault = rollout.env_fault
+    if rollout.stop is StopReason.PARSE_ERROR:
+        fault = find_turn_problem(rollout, task.tokenizer)
     return {
         "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
         "stop": str(rollout.stop),
-        **({"fault": truncate_text(rollout.env_fault, MIN_CHARS)} if rollout.env_fault else {}),
-    } | _episode_row(rollout, task.tokenizer.decode)  # fmt: skip
+        **({"fault": truncate_text(fault, MIN_CHARS)} if fault else {}),
+    } | _episode_row(rollout, task.tokenizer)  # fmt: skip
 
 
-def _episode_row(rollout: Rollout, decode: Callable[[list[int]], str]) -> Row:
-    """[writer, text] of each turn and reply, and the environment's tokens; {} without any."""
-    n_env = len(rollout.tokens) - rollout.n_sampled
-    if not n_env:
+def _episode_row(rollout: Rollout, tokenizer: Tokenizer) -> Row:
+    """[writer, speaker, text] of each message, and the environment's tokens; {} without any."""
+    entries = make_transcript(rollout, tokenizer)
+    if not entries:
         return {}
-    parts = _list_parts(rollout)
-    limit = max(MAX_CHARS // len(parts), MIN_CHARS)
+    limit = max(MAX_CHARS // len(entries), MIN_CHARS)
     texts = [
-        [
-            "policy" if is_policy else "environment",
-            truncate_text(decode(rollout.tokens[start:end].tolist()), limit),
-        ]
-        for start, end, is_policy in parts
+        [entry.writer, truncate_text(entry.speaker, MIN_CHARS), truncate_text(entry.text, limit)]
+        for entry in entries
     ]
     # The start of an episode shows what was asked, its end what was answered.
     n_omitted = len(texts) - MAX_TEXTS
     if n_omitted > 0:
         half = MAX_TEXTS // 2
-        texts[half : half + n_omitted] = [["environment", f"[…{n_omitted} turns and replies…]"]]
+        texts[half : half + n_omitted] = [[ENVIRONMENT, "", f"[…{n_omitted} messages…]"]]
+    n_env = len(rollout.tokens) - rollout.n_sampled
     return {"turns": len(rollout.turns), "env_length": n_env, "transcript": texts}
-
-
-def _list_parts(rollout: Rollout) -> list[tuple[int, int, bool]]:
-    """(start, end, True for the policy's) of the turns and replies, in order."""
-    parts, last_end = list[tuple[int, int, bool]](), 0
-    for start, end in rollout.turns:
-        if start > last_end:
-            parts.append((last_end, start, False))
-        parts.append((start, end, True))
-        last_end = end
-    return parts
 
 
 def truncate_text(text: str, limit: int = MAX_CHARS) -> str:
@@ -148,7 +139,7 @@ def _token_rows(
 ) -> list[list[Any]]:  # fmt: skip
     """Entries of the first MAX_TOKENS tokens: those of the policy, and [text] of each reply."""
     rows: list[list[Any]] = []
-    for start, full_end, is_policy in _list_parts(rollout):
+    for start, full_end, is_policy in list_parts(rollout):
         end = min(full_end, MAX_TOKENS)
         if start >= end:
             break

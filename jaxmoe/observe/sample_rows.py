@@ -39,9 +39,9 @@ def _check_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     transcript = row.get("transcript")
     if isinstance(transcript, list):
         checked["transcript"] = [
-            [part[0], _check_text(part[1])]
+            [part[0], *map(_check_text, part[1:])]
             for part in transcript
-            if isinstance(part, list) and len(part) == 2 and part[0] in WRITERS
+            if isinstance(part, list) and len(part) == 3 and part[0] in WRITERS
         ]
     return checked
 

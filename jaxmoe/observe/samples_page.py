@@ -42,7 +42,7 @@ def group_by_step(rows: Rows) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def format_samples(step: int, rows: Rows, width: int = 100) -> str:
-    """A step's samples as text, one line each; of an episode, one line for each turn and reply."""
+    """A step's samples as text, one line each; in harmony format, one line for each message."""
     lines = [f"rl step {step}"]
     for row in rows:
         lines.append(f"\n  {_shorten(row.get('prompt'), width)}")
@@ -59,15 +59,27 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
             if not transcript:
                 lines.append(f"{line}{note}  {_shorten(sample.get('response'), width)}")
                 continue
-            lines.append(f"{line}  {_format_turns(sample)}{note}")
-            lines += [f"      {writer:<11}  {_shorten(text, width)}" for writer, text in transcript]
+            lines.append(f"{line}{_format_turns(sample, '  ')}{note}")
+            speakers = [_name_speaker(*entry[:2]) for entry in transcript]
+            indent = max(map(len, speakers))
+            lines += [
+                f"      {speaker:<{indent}}  {_shorten(text, width)}"
+                for speaker, (_, _, text) in zip(speakers, transcript, strict=True)
+            ]
     return "\n".join(lines)
 
 
-def _format_turns(sample: Mapping[str, Any]) -> str:
-    """Number of turns and of the environment's tokens."""
+def _format_turns(sample: Mapping[str, Any], separator: str) -> str:
+    """Number of turns and of the environment's tokens; nothing for an answer of one turn."""
+    if not sample.get("env_length"):
+        return ""
     turns, tokens = (_format_number(sample.get(name)) for name in ("turns", "env_length"))
-    return f"{turns} turns, {tokens} tokens of the environment"
+    return f"{separator}{turns} turns, {tokens} tokens of the environment"
+
+
+def _name_speaker(writer: str, speaker: Any) -> str:
+    """The label of a message; of a raw text, who wrote its tokens."""
+    return _shorten(speaker, 40) if speaker else f"({writer})"
 
 
 def _stop_note(sample: Mapping[str, Any]) -> str:
@@ -148,12 +160,18 @@ def _sample_html(sample: Mapping[str, Any]) -> str:
         _token_html(*entry) if len(entry) == 3 else f"<span class=e>{_to_html(entry[0])}</span>"
         for entry in tokens
     )
+    tokens_html = f"<pre class=a>{spans}</pre>"
+    if transcript := _transcript_html(sample):
+        summarised = f"<details><summary>tokens with |Δlogp|</summary>{tokens_html}</details>"
+        return f"<p class=n>{summary}</p>{transcript}{summarised if tokens else ''}"
     total = sample.get("length")
     has_more = isinstance(total, int) and total > len(tokens) and len(tokens) >= 100
-    full_response = _transcript_html(sample) or f"<pre>{_to_html(sample.get('response'))}</pre>"
-    details = f"<details><summary>complete answer</summary>{full_response}</details>"
+    details = (
+        f"<details><summary>complete answer</summary><pre>{_to_html(sample.get('response'))}</pre>"
+        "</details>"
+    )
     details = details if has_more or not tokens else ""
-    return f"<p class=n>{summary}</p><pre class=a>{spans}</pre>{details}"
+    return f"<p class=n>{summary}</p>{tokens_html}{details}"
 
 
 def _answer_html(row: Mapping[str, Any]) -> str:
@@ -161,17 +179,17 @@ def _answer_html(row: Mapping[str, Any]) -> str:
 
 
 def _transcript_html(sample: Mapping[str, Any]) -> str:
-    """The turns and replies of an episode; nothing for a single answer."""
+    """The messages of an answer in harmony format; nothing for others."""
     return "".join(
+        f"<p class=w>{_to_html(_name_speaker(writer, speaker))}</p>"
         f"<pre class={'a' if writer == 'policy' else 'e'}>{_to_html(text)}</pre>"
-        for writer, text in sample.get("transcript") or []
+        for writer, speaker, text in sample.get("transcript") or []
     )
 
 
 def _note_html(sample: Mapping[str, Any]) -> str:
-    turns = f" · {_format_turns(sample)}" if sample.get("transcript") else ""
     note = _stop_note(sample)
-    return turns + (f" · <b>{_to_html(note)}</b>" if note else "")
+    return _format_turns(sample, " · ") + (f" · <b>{_to_html(note)}</b>" if note else "")
 
 
 def _token_html(text: Any, gap: Any, prob: Any) -> str:
@@ -199,7 +217,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; di
   font: 13px/1.5 ui-monospace, monospace }}
 pre.a {{ background: #eef4fb }} pre.e, span.e {{ background: #ddd; color: #444 }}
 p {{ margin: .4em 0 }} .s {{ max-height: 8em; overflow: auto }}
-.n {{ color: #555; font-size: .9em }}
+.n {{ color: #555; font-size: .9em }} .w {{ color: #555; margin: .3em 0 0; font-size: .85em }}
 q {{ unicode-bidi: isolate; white-space: pre-wrap }}
 i {{ color: #a0307a; font-style: normal; font-size: .85em }}
 span {{ unicode-bidi: isolate; border-right: 1px solid #c5d5e5 }}

@@ -172,34 +172,43 @@ def dom(path, profile):
     return result.stdout
 
 
-def make_episode_rows(text="4761"):
+def make_episode_rows(text="4761", speaker="python"):
     sample = make_answer(
         "final: 4761", stop="max_turns", advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=3,
         turns=2, env_length=4, tokens=[["69*69", -0.02, 0.5], [text], ["4761", 0.0, 1.0]],
-        transcript=[["policy", "69*69"], ["environment", text], ["policy", "final: 4761"]],
+        transcript=[
+            ["policy", "assistant to python", "69*69"], ["environment", speaker, text],
+            ["policy", "", "final: 4761"],
+        ],
     )  # fmt: skip
     row = {"stage": "rl", "step": 1, "row": 3, "prompt": "69*69", "answer": "4761"}
     held_out = row | {"kind": "held_out"} | sample
     return [row | {"kind": "group", "samples": [sample]}, held_out]
 
 
-def test_an_episode_is_a_line_for_each_turn_and_grey_where_the_environment_wrote(tmp_path, capsys):
+def test_an_episode_is_a_line_for_each_message_and_grey_where_the_environment_wrote(
+    tmp_path, capsys
+):
     run = write(tmp_path / "run", make_episode_rows())
     assert samples.main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[4].endswith("2 turns, 4 tokens of the environment  max turns")
     assert lines[5:8] == [
-        "      policy       69*69", "      environment  4761", "      policy       final: 4761"
+        "      assistant to python  69*69", "      python               4761",
+        "      (policy)             final: 4761",
     ]  # fmt: skip
     page = (run / "samples.html").read_text()
-    assert "<span class=e>4761</span>" in page and "<pre class=e>4761</pre>" in page
+    assert (
+        "<span class=e>4761</span>" in page
+        and "<p class=w>python</p><pre class=e>4761</pre>" in page
+    )
     assert page.count('title="Δlogp') == 2  # not at the environment's tokens
     assert "<b>max turns</b>" in page
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_replies_of_an_environment_are_text(tmp_path, text):
-    write_page(make_episode_rows(text), "title", tmp_path / "page.html")
+    write_page(make_episode_rows(text, text), "title", tmp_path / "page.html")
     write_page(make_episode_rows("harmless"), "title", tmp_path / "harmless.html")
     tags = [[t for t in parsed(tmp_path / f"{name}.html").tags if t[0] != "i"]
             for name in ("page", "harmless")]  # fmt: skip
@@ -208,6 +217,23 @@ def test_replies_of_an_environment_are_text(tmp_path, text):
 
 def test_a_transcript_of_wrong_types_is_left_out():
     (row,) = make_episode_rows()[1:]
-    row["transcript"] = [["policy", {"a": 1}], ["<b>", "x"], "policy", ["policy"], ["policy", "ok"]]
+    row["transcript"] = [
+        ["policy", {"a": 1}, []], ["<b>", "", "x"], "policy", ["policy", "ok"], ["policy", "", "ok"]
+    ]  # fmt: skip
     (checked,) = group_by_step([row])[1]
-    assert checked["transcript"] == [["policy", "(dict)"], ["policy", "ok"]]
+    assert checked["transcript"] == [["policy", "(dict)", "(list)"], ["policy", "", "ok"]]
+
+
+def test_an_answer_of_one_turn_names_no_environment_and_a_fault_says_why(capsys, tmp_path):
+    transcript = [["policy", "assistant (analysis)", "hm"], ["policy", "assistant", "4761"]]
+    answer = make_answer("", transcript=transcript, turns=1, env_length=0)
+    fault = answer | {"stop": "env_error", "fault": "ValueError: \x1b[2J no"}
+    row = {"stage": "rl", "step": 1, "row": 3, "prompt": "69*69", "answer": "4761"}
+    run = write(tmp_path / "run", [row | {"kind": "held_out"} | fault])
+    assert samples.main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4:7] == [
+        r"    reward 1  env error: ValueError: \x1b[2J no",
+        "      assistant (analysis)  hm", "      assistant             4761",
+    ]  # fmt: skip
+    assert "<b>env error: ValueError:" in (run / "samples.html").read_text()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import read_turn
+from jaxmoe.data.harmony import read_reply, read_turn
 from jaxmoe.data.harmony_render import write_messages, write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.data.tokenizer import ByteTokenizer
@@ -79,3 +79,26 @@ def test_what_a_turn_writes_is_read_from_it(messages, is_code):
     turn = read_turn(prompt, write_turn([*others, last], BYTES), BYTES)
     assert turn.messages == (*others, last) and turn.problem == ""
     assert turn.calls == tuple(m for m in turn.messages if m.recipient)
+
+
+names = st.text("abc_.", min_size=1, max_size=8).filter(
+    lambda name: name not in ("system", "developer", "user", "assistant")
+)
+replies = st.lists(
+    st.one_of(
+        st.builds(Message, st.sampled_from(["user", "system", "developer"]), st.text()),
+        st.builds(
+            lambda content, name, content_type: Message(
+                "tool", content, name=name, recipient="assistant", content_type=content_type,
+                channel="commentary" if name.startswith("functions.") else "analysis",
+            ),
+            st.text(), names | names.map("functions.{}".format), st.sampled_from(["", "json"]),
+        ),
+    ),
+    max_size=4,
+)  # fmt: skip
+
+
+@given(replies)
+def test_the_messages_of_a_reply_are_read_back(messages):
+    assert read_reply(write_messages(messages, BYTES), BYTES) == messages

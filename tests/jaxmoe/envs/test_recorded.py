@@ -146,7 +146,10 @@ def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
     assert sample["response"] == "c" and sample["stop"] == "max_turns"
     assert [t[0] for t in sample["tokens"]] == ["a", "b", "xyz", "c"]
     assert [len(t) for t in sample["tokens"]] == [3, 3, 1, 3]
-    assert sample["transcript"] == [["policy", "ab"], ["environment", "xyz"], ["policy", "c"]]
+    # This prompt opens no message in harmony format, so that there are only raw texts.
+    assert sample["transcript"] == [
+        ["policy", "", "ab"], ["environment", "", "xyz"], ["policy", "", "c"]
+    ]  # fmt: skip
 
 
 def test_a_long_episode_has_a_bound():
