@@ -170,7 +170,8 @@ def at_hand(cfg: Config, folder: Path) -> list[str]:
     sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
             "lora.init_from=",
             "data.task=reasoning_gym:spell_backward",
-            "data.template={system}{question}"]  # fmt: skip
+            # Tools are declared in harmony format, which the byte tokenizer has.
+            *([] if cfg.has_environment else ["data.template={system}{question}"])]  # fmt: skip
     return [x for change in sets for x in ("--set", change)]
 
 
