@@ -3,8 +3,8 @@
 
 COMMAND  python -m jaxmoe.train --config tiny_tool.py
 EXPECT   (to be measured)
-SOURCE   reasoning-gym's basic_arithmetic, products of two numbers below 100; half of the
-         demonstrations of the warm start call the tool, so that RL learns the choice. Sizes and
+SOURCE   reasoning-gym's basic_arithmetic, products of two numbers below 100; three in
+         ten demonstrations of the warm start call the tool, so that RL learns the choice. Sizes and
          rates found by trying.
 """
 
@@ -25,7 +25,7 @@ from jaxmoe.data.rows import Message, Row
 from jaxmoe.model.config import tiny
 
 
-def demonstrate_calculator(row: Row, *, share: float = 0.5) -> Sequence[Message]:
+def demonstrate_calculator(row: Row, *, share: float = 0.3) -> Sequence[Message]:
     """An episode that ends in the stored answer; in `share` of the rows it calls the tool first."""
     answer = str(row.answer)
     final = Message("assistant", answer, channel="final")
@@ -53,15 +53,15 @@ def get_config() -> Config:
             max_prompt_tokens=40,
         ),
         warmup=WarmupConfig(
-            steps=200, sequences_per_step=64, lr=1e-3,
+            steps=500, sequences_per_step=64, lr=1e-3,
             demonstrations="configs.tiny_tool:demonstrate_calculator",
         ),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=72, max_turns=3,
             max_turn_tokens=48, max_reply_tokens=32, max_context=192,
         ),
-        loss=LossConfig(entropy_coef=0.005),
-        optim=OptimConfig(lr=5e-4, lr_warmup_steps=5, beta2=0.99),
+        loss=LossConfig(entropy_coef=0.01),
+        optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99),
         steps=60,
         eval=EvalConfig(every_steps=15),
         save=SaveConfig(every_steps=60),

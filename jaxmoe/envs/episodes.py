@@ -6,8 +6,8 @@ are encoded: nothing that was sampled is ever tokenised again.
 Next: jaxmoe/rollout/native_turns.py samples them; jaxmoe/envs/environment.py is the protocol.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,9 @@ from jaxmoe.data.rows import Message, Source
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Environment, EnvironmentFactory, prompt_messages
-from jaxmoe.envs.step_check import (
-    EnvironmentFault,
-    check_numbers,
-    check_reset,
-    check_step,
-)
+from jaxmoe.envs.environment import EnvironmentFactory, prompt_messages
+from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault
+from jaxmoe.envs.step_check import check_reset
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.replies import Reply, ReplyThreads, open_reply_channel
@@ -72,28 +68,6 @@ def sample_rollouts(
     return episodes.finish(rollouts)
 
 
-@dataclass
-class _State:
-    """One episode in this process."""
-
-    environment: Environment
-    context: Sequence[int]  # the tokens before the policy's next turn, which open its message
-    n_steps: int = 0
-    rewards: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The part of an episode that its process reports to the others."""
-
-    n_steps: int
-    rewards: dict[str, float]
-    metrics: dict[str, float]
-    fault: str
-
-
 class Episodes:
     """A TokenEnvironment over environments of messages; one object is one batch.
 
@@ -108,7 +82,7 @@ class Episodes:
         self._template, self._tokenizer = template, tokenizer
         self._samples, self._seed = samples, seed
         self._prompts: list[Prompt] = []
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, EpisodeState] = {}
         self._channel = open_reply_channel()
         self.reply_timeout_s = settings.reply_timeout_s
         self.patience_s = settings.patience_s
@@ -167,7 +141,6 @@ class Episodes:
         parsed = read_turn(state.context, turn, self._tokenizer)
         if parsed.problem:
             return StopReason.PARSE_ERROR
-        state.n_steps += 1
         # A call that names no tool is a call of an unknown one, and not an answer.
         nameless = [call for call in parsed.calls if not call.recipient]
         messages = [
@@ -175,9 +148,7 @@ class Episodes:
             for message in parsed.messages
         ]
         try:
-            step = check_step(wait_for_result(state.environment.step(messages)))
-            add_numbers(state.rewards, step.rewards)
-            add_numbers(state.metrics, step.metrics)
+            step = state.step(messages)
             if step.terminated or step.truncated:
                 return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
             limit = self._settings.max_reply_tokens
@@ -194,26 +165,29 @@ class Episodes:
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Close the environments; return the rollouts with their rewards and metrics."""
-        results: dict[int, _Result] = {}
+        results: dict[int, EpisodeResult] = {}
         for share in self._channel.gather_results(self._close_share):
             for key, fields in share.items():
-                result = _Result(**fields)
+                result = EpisodeResult(**fields)
                 # The process that stepped the episode has its rewards.
-                if int(key) not in results or results[int(key)].n_steps < result.n_steps:
+                if int(key) not in results or len(results[int(key)].steps) < len(result.steps):
                     results[int(key)] = result
+        finished = [self._add_result(rollout, results[i]) for i, rollout in enumerate(rollouts)]
         # A metric that only some environments count is 0 in the others.
-        names = dict.fromkeys(name for result in results.values() for name in result.metrics)
+        names = dict.fromkeys(name for rollout in finished for name in rollout.env_metrics)
         zeros = dict.fromkeys(names, 0.0)
-        return [
-            replace(
-                rollout, env_rewards=results[i].rewards,
-                env_metrics=zeros
-                | _add_shares(results[i].metrics)
-                | {"hack/forged_turn": float(self._is_forged(rollout))},
-                env_fault=results[i].fault if rollout.stop is StopReason.ENV_ERROR else "",
-            )
-            for i, rollout in enumerate(rollouts)
-        ]  # fmt: skip
+        return [replace(r, env_metrics=zeros | dict(r.env_metrics)) for r in finished]
+
+    def _add_result(self, rollout: Rollout, result: EpisodeResult) -> Rollout:
+        # The reply to the last turn came too late, and with it its reward.
+        is_late = rollout.stop is StopReason.ENV_TIMEOUT
+        n_steps = len(rollout.turns) - 1 if is_late else len(result.steps)
+        forged = {"hack/forged_turn": float(self._is_forged(rollout))}
+        return replace(
+            rollout, env_rewards=result.rewards(n_steps),
+            env_metrics=result.metrics(n_steps) | forged,
+            env_fault=result.fault if rollout.stop is StopReason.ENV_ERROR else "",
+        )  # fmt: skip
 
     def _is_forged(self, rollout: Rollout) -> bool:
         """True if the last turn opens a message in the name of another role."""
@@ -223,27 +197,22 @@ class Episodes:
 
     def abandon(self) -> None:
         """Close the environments of this process after an error; it raises nothing."""
-        states, self._states = self._states, {}
-        closes: list[Callable[[], Any]] = [
-            partial(_close_environment, state.environment) for state in states.values()
-        ]
-        self._settings.threads.run_all(closes, self._settings.reply_timeout_s)
+        self._close_all()
+        self._states = {}
+
+    def _close_all(self) -> None:
+        closes = [state.close for state in self._states.values()]
+        for state, outcome in zip(
+            self._states.values(),
+            self._settings.threads.run_all(closes, self._settings.reply_timeout_s),
+            strict=True,
+        ):
+            if isinstance(outcome, Exception):
+                state.closing_fault = describe_fault(outcome)
 
     def _close_share(self) -> dict[str, Any]:
-        closed = self._settings.threads.run_all(
-            [partial(_close_environment, state.environment) for state in self._states.values()],
-            self._settings.reply_timeout_s,
-        )
-        for state, rewards in zip(self._states.values(), closed, strict=True):
-            if isinstance(rewards, Exception):
-                state.metrics["env/close_faults"] = 1.0
-                state.fault = state.fault or describe_fault(rewards)
-            else:
-                add_numbers(state.rewards, rewards)
-        return {
-            str(i): asdict(_Result(state.n_steps, state.rewards, state.metrics, state.fault))
-            for i, state in self._states.items()
-        }
+        self._close_all()
+        return {str(i): state.report() for i, state in self._states.items()}
 
     def _open_episode(self, episode: int) -> tuple[str, list[int]]:
         """Reset an episode's environment; return the text and the tokens of its prompt."""
@@ -265,9 +234,9 @@ class Episodes:
                     ) from error
         else:
             raise AssertionError("unreachable")
-        self._states[episode] = state = _State(environment, prompt.tokens)
+        self._states[episode] = state = EpisodeState(environment, prompt.tokens)
         if tools := environment.tools:
-            state.metrics |= dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
+            state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:
             text, tokens = self._template.render_messages(messages, self._tokenizer, tools)
             return text, list(tokens)
@@ -295,26 +264,3 @@ def shorten_message(message: Message, limit: int, tokenizer: Tokenizer) -> Messa
         f"{tokenizer.decode(tokens[len(tokens) - tail :])}"
     )
     return replace(message, content=content)
-
-
-def _add_shares(metrics: dict[str, float]) -> dict[str, float]:
-    """Add tool/used_frac, the share of episodes with a call, if the episode has tools."""
-    calls = metrics.get("tool/calls")
-    return metrics if calls is None else metrics | {"tool/used_frac": float(calls > 0)}
-
-
-def add_numbers(totals: dict[str, float], values: Any) -> None:
-    """Add values to totals of the same name."""
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
-def describe_fault(error: BaseException) -> str:
-    """The kind and the first line of an exception, for one line of a report."""
-    text = str(error).strip()
-    line = text.splitlines()[0][:200] if text else ""
-    return line if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {line}"
-
-
-def _close_environment(environment: Environment) -> dict[str, float]:
-    return check_numbers(wait_for_result(environment.close()), "the rewards of close")

@@ -100,12 +100,15 @@ class ReplyThreads:
         return results
 
     def abandon(self, call: _Call) -> None:
-        """Give up a call that is late; its thread ends when the call returns.
+        """Give up a call that is late; its thread ends when the call returns. A call that has
+        returned meanwhile is late all the same, and its thread goes on.
 
         Raises EngineError if as many threads are abandoned as the run may have.
         """
         with self.changed:
             call.abandoned = True
+            if call.is_done:
+                return
             self._n_threads -= 1
             self.n_abandoned += 1
             if self.n_abandoned > self._count:

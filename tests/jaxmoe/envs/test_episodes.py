@@ -260,6 +260,26 @@ def test_a_reply_that_hangs_ends_its_own_episode_and_its_thread_is_counted():
     assert threads.n_abandoned == 0
 
 
+def test_a_reward_after_the_timeout_is_not_paid_and_its_environment_is_closed_later():
+    events = []
+
+    def step(self, messages):
+        time.sleep(0.5)
+        events.append("stepped")
+        return [], 7.0, True, False, {}
+
+    rollouts = sample(
+        make_echo(step=step, close=lambda self: events.append("closed")), FINAL, samples=1,
+        reply_timeout_s=0.1,
+    )  # fmt: skip
+    assert {r.stop for r in rollouts} == {StopReason.ENV_TIMEOUT} and not events
+    deadline = time.monotonic() + 5
+    while len(events) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(events) == ["closed"] * 3 + ["stepped"] * 3
+    assert all(r.env_rewards == {} for r in rollouts)
+
+
 def test_more_abandoned_threads_than_a_run_may_have_end_it():
     with pytest.raises(EngineError, match=r"rollout\.reply_threads"):
         sample(

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One episode's environment, and what it paid and counted. Next: jaxmoe/envs/episodes.py."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from jaxmoe.data.rows import Message
+from jaxmoe.envs.async_loop import wait_for_result
+from jaxmoe.envs.environment import Environment
+from jaxmoe.envs.step_check import EnvironmentFault, StepResult, check_numbers, check_step
+
+
+@dataclass
+class EpisodeState:
+    """An episode in the process that steps its environment.
+
+    A step that is late may return after its episode ended. It is not counted then, and the
+    environment is closed when it returns: an object is never in two threads at once.
+    """
+
+    environment: Environment
+    context: Sequence[int]  # the tokens before the policy's next turn, which open its message
+    counts: dict[str, float] = field(default_factory=dict)  # metrics before the first step
+    fault: str = ""
+    steps: list[tuple[Mapping[str, float], Mapping[str, float]]] = field(default_factory=list)
+    closing_rewards: dict[str, float] = field(default_factory=dict)
+    closing_fault: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_stepping: bool = False
+    _is_left: bool = False  # it ended while its environment was stepping
+
+    def step(self, messages: list[Message]) -> StepResult:
+        """Step the environment; raises what it raises, or EnvironmentFault."""
+        with self._lock:
+            self._is_stepping = True
+        try:
+            result = check_step(wait_for_result(self.environment.step(messages)))
+            self.steps.append((result.rewards, result.metrics))
+            return result
+        finally:
+            with self._lock:
+                self._is_stepping = False
+            if self._is_left:
+                with suppress(Exception):  # nobody waits for it any more
+                    wait_for_result(self.environment.close())
+
+    def close(self) -> None:
+        """Close the environment; a fault is recorded, and loses no reward of a step."""
+        with self._lock:
+            if self._is_stepping:
+                self._is_left = True
+                return
+        try:
+            result = wait_for_result(self.environment.close())
+            self.closing_rewards = check_numbers(result, "the rewards of close")
+        except Exception as error:
+            self.closing_fault = describe_fault(error)
+
+    def report(self) -> dict[str, Any]:
+        """The result of the episode as JSON values, for the other processes."""
+        return asdict(
+            EpisodeResult(
+                list(self.steps), self.closing_rewards, self.closing_fault, self.counts, self.fault
+            )
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What the environment paid and counted; steps are (rewards, metrics)."""
+
+    steps: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
+    closing_rewards: Mapping[str, float]
+    closing_fault: str
+    counts: Mapping[str, float]
+    fault: str
+
+    def rewards(self, n_steps: int) -> dict[str, float]:
+        """The rewards of the first steps and of the end, added up by part."""
+        return add_numbers(*(rewards for rewards, _ in self.steps[:n_steps]), self.closing_rewards)
+
+    def metrics(self, n_steps: int) -> dict[str, float]:
+        """The metrics of the first steps, added up; and faults of the end."""
+        metrics = add_numbers(self.counts, *(metrics for _, metrics in self.steps[:n_steps]))
+        if (calls := metrics.get("tool/calls")) is not None:
+            metrics["tool/used_frac"] = float(calls > 0)
+        if self.closing_fault:
+            metrics["env/close_faults"] = 1.0
+        return metrics
+
+
+def add_numbers(*parts: Mapping[str, float]) -> dict[str, float]:
+    """The sums of values of the same name."""
+    totals: dict[str, float] = {}
+    for values in parts:
+        for name, value in values.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def describe_fault(error: BaseException) -> str:
+    """The kind and the first line of an exception, for one line of a report."""
+    text = str(error).strip()
+    line = text.splitlines()[0][:200] if text else ""
+    return line if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {line}"
