@@ -19,8 +19,8 @@ UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
 def describe_vllm(cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_vllm_engine, summary=_summarize(cfg), reports_kept_mass=True,
-        reports_experts=True, check=check_vllm, check_processes=check_vllm_processes,
-        without_weight_check=_without_probe,
+        reports_experts=True, runs_episodes=True, check=check_vllm,
+        check_processes=check_vllm_processes, without_weight_check=_without_probe,
     )  # fmt: skip
 
 
