@@ -3,7 +3,7 @@
 
 COMMAND  python -m jaxmoe.train --config tiny_tool.py
 EXPECT   (to be measured)
-SOURCE   reasoning-gym's basic_arithmetic, products of two numbers below 100; three in
+SOURCE   reasoning-gym's products of two numbers with two digits; three in
          ten demonstrations of the warm start call the tool, so that RL learns the choice. Sizes and
          rates found by trying.
 """
@@ -41,16 +41,13 @@ def get_config() -> Config:
     return Config(
         model=tiny(),
         data=DataConfig(
-            task="reasoning_gym:basic_arithmetic",
-            options={
-                "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2,
-                "operators": ["*"], "allow_parentheses": False, "allow_negation": False,
-            },
+            task="reasoning_gym:products",
+            options={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
             template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
             tools="python",
             train_rows=32_768,
             held_out_rows=256,
-            max_prompt_tokens=40,
+            max_prompt_tokens=104,
         ),
         warmup=WarmupConfig(
             steps=500, sequences_per_step=64, lr=1e-3,
@@ -58,10 +55,12 @@ def get_config() -> Config:
         ),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=72, max_turns=3,
-            max_turn_tokens=48, max_reply_tokens=32, max_context=192,
+            max_turn_tokens=48, max_reply_tokens=32, max_context=256,
         ),
         loss=LossConfig(entropy_coef=0.01),
-        optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99),
+        optim=OptimConfig(
+            lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=64 * 256
+        ),
         steps=60,
         eval=EvalConfig(every_steps=15),
         save=SaveConfig(every_steps=60),
