@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native engine: jitted prefill and decode over the trainer's forward.
 
-Decode returns to the host when at most a quarter of the rows is alive, and continues with a batch
-of that size, so that finished rows cost no more time. Next: jaxmoe/rollout/decoding.py.
+Next: jaxmoe/rollout/native_turns.py samples a batch; jaxmoe/rollout/decoding.py has the programs.
 """
 
 import sys
@@ -53,7 +52,9 @@ class NativeEngine:
     """Samples with the trainer's forward.
 
     With `keep_experts` a rollout has the experts of its tokens. On a mesh each device has its own
-    rows, and keeps them until the last row of the batch has ended.
+    rows, and keeps them until the last row of the batch has ended. `max_context` is the limit of an
+    episode of several turns in tokens; with 0 there are single answers only. `max_reply_tokens` of
+    an environment, if known, saves padding; a longer reply takes several calls.
     """
 
     incidents: Sequence[str] = ()  # it never recovers from a fault
@@ -63,10 +64,6 @@ class NativeEngine:
         max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None, max_context: int = 0,
         max_reply_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """Args:
-        max_context: tokens of an episode of several turns; 0 allows single answers only.
-        max_reply_tokens: of the environment, if known; a longer reply takes several calls.
-        """
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
         self._max_context = max_context
         self._rules = rules = sampling_rules(cfg)
