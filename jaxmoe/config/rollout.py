@@ -120,7 +120,7 @@ class RolloutConfig:
     max_context: int = 0  # of prompt, turns and replies; 0: data.max_prompt_tokens + max_new_tokens
     reply_timeout_s: float = 60.0  # until a reply that is missing ends its episode; 0: no limit
     patience_s: float = 0.0  # the other episodes wait this long for a late reply; 0: they all wait
-    reply_threads: int = 64  # replies that are computed at once
+    reply_threads: int = 256  # replies that are computed at once
     overlong_buffer: int = 0  # answers that end in the last tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's forward; or "vllm", or "module:function" of your own
