@@ -31,10 +31,13 @@ class EpisodeState:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_stepping: bool = False
     _is_left: bool = False  # it ended while its environment was stepping
+    _is_closed: bool = False
 
     def step(self, messages: list[Message]) -> StepResult:
         """Step the environment; raises what it raises, or EnvironmentFault."""
         with self._lock:
+            if self._is_closed:  # the turn was late before it came here
+                raise EnvironmentFault("the environment is closed")
             self._is_stepping = True
         try:
             result = check_step(wait_for_result(self.environment.step(messages)))
@@ -53,6 +56,7 @@ class EpisodeState:
             if self._is_stepping:
                 self._is_left = True
                 return
+            self._is_closed = True
         try:
             result = wait_for_result(self.environment.close())
             self.closing_rewards = check_numbers(result, "the rewards of close")

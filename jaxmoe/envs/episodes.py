@@ -6,7 +6,10 @@ are encoded: nothing that was sampled is ever tokenised again.
 Next: jaxmoe/rollout/native_turns.py samples them; jaxmoe/envs/environment.py is the protocol.
 """
 
+import copy
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,11 +19,11 @@ import numpy as np
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.data.harmony import read_turn
 from jaxmoe.data.harmony_render import write_messages
-from jaxmoe.data.rows import Message, Source
+from jaxmoe.data.rows import Message, Row, Source
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import EnvironmentFactory, prompt_messages
+from jaxmoe.envs.environment import Environment, EnvironmentFactory, prompt_messages
 from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault
 from jaxmoe.envs.step_check import check_reset
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
@@ -82,7 +85,10 @@ class Episodes:
         self._template, self._tokenizer = template, tokenizer
         self._samples, self._seed = samples, seed
         self._prompts: list[Prompt] = []
+        self._rows: list[Row] = []  # of the prompts
         self._states: dict[int, EpisodeState] = {}
+        self._states_lock = threading.Lock()
+        self._is_closed = False
         self._channel = open_reply_channel()
         self.reply_timeout_s = settings.reply_timeout_s
         self.patience_s = settings.patience_s
@@ -95,6 +101,8 @@ class Episodes:
         local = [i for i in range(len(prompts) * self._samples) if i % count == number]
 
         def open_share() -> dict[str, Any]:
+            # Read in this thread, since sources need not be safe for several threads.
+            self._rows = [self._source[prompt.id] for prompt in prompts]
             opened = self._settings.threads.run_all(
                 [partial(self._open_episode, i) for i in local],
                 RESET_TRIES * self._settings.reply_timeout_s,
@@ -112,14 +120,16 @@ class Episodes:
         for share in self._channel.gather_results(open_share):
             by_episode |= {int(i): value for i, value in share.items()}
         for i, prompt in enumerate(prompts):
-            texts = {by_episode[i * self._samples + j][0] for j in range(self._samples)}
-            if len(texts) > 1:
+            group = [by_episode[i * self._samples + j] for j in range(self._samples)]
+            # A text may spell a special token, so equal texts may have other tokens.
+            different = {(text, tuple(tokens)) for text, tokens in group}
+            if len(different) > 1:
                 raise ConfigError(
                     "data.environment: all samples of a row must get the same prompt, since their "
-                    f"rewards are compared; row {prompt.id} got {len(texts)}. Draw what is random "
-                    "in reset() from its seed."
+                    f"rewards are compared; row {prompt.id} got {len(different)}. Draw what is "
+                    "random in reset() from its seed."
                 )
-            text, tokens = by_episode[i * self._samples]
+            text, tokens = group[0]
             if len(tokens) > max_prompt_tokens:
                 raise ConfigError(
                     f"a prompt must have at most data.max_prompt_tokens ({max_prompt_tokens}) "
@@ -144,7 +154,10 @@ class Episodes:
         # A call that names no tool is a call of an unknown one, and not an answer.
         nameless = [call for call in parsed.calls if not call.recipient]
         messages = [
-            replace(message, recipient="functions.") if message in nameless else message
+            # Messages of equal fields may end in different marks.
+            replace(message, recipient="functions.")
+            if any(message is call for call in nameless)
+            else message
             for message in parsed.messages
         ]
         try:
@@ -197,16 +210,18 @@ class Episodes:
 
     def abandon(self) -> None:
         """Close the environments of this process after an error; it raises nothing."""
-        self._close_all()
+        with suppress(Exception):  # too many closes that hang; the first error is the cause
+            self._close_all()
         self._states = {}
 
     def _close_all(self) -> None:
-        closes = [state.close for state in self._states.values()]
-        for state, outcome in zip(
-            self._states.values(),
-            self._settings.threads.run_all(closes, self._settings.reply_timeout_s),
-            strict=True,
-        ):
+        with self._states_lock:
+            self._is_closed = True
+            states = list(self._states.values())
+        outcomes = self._settings.threads.run_all(
+            [state.close for state in states], self._settings.reply_timeout_s
+        )
+        for state, outcome in zip(states, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 state.closing_fault = describe_fault(outcome)
 
@@ -217,16 +232,19 @@ class Episodes:
     def _open_episode(self, episode: int) -> tuple[str, list[int]]:
         """Reset an episode's environment; return the text and the tokens of its prompt."""
         prompt = self._prompts[episode // self._samples]
-        row = self._source[prompt.id]
+        row = self._rows[episode // self._samples]
         seed = int(np.random.SeedSequence([self._seed, prompt.id]).generate_state(1)[0])
         for tries_left in reversed(range(RESET_TRIES)):
             environment = self._settings.make_environment()
+            # An environment may change its row, which the other samples and the scorer read too.
+            own_row = replace(row, columns=copy.deepcopy(dict(row.columns)))
             try:
-                messages, _ = check_reset(wait_for_result(environment.reset(row, seed=seed)))
+                messages, _ = check_reset(wait_for_result(environment.reset(own_row, seed=seed)))
                 break
-            except ConfigError:
-                raise
             except Exception as error:
+                _close_quietly(environment)
+                if isinstance(error, ConfigError):
+                    raise
                 if not tries_left:
                     raise EngineError(
                         "data.environment: reset must return the prompt's messages; it failed "
@@ -234,7 +252,14 @@ class Episodes:
                     ) from error
         else:
             raise AssertionError("unreachable")
-        self._states[episode] = state = EpisodeState(environment, prompt.tokens)
+        state = EpisodeState(environment, prompt.tokens)
+        with self._states_lock:
+            is_late = self._is_closed
+            if not is_late:
+                self._states[episode] = state
+        if is_late:  # nobody waits for it any more
+            _close_quietly(environment)
+            raise EngineError(f"data.environment: the reset of row {prompt.id} came too late.")
         if tools := environment.tools:
             state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:
@@ -247,6 +272,11 @@ class Episodes:
                 f"prompt, got {self._template.text!r:.60}. Try --set data.template=harmony."
             )
         return prompt.text, list(prompt.tokens)
+
+
+def _close_quietly(environment: Environment) -> None:
+    with suppress(Exception):
+        wait_for_result(environment.close())
 
 
 def shorten_message(message: Message, limit: int, tokenizer: Tokenizer) -> Message:
