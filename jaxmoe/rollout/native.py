@@ -41,7 +41,7 @@ from jaxmoe.rollout.decoding import (
 )
 from jaxmoe.rollout.native_turns import NativeBatch, NativePrograms
 from jaxmoe.rollout.replies import TokenEnvironment
-from jaxmoe.rollout.turns import Episode
+from jaxmoe.rollout.turns import Episode, check_room
 from jaxmoe.shapes import Leaf, Params
 
 MAX_APPEND_TOKENS = 128  # that one call reads of a reply; longer replies take several calls
@@ -204,6 +204,12 @@ class NativeEngine:
                 "episodes with an environment need an engine with a limit for all their tokens. "
                 "Try --set rollout.max_context=4096."
             )
+        # Keys beyond the last slot would be dropped without an error.
+        if 0 < self._max_context < sampling.max_context:
+            raise ConfigError(
+                f"sampling.max_context ({sampling.max_context}) must be at most the engine's "
+                f"({self._max_context}). Try --set rollout.max_context={sampling.max_context}."
+            )
         # Greedy answers take the most likely token, which top-k and top-p never exclude.
         if sampling.temperature <= 0.0:
             sampling = replace(sampling, top_k=0, top_p=1.0)
@@ -233,6 +239,7 @@ class NativeEngine:
         params, version = loaded
         limit = sampling.max_context or self._max_context or sys.maxsize
         episodes = [Episode(prompt, sampling, limit) for prompt in prompts for _ in range(samples)]
+        check_room(episodes)
         limits = np.zeros(width * samples, np.int32)
         limits[: len(episodes)] = [episode.turn_limit for episode in episodes]
         rows, prompt_experts = self._prefill_batch(
@@ -255,11 +262,6 @@ class NativeEngine:
         for prompt in prompts:
             _check_prompt(prompt, self._cfg.vocab_size)
         longest = max(len(p.tokens) for p in prompts)
-        if not limit_B[: len(prompts) * samples].all():
-            raise ConfigError(
-                "rollout.max_context must exceed the tokens of every prompt, got a prompt of "
-                f"{longest}. Try --set rollout.max_context={2 * longest}."
-            )
         if longest > self._longest:
             raise ConfigError(
                 f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "

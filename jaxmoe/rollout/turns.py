@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxmoe.config import ConfigError
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
 
@@ -120,3 +121,13 @@ class Episode:
             # A single answer has no mask: the policy sampled all of it.
             None if mask.all() else mask,
         )  # fmt: skip
+
+
+def check_room(episodes: Sequence[Episode]) -> None:
+    """Raise ConfigError if a prompt leaves no room for a token of the policy."""
+    longest = max((len(e.prompt.tokens) for e in episodes if not e.turn_limit), default=0)
+    if longest:
+        raise ConfigError(
+            "rollout.max_context must exceed the tokens of every prompt, got a prompt of "
+            f"{longest}. Try --set rollout.max_context={2 * longest}."
+        )

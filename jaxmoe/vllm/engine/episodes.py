@@ -17,7 +17,7 @@ from jaxmoe.config import EngineError, ModelConfig
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.recorded_experts import mark_unknown_experts
 from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
-from jaxmoe.rollout.turns import Episode
+from jaxmoe.rollout.turns import Episode, check_room
 from jaxmoe.vllm.client.request import PromptRequest
 
 # (episode, request, sampling with the limit of the turn) -> the turn
@@ -35,6 +35,7 @@ def sample_episodes(
     Raises what an environment or a request raised, and EngineError if the engine is closed.
     """
     episodes = [Episode(p, sampling, max_context) for p in prompts for _ in range(samples)]
+    check_room(episodes)
     pending = PendingReplies(environment, is_closed)
     changed = environment.reply_threads.changed
     finished = deque[tuple[int, Future[Rollout]]]()  # guarded by `changed`

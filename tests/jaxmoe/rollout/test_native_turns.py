@@ -159,3 +159,11 @@ def test_an_engine_of_single_answers_refuses_an_environment():
     engine = open_engine(max_context=0)
     with pytest.raises(ConfigError, match=r"rollout\.max_context"):
         engine.generate(PROMPTS, SAMPLING, seed=0, environment=ScriptedEnvironment(97))
+
+
+def test_a_limit_of_the_context_beyond_the_cache_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"rollout\.max_context=300"):
+        engine.generate(
+            PROMPTS, replace(SAMPLING, max_context=300), seed=0,
+            environment=ScriptedEnvironment(97, turns=99, longest=60),
+        )  # fmt: skip

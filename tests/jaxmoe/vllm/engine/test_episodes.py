@@ -371,6 +371,16 @@ def test_a_context_that_the_servers_do_not_have_is_refused(server, tmp_path):
         open_engine(server.url, tmp_path, max_context=CONTEXT + 1)
 
 
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(server, tmp_path):
+    longest = max(len(p.tokens) for p in prompts(6))
+    sampling = Sampling(NEW, STOPS, max_turns=2, max_context=longest)
+    with (
+        closing(open_loaded(server, tmp_path)) as opened,
+        pytest.raises(ConfigError, match=f"Try --set rollout.max_context={2 * longest}"),
+    ):
+        opened.generate(prompts(6), sampling, seed=0, environment=Replies())
+
+
 def test_several_processes_have_the_same_episodes_and_tools_run_once(server, tmp_path):
     environments = [Replies() for _ in range(2)]
 
