@@ -134,7 +134,7 @@ def test_the_limits_of_an_episode_end_it_with_their_reason(engine):
     assert all(r.stop.is_truncation for r in short if r.tokens[-1] not in STOPS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_in_invariant_numerics_any_schedule_gives_the_same_bits(dtype):
     cfg = replace(CFG, dtype=dtype, numerics="invariant")
     ops, sampling = INVARIANT, replace(SAMPLING, top_k=50, top_p=0.98)
