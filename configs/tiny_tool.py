@@ -61,8 +61,8 @@ def get_config() -> Config:
         optim=OptimConfig(
             lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=64 * 256
         ),
-        steps=60,
+        steps=45,
         eval=EvalConfig(every_steps=15),
-        save=SaveConfig(every_steps=60),
+        save=SaveConfig(every_steps=45),
         workdir="runs/tiny_tool",
     )  # fmt: skip
