@@ -5,10 +5,12 @@ Next: jaxmoe/config/engine.py and jaxmoe/config/function_specs.py call them.
 """
 
 import ast
+import difflib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from jaxmoe.config.errors import ConfigError
@@ -57,14 +59,22 @@ def import_attribute(path: str, key: str, kind: str) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = (
-            f"Name the module without .py, {module[:-3]}:{name}"
-            if module.endswith(".py")
-            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
-        )
+        hint = _import_hint(module, name, error)
         raise ConfigError(
-            f"{key}: {path} must be {kind} that can be imported; {error}. {hint}."
+            f"{key}: {path} must be {kind} that can be imported; {error}. {hint}"
         ) from error
+
+
+def _import_hint(module: str, name: str, error: Exception) -> str:
+    if module.endswith(".py"):
+        return f"Name the module without .py, {module[:-3]}:{name}."
+    # A module that was found lacks the name; its path is right.
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType | type):
+        close = difflib.get_close_matches(error.name, dir(error.obj), 1)
+        if close:
+            return f"Did you mean {module}:{name.replace(error.name, close[0])}?"
+        return f"Define {error.name} there, or name another module."
+    return "Put its folder on the Python path (PYTHONPATH=FOLDER)."
 
 
 def _parse_options(call: str) -> dict[str, Any] | None:

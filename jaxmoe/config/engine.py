@@ -131,9 +131,8 @@ def check_engine(cfg: "Config") -> None:
     )
     require(
         engine.runs_episodes or not cfg.has_environment,
-        f"rollout.engine={r.engine} samples single answers: its description does not say that it "
-        "runs_episodes, which data.environment and data.tools need. Try --set "
-        "rollout.engine=native.",
+        f"rollout.engine={r.engine} must run episodes for data.environment and data.tools; its "
+        "description has runs_episodes=False. Try --set rollout.engine=native.",
     )
     require(
         engine.reports_experts or not cfg.records_experts,

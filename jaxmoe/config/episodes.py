@@ -27,41 +27,45 @@ def check_episodes(cfg: "Config") -> None:
         reply_threads=(*POSITIVE, 256),
     )  # fmt: skip
     if not cfg.has_environment:
-        for name, default in (("max_turns", 1), ("max_turn_tokens", 0), ("max_context", 0)):
-            require(
-                getattr(r, name) == default,
-                f"rollout.{name} ({getattr(r, name)}) needs an environment that replies to the "
-                "policy. Try --set data.tools=python, or --set data.environment=module:name, or "
-                f"--set rollout.{name}={default}.",
-            )
+        defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_context": 0}
+        changed = [name for name, value in defaults.items() if getattr(r, name) != value]
+        settings = ", ".join(f"rollout.{name} ({getattr(r, name)})" for name in changed)
+        resets = " ".join(f"--set rollout.{name}={defaults[name]}" for name in changed)
+        require(
+            not changed,
+            f"{settings}: limits of episodes need an environment that replies to the policy. Try "
+            f"--set data.tools=python, or --set data.environment=module:name, or {resets}.",
+        )
         return
+    needed = data.max_prompt_tokens + r.max_new_tokens
+    first = data.max_prompt_tokens + r.max_turn_tokens + r.max_reply_tokens
+    larger = f"--set rollout.max_context={2 * max(needed, first)}"
+    is_large = r.max_context >= needed and r.max_context > first
     require(
         not (r.max_turns == 1 and data.tools.strip()),
         f"data.tools={data.tools} needs rollout.max_turns of 2 or more, got 1: the policy could "
-        "never read what a tool returns. Try --set rollout.max_turns=6 --set "
-        f"rollout.max_context={2 * (data.max_prompt_tokens + r.max_new_tokens)}.",
+        "never read what a tool returns. Try --set rollout.max_turns=6"
+        f"{'' if is_large else ' ' + larger}.",
     )
-    needed = data.max_prompt_tokens + r.max_new_tokens
     require(
         r.max_turns == 1 or r.max_context > 0,
         f"rollout.max_turns ({r.max_turns}) needs rollout.max_context, the limit of an episode's "
         "tokens: the environment's replies come in addition to "
-        f"{CONTEXT_KEYS} ({needed}). Try --set rollout.max_context={2 * needed}.",
+        f"{CONTEXT_KEYS} ({needed}). Try {larger}.",
     )
     require(
         not r.max_context or r.max_context >= needed,
         f"rollout.max_context ({r.max_context}) must be at least {CONTEXT_KEYS} ({needed}): the "
-        f"turns do not fit. Try --set rollout.max_context={2 * needed}.",
+        f"turns do not fit. Try {larger}.",
     )
     require(
         r.max_turn_tokens <= r.max_new_tokens,
         f"rollout.max_turn_tokens ({r.max_turn_tokens}) must be at most rollout.max_new_tokens "
         f"({r.max_new_tokens}), which all turns share. Try --set rollout.max_turn_tokens=0.",
     )
-    first = data.max_prompt_tokens + r.max_turn_tokens + r.max_reply_tokens
     require(
         r.max_turns == 1 or first < r.max_context,
         f"rollout.max_context ({r.max_context}) must exceed data.max_prompt_tokens + "
         f"rollout.max_turn_tokens + rollout.max_reply_tokens ({first}): no second turn fits. Try "
-        f"--set rollout.max_context={2 * first}.",
+        f"{larger}.",
     )

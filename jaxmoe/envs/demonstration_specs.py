@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The function of `warmup.demonstrations`. Next: jaxmoe/envs/demonstrations.py calls it."""
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,10 +21,19 @@ def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
     key = "warmup.demonstrations"
     path, options = parse_call(text, key)
     function = import_function(path, key)
+    signature = inspect.signature(function)
+    names = list(signature.parameters)[1:]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for option in options:
+        if option not in names and not takes_any:
+            close = difflib.get_close_matches(option, names, 1)
+            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
+            raise ConfigError(f"{key}: {path} has no option {option!r}. {hint}")
     try:
-        inspect.signature(function).bind(None, **options)
+        signature.bind(None, **options)
     except TypeError as error:
         raise ConfigError(
-            f"{key}={text} must name a function that takes a row and these options; {error}."
+            f"{key}: {path} must take one row and have defaults for what is not given; {error}. "
+            f"Write def {path.rpartition(':')[2]}(row)."
         ) from error
     return functools.partial(function, **options)

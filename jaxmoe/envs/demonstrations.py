@@ -42,7 +42,17 @@ class WarmStartTarget:
 def make_warm_start_batch(
     prompts: Sequence[Prompt], targets: Sequence[WarmStartTarget], task: Task, length: int
 ) -> Batch:
-    """Return the batch of a supervised step."""
+    """Return the batch of a supervised step.
+
+    Raises: ConfigError if a row has more than `length` tokens.
+    """
+    for prompt, target in zip(prompts, targets, strict=True):
+        n = len(prompt.tokens) + len(target.tokens)
+        if task.sampling.max_context and n > length:
+            raise ConfigError(
+                f"prompt and demonstration must fit in rollout.max_context ({length} tokens); row "
+                f"{prompt.id} has {n}. Try --set rollout.max_context={n}."
+            )
     return supervised_batch(
         prompts, [target.tokens for target in targets], length=length,
         pad_id=task.tokenizer.pad_id, masks=[target.policy_mask for target in targets],
@@ -59,7 +69,12 @@ def warm_start_target(prompt: Prompt, task: Task) -> WarmStartTarget:
         tokens = answer_tokens(prompt, task)
         return WarmStartTarget(tokens, [True] * len(tokens))
     tokens, policy_mask = list[int](), list[bool]()
-    messages = _check_demonstration(task.demonstrate(task.train[prompt.id]), prompt)
+    try:
+        returned = task.demonstrate(task.train[prompt.id])
+    except Exception as error:  # the user's function: its traceback is theirs to read
+        error.add_note(f"warmup.demonstrations raised this on row {prompt.id}.")
+        raise
+    messages = _check_demonstration(returned, prompt)
     for is_policy, group in groupby(messages, key=lambda message: message.role == "assistant"):
         written = (write_turn if is_policy else write_messages)(list(group), task.tokenizer)
         tokens += written

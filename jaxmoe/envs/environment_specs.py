@@ -9,6 +9,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from jaxmoe.config import ConfigError
@@ -89,6 +90,10 @@ def _read_factory(text: str, system: str) -> EnvironmentFactory:
             f"{KEY} must be an environment of yours, of SkyRL-gym or a URL, got {text!r}. {hint} "
             "such as my_env:Factory, skyrl:gsm8k or openenv:http://127.0.0.1:8000."
         )
+    prefix, _, name = path.partition(":")
+    close = difflib.get_close_matches(prefix, ["skyrl", "openenv"], 1, cutoff=0.8)
+    if close and "." not in prefix and find_spec(prefix) is None:
+        raise ConfigError(f"{KEY}: there is no module {prefix!r}. Did you mean {close[0]}:{name}?")
     target = import_attribute(path, KEY, "an environment")
     return _select_adapter(target, options, f"{KEY}: {path}", system)
 

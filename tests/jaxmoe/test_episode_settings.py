@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of episodes that cannot work: one line, exit status 2, and nothing is written."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmoe import train
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load_config, override
+from jaxmoe.envs import tasks
+from jaxmoe.envs.demonstrations import warm_start_target
+from jaxmoe.envs.tasks import open_task
+
+ROOT = Path(__file__).parents[2]
+CODE = "tests.jaxmoe.bad_episode_code"
+SMALL = ("data.train_rows=8", "data.held_out_rows=2")
+FACTORY = ("data.tools=", "data.template=harmony", "data.max_prompt_tokens=500",
+           "rollout.max_context=900")  # fmt: skip
+
+# Changes of tiny_tool.py, and parts of the line.
+REFUSED = {
+    "a tool without types": ([f"data.tools={CODE}:untyped"], ["a type for query", "query: str"]),
+    "a tool without a docstring": (
+        [f"data.tools={CODE}:undocumented"], ["must have a docstring", "Args:"],
+    ),
+    "an unknown tool": (["data.tools=pyton"], ["'pyton'. Did you mean python?"]),
+    "a tool that the module lacks": (
+        [f"data.tools={CODE}:untypd"], [f"Did you mean {CODE}:untyped?"],
+    ),
+    "a name that resembles none": (
+        [f"data.tools={CODE}:zzz"], ["no attribute 'zzz'. Define zzz there"],
+    ),
+    "a template without harmony": (
+        ["data.template={question}"], ["need prompts in harmony", "--set data.template=harmony"],
+    ),
+    "a chat template": (["data.template=chat"], ["--set data.template=harmony"]),
+    "an unknown environment": (
+        [f"data.environment={CODE}:Enviroment"], [f"Did you mean {CODE}:Environment?"],
+    ),
+    "an unknown project": (
+        ["data.environment=skyrll:gsm8k"], ["no module 'skyrll'. Did you mean skyrl:gsm8k?"],
+    ),
+    "a class that is no environment": (
+        [f"data.environment={CODE}:NoEnvironment"], ["must have one of these forms: reset(row"],
+    ),
+    "a column that the rows lack": (
+        [f"data.environment={CODE}:NeedsColumn", *FACTORY],
+        ["no column secret", "columns: question, answer, metadata"],
+    ),
+    "a prompt that does not fit with its tools": (
+        ["data.template=harmony"], ["--set data.max_prompt_tokens=", "(40)"],
+    ),
+    "an engine without episodes": (
+        [f"rollout.engine={CODE}:describe_engine"],
+        ["must run episodes", "runs_episodes=False", "--set rollout.engine=native"],
+    ),
+    "demonstrations that take no row": (
+        [f"warmup.demonstrations={CODE}:demonstrate_nothing"],
+        ["must take one row", "def demonstrate_nothing(row)"],
+    ),
+    "demonstrations that are no function": (
+        [f"warmup.demonstrations={CODE}:Environment"], ["must be a function"],
+    ),
+    "an option that demonstrations do not have": (
+        ["warmup.demonstrations=configs.tiny_tool:demonstrate_calculator(shar=1.0)"],
+        ["has no option 'shar'. Did you mean share?"],
+    ),
+    "a demonstration that does not fit": (
+        [f"warmup.demonstrations={CODE}:demonstrate_too_much"],
+        ["must fit in rollout.max_context (192 tokens)", "--set rollout.max_context=5"],
+    ),
+    "a demonstration of text": (
+        [f"warmup.demonstrations={CODE}:demonstrate_text"], ["must return a list", "'hello'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_episodes_that_cannot_work_are_one_line_and_leave_no_folder(
+    name, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
+    changes, texts = REFUSED[name]
+    sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
+    code = train.main(["--config", "tiny_tool.py", "--workdir", str(tmp_path / "run"), *sets])
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert not [text for text in texts if text not in err], err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_refuses_in_one_line_too(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxmoe.train", "--config", "tiny_tool.py", "--workdir",
+         str(tmp_path / "run"), "--set", "rollout.max_context=0"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "rollout.max_turns (3) needs rollout.max_context" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["rollout.max_context=0"], "rollout.max_turns (3) needs rollout.max_context"),
+        (["rollout.max_turns=1"], "data.tools=python needs rollout.max_turns of 2 or more, got 1"),
+        (["rollout.max_turns=1", "rollout.max_context=0"], "needs rollout.max_turns of 2 or more"),
+        (["rollout.max_context=100"], "rollout.max_context (100) must be at least"),
+        (["rollout.max_reply_tokens=500"], "no second turn fits"),
+        (["rollout.max_turn_tokens=100"], "rollout.max_turn_tokens (100) must be at most"),
+        (["rollout.max_context=900", "model.max_context=600"], "must be at most model.max_context"),
+        (["rollout.max_turns=0"], "rollout.max_turns must be above 0, got 0"),
+        (["rollout.reply_threads=0"], "rollout.reply_threads must be above 0, got 0"),
+        (["rollout.patience_s=-1.0"], "rollout.patience_s must be 0 or more"),
+    ],
+)
+def test_limits_that_cannot_hold_together_are_refused_with_settings_that_work(changes, message):
+    with pytest.raises(ConfigError) as error:
+        override(load_config("tiny_tool.py"), *changes)
+    text = str(error.value)
+    assert message in text and "\n" not in text
+    advice = shlex.split(text.partition(" Try ")[2].removesuffix("."))
+    assert advice[::2] == ["--set"] * (len(advice) // 2)
+    override(load_config("tiny_tool.py"), *changes, *advice[1::2])
+
+
+def test_all_limits_of_episodes_without_an_environment_are_named_at_once():
+    with pytest.raises(ConfigError) as error:
+        override(load_config("tiny_tool.py"), "data.tools=")
+    text = str(error.value)
+    for name, value, default in (("turns", 3, 1), ("turn_tokens", 48, 0), ("context", 192, 0)):
+        assert f"rollout.max_{name} ({value})" in text
+        assert f"--set rollout.max_{name}={default}" in text
+    resets = [word for word in text.removesuffix(".").split() if word.startswith("rollout.max_")]
+    override(load_config("tiny_tool.py"), "data.tools=", *(word for word in resets if "=" in word))
+
+
+def test_an_error_of_a_demonstration_keeps_its_traceback_and_names_the_row():
+    task = open_task(override(
+        load_config("tiny_tool.py"), *SMALL,
+        f"warmup.demonstrations={CODE}:demonstrate_missing_column",
+    ))  # fmt: skip
+    with pytest.raises(KeyError, match="nothing") as error:
+        warm_start_target(task.make_prompt(task.train, 3), task)
+    assert error.value.__notes__ == ["warmup.demonstrations raised this on row 3."]
