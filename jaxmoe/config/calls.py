@@ -70,10 +70,11 @@ def _import_hint(module: str, name: str, error: Exception) -> str:
         return f"Name the module without .py, {module[:-3]}:{name}."
     # A module that was found lacks the name; its path is right.
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType | type):
-        close = difflib.get_close_matches(error.name, dir(error.obj), 1)
+        missing = error.name or name
+        close = difflib.get_close_matches(missing, dir(error.obj), 1)
         if close:
-            return f"Did you mean {module}:{name.replace(error.name, close[0])}?"
-        return f"Define {error.name} there, or name another module."
+            return f"Did you mean {module}:{name.replace(missing, close[0])}?"
+        return f"Define {missing} there, or name another module."
     return "Put its folder on the Python path (PYTHONPATH=FOLDER)."
 
 

@@ -92,6 +92,15 @@ def format_plan(cfg: Config) -> str:
         f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
     )
     lines.append(f"  rollouts     {_engine_line(cfg)}")
+    if cfg.has_environment:
+        parties = " and ".join(
+            x for x in (cfg.data.environment.strip(), cfg.data.tools.strip()) if x
+        )
+        reply = f"{r.max_reply_tokens:,} tokens" if r.max_reply_tokens else "any number of tokens"
+        lines.append(
+            f"  episodes     up to {r.max_turns} turns with {parties}: {r.max_new_tokens:,} "
+            f"sampled tokens in all, {reply} of a reply"
+        )
     lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
     if cfg.optim.remat:
         lines.append(f"  recomputed   {_format_recomputation(cfg)}")
