@@ -40,6 +40,7 @@ CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
 COMMANDS = {
     "train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main,
 }  # fmt: skip
+OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "own_engine")
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -89,23 +90,27 @@ def example(tmp_path, monkeypatch):
     shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
     page = (ROOT / "docs/data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
+    tools, environment, _ = fences((ROOT / "docs/agents.md").read_text(), "python")
+    (tmp_path / "my_tools.py").write_text(tools)
+    (tmp_path / "my_env.py").write_text(environment)
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
     more = [{"prompt": f"{n}+1=", "answer": n + 1, "unit": ""} for n in range(10, 1400)]
     (tmp_path / "sums.jsonl").write_text(rows + "\n".join(map(json.dumps, more)))
     (tmp_path / "my_questions.jsonl").write_text("\n".join(map(json.dumps, more)))
     shown = {"stage": "rl", "step": 4, "kind": "held_out", "prompt": "abc", "response": "cba"}
-    (tmp_path / "runs/tiny").mkdir(parents=True)  # what the main job leaves
-    (tmp_path / "runs/tiny/samples.jsonl").write_text(json.dumps(shown | {"reward": 1.0}) + "\n")
+    for run in ("runs/tiny", "runs/tiny_tool"):  # what the commands above them leave
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "samples.jsonl").write_text(json.dumps(shown | {"reward": 1.0}) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
     for place in ("jaxmoe.run.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
-    for name in ("my_losses", "my_rewards", "own_engine"):  # other tests have some of these names
+    for name in OWN_MODULES:  # other tests have some of these names
         sys.modules.pop(name, None)
     yield
-    for name in ("my_losses", "my_rewards", "own_engine"):
+    for name in OWN_MODULES:
         sys.modules.pop(name, None)
 
 
@@ -135,6 +140,8 @@ def check(command: list[str]) -> None:
         plans(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
+    elif args[1].startswith("tests.bench."):
+        script(f"{args[1].replace('.', '/')}.py", *args[2:])
     elif args[1] == "pallas_kernels.bench":
         benches(args[2:])
     elif args[1] == "pallas_kernels.check":

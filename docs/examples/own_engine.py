@@ -12,7 +12,9 @@ import numpy as np
 from jaxmoe.config import EngineDescription
 from jaxmoe.model import forward
 from jaxmoe.model.head import next_token_logits
-from jaxmoe.records import Rollout, StopReason
+from jaxmoe.records import StopReason
+from jaxmoe.rollout.replies import PendingReplies
+from jaxmoe.rollout.turns import Episode
 
 
 def describe_own(cfg, *, rows=64):
@@ -20,6 +22,7 @@ def describe_own(cfg, *, rows=64):
     return EngineDescription(
         open=lambda cfg, ops, work, mesh: OwnEngine(cfg, ops, rows),
         summary=f"an engine without a cache, {rows} rows at a time",
+        runs_episodes=True,
     )
 
 
@@ -43,40 +46,58 @@ class OwnEngine:
         self.params, self.version = jax.tree.map(jnp.copy, params), version
 
     def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
-        rng = np.random.default_rng(seed)
-        requests = [prompt for prompt in prompts for _ in range(samples)]
-        rollouts = []
-        for start in range(0, len(requests), self.shape[0]):
-            rollouts += self.sample_rows(requests[start : start + self.shape[0]], sampling, rng)
-        return rollouts
+        rng, rows = np.random.default_rng(seed), self.shape[0]
+        limit = sampling.max_context or self.shape[1]
+        # An answer without an environment is an episode of one turn.
+        episodes = [Episode(prompt, sampling, limit) for prompt in prompts for _ in range(samples)]
+        active = range(len(episodes))
+        while active:
+            for start in range(0, len(active), rows):
+                batch = active[start : start + rows]
+                self.sample_turn([episodes[i] for i in batch], sampling, rng)
+            active = continue_episodes(episodes, active, environment)
+        return [episode.make_rollout() for episode in episodes]
 
-    def sample_rows(self, prompts, sampling, rng):
-        tokens_BT, n_rows = np.zeros(self.shape, np.int32), len(prompts)
-        ends_B = np.ones(self.shape[0], np.int32)  # number of tokens of each row
-        for b, prompt in enumerate(prompts):
-            tokens_BT[b, : len(prompt.tokens)] = prompt.tokens
-            ends_B[b] = len(prompt.tokens)
+    def sample_turn(self, episodes, sampling, rng):
+        """Add a turn of the policy to each episode."""
+        rows = self.shape[0]
+        tokens_BT = np.zeros(self.shape, np.int32)
+        ends_B = np.ones(rows, np.int32)  # number of tokens of each row
+        limits_B = np.zeros(rows, np.int32)  # tokens of the turn
+        for b, episode in enumerate(episodes):
+            context = [*episode.prompt.tokens, *episode.tokens]
+            tokens_BT[b, : len(context)] = context
+            ends_B[b], limits_B[b] = len(context), episode.turn_limit
         greedy = sampling.temperature == 0
         temperature = jnp.float32(1.0 if greedy else sampling.temperature)
-        logps = np.zeros((self.shape[0], sampling.max_new_tokens), np.float32)
-        rows_B, alive_B = np.arange(self.shape[0]), np.arange(self.shape[0]) < n_rows
-        first_B = ends_B.copy()
-        for step in range(sampling.max_new_tokens):
+        logp_BT = np.zeros((rows, limits_B.max()), np.float32)
+        first_B, alive_B = ends_B.copy(), limits_B > 0
+        for step in range(limits_B.max()):
             logp_BV = np.asarray(self.next_logp(self.params, tokens_BT, ends_B - 1, temperature))
             noise_BV = 0.0 if greedy else rng.gumbel(size=logp_BV.shape)
             token_B = np.argmax(logp_BV + noise_BV, axis=1)
             tokens_BT[alive_B, ends_B[alive_B]] = token_B[alive_B]
-            logps[alive_B, step] = logp_BV[rows_B, token_B][alive_B]
+            logp_BT[alive_B, step] = logp_BV[np.arange(rows), token_B][alive_B]
             ends_B[alive_B] += 1
-            alive_B &= ~np.isin(token_B, sampling.stop_ids)
-        rollouts = []
-        for b, prompt in enumerate(prompts):
-            answer = tokens_BT[b, first_B[b] : ends_B[b]].copy()
-            stopped = np.isin(answer[-1], sampling.stop_ids)
-            reason = StopReason.STOP_TOKEN if stopped else StopReason.MAX_TOKENS
-            versions = np.full(len(answer), self.version, np.int32)
-            rollouts.append(Rollout(prompt, answer, logps[b, : len(answer)], reason, versions))
-        return rollouts
+            alive_B &= ~np.isin(token_B, sampling.stop_ids) & (step + 1 < limits_B)
+        for b, episode in enumerate(episodes):
+            turn = tokens_BT[b, first_B[b] : ends_B[b]].copy()
+            versions = np.full(len(turn), self.version, np.int32)
+            episode.add_turn(turn, logp_BT[b, : len(turn)], versions)
 
     def close(self):
         """Nothing to stop."""
+
+
+def continue_episodes(episodes, active, environment):
+    """Have the environment reply to the last turns; return the episodes that go on."""
+    # A turn that reached a limit has ended its episode already.
+    waiting = [i for i in active if episodes[i].stop is None]
+    if environment is None:
+        for i in waiting:
+            episodes[i].stop = StopReason.STOP_TOKEN
+        return []
+    replies = PendingReplies(environment)
+    for i in waiting:
+        replies.submit(i, episodes[i].last_turn.tolist())
+    return sorted(i for i, reply in replies.wait(0.0).items() if episodes[i].add_reply(reply))

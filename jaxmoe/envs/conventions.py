@@ -22,6 +22,7 @@ TRL = ("prompts", "completions", "completion_ids", "trainer_state")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 NATIVE = ("prompt", "response", "row", "analysis")
+_ENVIRONMENTS = "environments"
 _NOT_COPIED = ("completions", "completion_ids")  # made for the call, and long
 _ACCEPTED_SIGNATURES = (
     "(completions, **columns) as TRL's, (data_source, solution_str, ground_truth, extra_info) as "
@@ -96,6 +97,12 @@ def detect_convention(
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     required = {p.name for p in parameters if p.default is p.empty and p.kind in named_kinds}
     names = {p.name for p in parameters if p.kind in named_kinds}
+    if _ENVIRONMENTS in required - {*columns}:
+        raise ConfigError(
+            f"{label} requires environments, the objects of TRL's environment_factory. Reward "
+            "functions run in another process, which cannot have them. Return the reward from "
+            "get_reward() of the environment instead: it is added to those of data.rewards."
+        )
     positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     for marker_names, available, match in (
         ({"completions", "completion_ids"}, {*TRL, *columns} - {"prompt"}, TRL_CONVENTION),

@@ -7,13 +7,18 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmoe import train
 from jaxmoe.config import ConfigError, describe_engine
 from jaxmoe.config_file import load_config, override
+from jaxmoe.model import init_params, make_ops
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.source_digests import source_digests
+from jaxmoe.rollout.engine import open_engine
+from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 OWN = "rollout.engine=own_engine:describe_own(rows=8)"
@@ -50,6 +55,32 @@ def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, t
     assert [row["step"] for row in steps] == [1, 2]
     assert all(0 < row["train_rollout_logprob_abs_diff"] < 1e-5 for row in steps)
     assert "eval/accuracy" in steps[-1]
+
+
+def test_the_engine_of_the_docs_has_the_episodes_of_the_native_one(own_engine):
+    """Greedily, so that both choose the same tokens."""
+    limits = ("rollout.max_new_tokens=12", "rollout.max_turn_tokens=5", "rollout.max_turns=4",
+              "rollout.max_context=96", "data.max_prompt_tokens=40")  # fmt: skip
+    cfg = override(load_config("tiny_tool.py"), OWN, *limits)
+    ops, params = make_ops(cfg), init_params(jax.random.key(0), cfg.model)
+    prompts = [Prompt(i, "", tuple(range(40 + i, 50 + 3 * i)), None) for i in range(7)]
+    sampling = Sampling(
+        max_new_tokens=12, stop_ids=tuple(range(40, 250, 2)), temperature=0.0, max_turns=4,
+        max_turn_tokens=5, max_context=96,
+    )  # fmt: skip
+    both = []
+    for engine_cfg in (cfg, override(cfg, "rollout.engine=native")):
+        engine = open_engine(engine_cfg, ops, Path("unused"))
+        engine.load(params, 1)
+        world = ScriptedEnvironment(250, turns=4, longest=15)
+        both.append(engine.generate(prompts, sampling, seed=0, samples=2, environment=world))
+        engine.close()
+    for own, native in zip(*both, strict=True):
+        assert own.stop == native.stop and own.turns == native.turns
+        np.testing.assert_array_equal(own.tokens, native.tokens)
+        np.testing.assert_allclose(own.rollout_logp, native.rollout_logp, atol=1e-5)
+    assert max(len(rollout.turns) for rollout in both[0]) > 2
+    assert len({rollout.stop for rollout in both[0]}) > 1
 
 
 @pytest.fixture

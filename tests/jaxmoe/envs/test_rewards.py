@@ -14,7 +14,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
-from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.conventions import Sample, detect_convention
 from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
 
 ROWS = [
@@ -332,6 +332,24 @@ def test_what_is_no_reward_function_is_refused_in_one_line(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_rewards(text, COLUMNS)
     assert "\n" not in str(caught.value)
+
+
+def test_environments_of_trl_are_refused_unless_they_are_optional_or_a_column():
+    def required(environments, **kwargs):
+        return [0.0 for _ in environments]
+
+    def optional(completions, environments=None):
+        return [0.0 for _ in completions]
+
+    def with_completions(completions, environments):
+        return [0.0 for _ in completions]
+
+    for function in (required, with_completions):
+        with pytest.raises(ConfigError, match=r"requires environments.*get_reward\(\)") as caught:
+            detect_convention("data.rewards: f", function, COLUMNS)
+        assert "\n" not in str(caught.value)
+    detect_convention("data.rewards: f", optional, COLUMNS)
+    detect_convention("data.rewards: f", with_completions, [*COLUMNS, "environments"])
 
 
 def test_a_column_that_no_row_has_is_named():
