@@ -64,9 +64,9 @@ def trainer_view(rollouts, cfg, ops, length=288):
     return map(np.asarray, score(weights(), tokens, segments, cfg, ops))
 
 
-def largest_gap(rollouts, cfg, ops):
+def largest_gap(rollouts, cfg, ops, length=288):
     """The largest |Δlogp| over the policy's tokens; experts must be equal at all tokens."""
-    logp_BT, experts_BTLA = trainer_view(rollouts, cfg, ops)
+    logp_BT, experts_BTLA = trainer_view(rollouts, cfg, ops, length)
     gaps = []
     for r, logp_T, experts_TLA in zip(rollouts, logp_BT, experts_BTLA, strict=True):
         start = len(r.prompt.tokens)
@@ -81,7 +81,7 @@ def largest_gap(rollouts, cfg, ops):
     return max(gaps)
 
 
-def check_structure(rollouts, environment):
+def check_structure(rollouts, environment, max_context=SAMPLING.max_context):
     """The ids of an episode are those that the environment saw and wrote, in order."""
     seen = {}
     for episode, turn in environment.calls:
@@ -94,7 +94,7 @@ def check_structure(rollouts, environment):
         assert complete == seen.get(i, [])
         assert all(token not in STOPS for turn in turns for token in turn[:-1])
         assert r.n_sampled <= SAMPLING.max_new_tokens
-        assert len(r.prompt.tokens) + len(r.tokens) <= SAMPLING.max_context
+        assert len(r.prompt.tokens) + len(r.tokens) <= max_context
         assert (r.rollout_logp[~r.sampled_mask] == 0).all()
 
 
@@ -167,3 +167,17 @@ def test_a_limit_of_the_context_beyond_the_cache_is_refused(engine):
             PROMPTS, replace(SAMPLING, max_context=300), seed=0,
             environment=ScriptedEnvironment(97, turns=99, longest=60),
         )  # fmt: skip
+
+
+@pytest.mark.slow  # about 10 s of a core for each window
+@pytest.mark.parametrize("window", [9, 150])
+def test_replies_longer_than_a_call_and_than_the_window_are_read_as_by_the_trainer(window):
+    cfg = replace(CFG, sliding_window=window)
+    engine = open_engine(cfg, keep_experts=True, max_rows=9, max_context=900)
+    # 129 tokens are one more than a call reads, 257 and the turn's last token a third call.
+    environment = ScriptedEnvironment(97, turns=3, shortest=120, longest=260)
+    sampling = replace(SAMPLING, max_context=900)
+    rollouts = engine.generate(PROMPTS, sampling, seed=4, environment=environment)
+    check_structure(rollouts, environment, 900)
+    assert max(len(r.tokens) for r in rollouts) > 400
+    assert largest_gap(rollouts, cfg, plain_ops(), 900) < 1e-5
