@@ -34,9 +34,8 @@ def response_text(rollout: Rollout, task: Task) -> str:
 
 def _answer_ids(rollout: Rollout, task: Task) -> list[int]:
     # A turn that the environment did not continue also ends in a stop token.
-    ends_turn = rollout.stop is StopReason.STOP_TOKEN or (
-        rollout.stop is not StopReason.MAX_TOKENS
-        and int(rollout.tokens[-1]) in task.sampling.stop_ids
+    ends_turn = (
+        rollout.stop is StopReason.STOP_TOKEN or int(rollout.tokens[-1]) in task.sampling.stop_ids
     )
     return rollout.tokens[_answer_start(rollout) : len(rollout.tokens) - ends_turn].tolist()
 

@@ -103,7 +103,7 @@ class ReplyThreads:
         """Give up a call that is late; its thread ends when the call returns. A call that has
         returned meanwhile is late all the same, and its thread goes on.
 
-        Raises EngineError if as many threads are abandoned as the run may have.
+        Raises EngineError if more threads are abandoned than the run may have.
         """
         with self.changed:
             call.abandoned = True
