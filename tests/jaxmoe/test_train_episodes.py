@@ -8,6 +8,7 @@ from jaxmoe.records import StopReason
 from tests.jaxmoe.tool_runs import check_steps, counted_tool, read_rows, run_tools
 
 pytestmark = pytest.mark.slow  # commands, half a minute each; most of it compiling
+EXTENDED = pytest.mark.extended  # the others walk the same path
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def test_a_run_trains_on_episodes_and_calls_the_tool_once_for_each_call(plain):
     "changes",
     [
         {"optim__tokens_per_microbatch": 384},
-        {"optim__microbatches": 2},
+        pytest.param({"optim__microbatches": 2}, marks=EXTENDED),
         {"mesh__fsdp": 2},
         {"rollout__router_replay": True},
-        {"rollout__max_parallel_sequences": 8},
+        pytest.param({"rollout__max_parallel_sequences": 8}, marks=EXTENDED),
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -58,7 +59,7 @@ def test_adapters_are_trained_on_episodes(tmp_path):
     check_steps(run)
 
 
-@pytest.mark.parametrize("backbone", ["own", "shared"])
+@pytest.mark.parametrize("backbone", [pytest.param("own", marks=EXTENDED), "shared"])
 def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path, backbone):
     run = run_tools(
         tmp_path / "run", critic__backbone=backbone, critic__lr=1e-3,

@@ -47,6 +47,7 @@ def test_more_prompts_than_rows_give_the_episodes_of_one_batch():
         assert a.stop is b.stop
 
 
+@pytest.mark.extended
 def test_greedy_turns_take_the_likeliest_token_even_with_top_k():
     engine = open_engine()
     sampling = replace(SAMPLING, temperature=0.0)
@@ -60,6 +61,7 @@ def test_greedy_turns_take_the_likeliest_token_even_with_top_k():
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
 
+@pytest.mark.extended
 def test_a_turn_samples_anew_where_its_distribution_is_that_of_the_turn_before():
     # With an empty table of logits every turn has the same distribution: equal draws would show.
     uniform = weights() | {"head": jnp.zeros_like(weights()["head"])}
