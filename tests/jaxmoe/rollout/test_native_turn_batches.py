@@ -15,8 +15,7 @@ from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt
 from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
-from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
-from tests.jaxmoe.rollout.test_native_turns import (
+from tests.jaxmoe.rollout.native_episodes import (
     CFG,
     INVARIANT,
     PROMPTS,
@@ -26,6 +25,7 @@ from tests.jaxmoe.rollout.test_native_turns import (
     score,
     weights,
 )
+from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 
 pytestmark = pytest.mark.slow  # each compiles an engine
 
