@@ -126,14 +126,15 @@ class NativeBatch:
         if returns and len(index) < self._size:
             rows = self.programs.restore(self.rows, rows, jnp.asarray(index, jnp.int32))
         self.rows = rows
-        for row, limit in zip(active, limits, strict=True):
-            self._end_turn(self.episodes[row], sampled, row, limit)
-
-    def _end_turn(self, episode: Episode, sampled: "_Columns", row: int, limit: int) -> None:
-        tokens = sampled.arrays["tokens_BT"][row, :limit]
-        stops = np.flatnonzero(np.isin(tokens, self.sampling.stop_ids))
         # A row is decoded on until the batch ends, so its first stop token ends the turn.
-        end = int(stops[0]) + 1 if stops.size else limit
+        is_stop_BT = np.isin(sampled.arrays["tokens_BT"], self.sampling.stop_ids)
+        first_B = np.where(is_stop_BT.any(axis=1), is_stop_BT.argmax(axis=1), columns)
+        for row, limit in zip(active, limits, strict=True):
+            self._end_turn(self.episodes[row], sampled, row, min(int(first_B[row]) + 1, limit))
+
+    def _end_turn(self, episode: Episode, sampled: "_Columns", row: int, end: int) -> None:
+        """Add the first `end` tokens of a row to its episode."""
+        tokens = sampled.arrays["tokens_BT"][row]
         logp, log_kept, experts = (
             None if (x := sampled.arrays.get(name)) is None else x[row]
             for name in ("logp_BT", "log_kept_BT", "experts_BTLA")

@@ -111,16 +111,19 @@ class Episode:
     def make_rollout(self) -> Rollout:
         """Return the finished episode."""
         assert self.stop is not None, "the episode goes on"
-        mask = np.concatenate(self._masks)
+        # A single answer has no mask: the policy sampled all of it.
+        mask = np.concatenate(self._masks) if len(self._masks) > 1 else None
         read = len(self.prompt.tokens) + self.length - 1  # no layer read the last token
         return Rollout(
-            self.prompt, self.tokens, np.concatenate(self._logp), self.stop,
-            np.concatenate(self._versions),
-            np.concatenate(self._log_kept) if self._log_kept else None,
-            np.concatenate(self._experts)[:read] if self._experts else None,
-            # A single answer has no mask: the policy sampled all of it.
-            None if mask.all() else mask,
+            self.prompt, _join(self._tokens), _join(self._logp), self.stop,
+            _join(self._versions), _join(self._log_kept) if self._log_kept else None,
+            np.concatenate(self._experts)[:read] if self._experts else None, mask,
         )  # fmt: skip
+
+
+def _join(parts: list[np.ndarray]) -> np.ndarray:
+    """The arrays as one; a single one is not copied, since most rollouts have one turn."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def check_room(episodes: Sequence[Episode]) -> None:
