@@ -27,7 +27,7 @@ def check_episodes(cfg: "Config") -> None:
         reply_threads=(*POSITIVE, 256),
     )  # fmt: skip
     if not cfg.has_environment:
-        defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_context": 0}
+        defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_reply_tokens": 0, "max_context": 0}
         changed = [name for name, value in defaults.items() if getattr(r, name) != value]
         settings = ", ".join(f"rollout.{name} ({getattr(r, name)})" for name in changed)
         resets = " ".join(f"--set rollout.{name}={defaults[name]}" for name in changed)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Awaitable
 from typing import Any
 
+_START_LOCK = threading.Lock()
+
 
 def wait_for_result(result: Any) -> Any:
     """Return the result of a call: await it on the shared loop if the call was async.
@@ -22,7 +24,8 @@ def wait_for_result(result: Any) -> Any:
     """
     if not inspect.isawaitable(result):
         return result
-    loop, thread = _start_loop(os.getpid())
+    with _START_LOCK:  # a cache alone would let several first callers start a loop each
+        loop, thread = _start_loop(os.getpid())
     if threading.current_thread() is thread:
         if inspect.iscoroutine(result):
             result.close()

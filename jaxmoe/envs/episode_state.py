@@ -74,7 +74,7 @@ class EpisodeState:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What the environment paid and counted; steps are (rewards, metrics)."""
+    """Rewards and metrics of an episode; each step is a pair of them."""
 
     steps: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
     closing_rewards: Mapping[str, float]

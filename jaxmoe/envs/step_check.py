@@ -18,6 +18,7 @@ import numpy as np
 from jaxmoe.data.rows import Message
 
 MAX_MESSAGES = 64  # in one reply
+MAX_NUMBER = 1e30  # of a reward; float32 ends at 3.4e38
 MAX_CHARS = 1_000_000  # of one reply: encoding 10 MB takes longer than a step
 _ROLES = ("user", "tool", "system", "developer", "assistant")
 # A header of harmony ends at a space or a special token.
@@ -108,16 +109,22 @@ def check_numbers(values: Any, label: str) -> dict[str, float]:
 
 
 def check_number(value: Any, label: str) -> float:
-    """Return a finite number of Python, numpy or torch; raise EnvironmentFault for the others."""
+    """Return a number of Python, numpy or torch, at most MAX_NUMBER in size.
+
+    Raises: EnvironmentFault for the others: rewards are float32 on the device, and their sums must
+    be finite.
+    """
     is_array = isinstance(value, np.ndarray) and value.size > 1
     if not is_array and (isinstance(value, numbers.Real | np.bool_) or _is_scalar(value)):
         try:
             number = float(value)
         except Exception as error:  # a number of somebody else's class
             raise EnvironmentFault(f"{label} has no value: {error!r:.200}") from error
-        if math.isfinite(number):
+        if abs(number) <= MAX_NUMBER:  # False for NaN
             return number
-    raise EnvironmentFault(f"{label} must be a finite number, got {describe_value(value)}")
+    raise EnvironmentFault(
+        f"{label} must be a finite number of at most {MAX_NUMBER:g}, got {describe_value(value)}"
+    )
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:

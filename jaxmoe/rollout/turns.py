@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
 
@@ -83,7 +83,15 @@ class Episode:
         self.stop = StopReason.CONTEXT_FULL if is_full and has_budget else StopReason.MAX_TOKENS
 
     def add_reply(self, reply: Sequence[int] | StopReason) -> bool:
-        """Add the environment's reply to the last turn; return True if the policy continues."""
+        """Add the environment's reply to the last turn; return True if the policy continues.
+
+        Raises EngineError for a reply without tokens: two turns would become one.
+        """
+        if not isinstance(reply, StopReason) and not len(reply):
+            raise EngineError(
+                f"a reply to an episode of prompt {self.prompt.id} must have at least one token or "
+                "be a StopReason; it has no token. Correct the environment's reply()."
+            )
         if isinstance(reply, StopReason):
             self.stop = reply
         elif self.n_turns >= self.sampling.max_turns:

@@ -206,6 +206,8 @@ def test_a_reset_that_fails_once_is_tried_again():
         (None.__class__, "step must return"),
         (([], 0.0, False, False, {}), "no message to answer"),
         (([Message("user", "x")], float("nan"), False, False, {}), "reward"),
+        # Finite in float64 and infinite in float32.
+        (([Message("user", "x")], 1e300, False, False, {}), "reward"),
         (([b"bytes"], 0.0, False, False, {}), ""),
         (([Message("user", "x")], 0.0, "no", False, {}), "terminated"),
         (([Message("user", "x")], 0.0), "step must return"),

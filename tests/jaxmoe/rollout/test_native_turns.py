@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model import plain_ops
 from jaxmoe.records import StopReason
 from tests.jaxmoe.rollout.native_episodes import (
@@ -110,3 +110,10 @@ def test_replies_longer_than_a_call_and_than_the_window_are_read_as_by_the_train
     check_structure(rollouts, environment, 900)
     assert max(len(r.tokens) for r in rollouts) > 400
     assert largest_gap(rollouts, cfg, plain_ops(), 900) < 1e-5
+
+
+def test_a_reply_without_tokens_is_refused(engine):
+    environment = ScriptedEnvironment(97)
+    environment.reply = lambda episode, turn: []
+    with pytest.raises(EngineError, match="at least one token"):
+        engine.generate(PROMPTS, SAMPLING, seed=0, samples=4, environment=environment)

@@ -10,47 +10,18 @@ import numpy as np
 import pytest
 from board import as_processes
 from stand_in import StandIn
+from turn_replies import Replies
 from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, open_engine, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.model import forward
 from jaxmoe.records import Sampling, StopReason
-from jaxmoe.rollout.replies import ReplyThreads
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
 CONTEXT = 96
 STOPS = tuple(range(5, 45))  # turns of two or three tokens
 LONG = Sampling(NEW, STOPS, max_turns=5)
-
-
-class Replies:
-    """Replies of 1 to 9 tokens that depend on the turn alone."""
-
-    patience_s = 0.0
-
-    def __init__(self, *, turns=99, delay_s=0.0, timeout_s=0.0, threads=64, act=None):
-        self.turns, self.delay_s, self.reply_timeout_s = turns, delay_s, timeout_s
-        self.reply_threads, self.act = ReplyThreads(threads), act
-        self.calls = {}  # the turns of each episode, in order
-        self.n_waiting = self.most_waiting = 0
-        self.lock = threading.Lock()
-
-    def reply(self, episode, turn):
-        with self.lock:
-            turns = self.calls.setdefault(episode, [])
-            turns.append(list(turn))
-            self.n_waiting += 1
-            self.most_waiting = max(self.most_waiting, self.n_waiting)
-        if self.act is not None:
-            self.act(episode, len(turns))
-        time.sleep(self.delay_s)
-        with self.lock:
-            self.n_waiting -= 1
-        if len(turns) >= self.turns:
-            return StopReason.STOP_TOKEN
-        rng = np.random.default_rng([len(turns), *turn])
-        return rng.integers(0, CFG.vocab_size, int(rng.integers(1, 10))).tolist()
 
 
 def compare_with_trainer(rollouts, versions=None, experts=True):
