@@ -70,6 +70,13 @@ class Row:
         return repr((self.system, [m.identity for m in self.earlier], question))
 
 
+def prompt_messages(row: Row, system: str = "") -> list[Message]:
+    """The row's own messages: its system prompt, else `system`, earlier turns, the question."""
+    text = row.system or system
+    first = [Message("system", text)] if text else []
+    return [*first, *row.earlier, Message("user", row.question)]
+
+
 @runtime_checkable
 class Source(Protocol):
     """Rows by index, and their scorer."""

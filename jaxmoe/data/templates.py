@@ -14,7 +14,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_template import ChatTemplate
 from jaxmoe.data.harmony_render import ASSISTANT_OPENING, encode_pieces, message_pieces
 from jaxmoe.data.harmony_tools import write_developer_text, write_system_text
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.data.tokenizer import Tokenizer
 
 AUTO, CHAT, HARMONY = "auto", "chat", "harmony"
@@ -88,7 +88,7 @@ class Template:
             plain = replace(self, text=_QUESTION_FIELD, system="")
             return plain.render(row, tokenizer)
         if self.text == HARMONY:
-            return self.render_messages(_list_messages(row), tokenizer, self.tools)
+            return self.render_messages(prompt_messages(row), tokenizer, self.tools)
         pieces = self._render_text(row)
         return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
 
@@ -129,7 +129,7 @@ class Template:
                 f"{_describe_row(row)} is a chat, and the tokenizer has no chat template to render "
                 f"it. {_TRY_OTHER_TEMPLATES}."
             )
-        chat = _list_messages(row, self.system)
+        chat = prompt_messages(row, self.system)
         if not all(message.is_plain for message in chat):
             raise ConfigError(
                 "data.template must be harmony for a chat with tool calls or channels, such as "
@@ -219,13 +219,6 @@ class Template:
         for name in ("<|channel|>", *(piece for piece, markup in pieces if markup)):
             tokenizer.special(name)  # raises ConfigError if the tokenizer lacks it
         return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
-
-
-def _list_messages(row: Row, system: str = "") -> list[Message]:
-    """The messages of a row; `system` is the system prompt of rows without their own."""
-    system = row.system or system
-    first = [Message("system", system)] if system else []
-    return [*first, *row.earlier, Message("user", row.question)]
 
 
 def _restore_specials(text: str, name_of: dict[str, str]) -> str:

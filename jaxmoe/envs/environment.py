@@ -52,13 +52,6 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
-def prompt_messages(row: Row, system: str = "") -> list[Message]:
-    """The row's own messages: its system prompt, else `system`, earlier turns, the question."""
-    text = row.system or system
-    first = [Message("system", text)] if text else []
-    return [*first, *row.earlier, Message("user", row.question)]
-
-
 def append_to_question(messages: list[Message], text: Any, separator: str = "") -> list[Message]:
     """Append a text to the last user message of a prompt; None and "" append nothing.
 

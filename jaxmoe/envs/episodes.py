@@ -19,13 +19,14 @@ import numpy as np
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.data.harmony import read_turn
 from jaxmoe.data.harmony_render import write_messages
-from jaxmoe.data.rows import Message, Row, Source
+from jaxmoe.data.rows import Message, Row, Source, prompt_messages
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Environment, EnvironmentFactory, prompt_messages
+from jaxmoe.envs.environment import Environment, EnvironmentFactory
 from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault
 from jaxmoe.envs.step_check import check_reset
+from jaxmoe.envs.transcripts import read_last_turn
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.replies import Reply, ReplyThreads, open_reply_channel
@@ -195,18 +196,13 @@ class Episodes:
         # The reply to the last turn came too late, and with it its reward.
         is_late = rollout.stop is StopReason.ENV_TIMEOUT
         n_steps = len(rollout.turns) - 1 if is_late else len(result.steps)
-        forged = {"hack/forged_turn": float(self._is_forged(rollout))}
+        # A message in the name of another role ends its episode, so it is in the last turn.
+        is_forged = read_last_turn(rollout, self._tokenizer).is_forged
         return replace(
             rollout, env_rewards=result.rewards(n_steps),
-            env_metrics=result.metrics(n_steps) | forged,
+            env_metrics=result.metrics(n_steps) | {"hack/forged_turn": float(is_forged)},
             env_fault=result.fault if rollout.stop is StopReason.ENV_ERROR else "",
         )  # fmt: skip
-
-    def _is_forged(self, rollout: Rollout) -> bool:
-        """True if the last turn opens a message in the name of another role."""
-        start = rollout.turns[-1][0]
-        context = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
-        return read_turn(context, rollout.tokens[start:].tolist(), self._tokenizer).is_forged
 
     def abandon(self) -> None:
         """Close the environments of this process after an error; it raises nothing."""

@@ -9,11 +9,10 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import (
     Unchecked,
-    prompt_messages,
     replace_question,
     row_columns,
     turn_text,

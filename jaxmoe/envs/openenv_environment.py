@@ -12,11 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.environment import (
     Unchecked,
     append_to_question,
-    prompt_messages,
     row_columns,
     turn_text,
 )

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.scores import response_text
 from jaxmoe.envs.tasks import Task
-from jaxmoe.envs.transcripts import ENVIRONMENT, find_turn_problem, list_parts, make_transcript
+from jaxmoe.envs.transcripts import ENVIRONMENT, list_parts, make_transcript, read_last_turn
 from jaxmoe.records import Prompt, Rollout, StopReason
 
 N_PROMPTS = 8  # held-out prompts per evaluation
@@ -98,7 +98,7 @@ def _prompt_row(kind: str, prompt: Prompt) -> Row:
 def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
     fault = rollout.env_fault
     if rollout.stop is StopReason.PARSE_ERROR:
-        fault = find_turn_problem(rollout, task.tokenizer)
+        fault = read_last_turn(rollout, task.tokenizer).problem
     return {
         "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
         "stop": str(rollout.stop),

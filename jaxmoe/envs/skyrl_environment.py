@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Unchecked, prompt_messages, row_columns, turn_text
+from jaxmoe.envs.environment import Unchecked, row_columns, turn_text
 from jaxmoe.envs.step_check import EnvironmentFault, describe_value
 
 MakeSkyRL = Callable[..., Any]  # (env_config=, extras=) -> environment

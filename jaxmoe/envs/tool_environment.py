@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony_tools import called_tool, tool_recipient
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Environment, Unchecked, prompt_messages
+from jaxmoe.envs.environment import Environment, Unchecked
 from jaxmoe.envs.step_check import check_numbers
 from jaxmoe.envs.tools import Tool, answer_unknown, call_tool, reply_message
 

@@ -9,7 +9,7 @@ Next: jaxmoe/observe/samples_page.py displays them.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmoe.data.harmony import CALL, opens_message, read_reply, read_turn
+from jaxmoe.data.harmony import CALL, ParsedTurn, opens_message, read_reply, read_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.records import Rollout
@@ -58,9 +58,9 @@ def make_transcript(rollout: Rollout, tokenizer: Tokenizer) -> list[TranscriptEn
     ]
 
 
-def find_turn_problem(rollout: Rollout, tokenizer: Tokenizer) -> str:
-    """The reason why the last turn is malformed or cut off; "" if it is neither."""
-    return read_turn(*_split_at(rollout, list_parts(rollout)[-1]), tokenizer).problem
+def read_last_turn(rollout: Rollout, tokenizer: Tokenizer) -> ParsedTurn:
+    """Parse the last turn of the policy."""
+    return read_turn(*_split_at(rollout, list_parts(rollout)[-1]), tokenizer)
 
 
 def _list_entries(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Unchecked, append_to_question, prompt_messages, row_columns
+from jaxmoe.envs.environment import Unchecked, append_to_question, row_columns
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import tool_from_function
 from jaxmoe.envs.tools import Tool

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.data.harmony_tools import called_tool
-from jaxmoe.data.rows import Message, Row, ToolDescription
+from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
-from jaxmoe.envs.environment import Unchecked, prompt_messages, replace_question, turn_text
+from jaxmoe.envs.environment import Unchecked, replace_question, turn_text
 from jaxmoe.envs.step_check import EnvironmentFault, describe_value
 from jaxmoe.envs.tools import ToolError, ToolResult, read_json_object, reply_message
 from jaxmoe.envs.verl_tools import read_openai_schema

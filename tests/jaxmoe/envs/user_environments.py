@@ -5,8 +5,8 @@ import asyncio
 import json
 import types
 
-from jaxmoe.data.rows import Message, ToolDescription
-from jaxmoe.envs.environment import prompt_messages, turn_text
+from jaxmoe.data.rows import Message, ToolDescription, prompt_messages
+from jaxmoe.envs.environment import turn_text
 
 
 class Guess:
