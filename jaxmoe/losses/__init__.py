@@ -3,7 +3,8 @@
 
 A config names functions of objectives.py (the loss at every token), advantages.py, aggregation.py
 (from tokens to one loss), rollout_correction.py (for an engine whose log-probs differ from the
-trainer's; built from ratios.py) and kl.py. value.py has the critic's loss.
+trainer's; built from ratios.py) and kl.py. value.py has the critic's loss, router_terms.py
+terms about the router.
 """
 
 from jaxmoe.losses.advantages import (
@@ -50,6 +51,7 @@ from jaxmoe.losses.rollout_correction import (
     token_is,
     veto,
 )
+from jaxmoe.losses.router_terms import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.losses.supervised import cross_entropy
 from jaxmoe.losses.value import clipped_value_loss, explained_variance
 
@@ -74,6 +76,7 @@ __all__ = [
     "kl_k3",
     "kl_k3_importance",
     "kl_k3_with_k2_gradient",
+    "load_balance",
     "masked_max",
     "masked_mean",
     "masked_sum",
@@ -85,6 +88,8 @@ __all__ = [
     "reinforce",
     "rejection",
     "rloo_advantages",
+    "router_entropy",
+    "router_kl",
     "sapo",
     "sequence_icepop",
     "sequence_is",
@@ -98,4 +103,5 @@ __all__ = [
     "whiten",
     "whitened_bootstrapped_gae",
     "whitened_gae",
+    "z_loss",
 ]
