@@ -96,15 +96,30 @@ def _unknown_field(message: str) -> str | None:
     if match is None or not hasattr(jaxmoe.config, match[1]):
         return None
     fields = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, match[1]))]
-    suggestion = _closest_field(match[2], fields)
+    suggestion = _closest_key(match[2], fields)
     hint = f"Did you mean {suggestion}?" if suggestion else f"Known: {', '.join(fields)}."
     return f"{match[1]} has no field {match[2]!r}. {hint}"
 
 
-def _closest_field(name: str, fields: list[str]) -> str | None:
-    """Return the field with the most similar name, or None."""
-    matches = difflib.get_close_matches(name, fields, 1)
-    return matches[0] if matches else None
+def _closest_key(name: str, fields: list[str], prefix: str = "") -> str | None:
+    """Return the most similar of the fields, with the prefix, or a key of another group, or None.
+
+    "router_replay" is not in the group rollout, and is similar to the key "router.replay".
+    """
+    keys = {field: prefix + field for field in fields} | {key: key for key in _grouped_keys(Config)}
+    matches = difflib.get_close_matches(name, keys, 1)
+    return keys[matches[0]] if matches else None
+
+
+def _grouped_keys(config_type: Any, prefix: str = "") -> list[str]:
+    """Return the keys of all fields in groups, such as "optim.lr"."""
+    keys = []
+    for field, field_type in typing.get_type_hints(config_type).items():
+        if dataclasses.is_dataclass(field_type):
+            keys += _grouped_keys(field_type, f"{prefix}{field}.")
+        elif prefix:
+            keys.append(prefix + field)
+    return keys
 
 
 def _find_config_file(name: str) -> Path:
@@ -136,12 +151,8 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
         head, dot, subpath = path.strip().partition(".")
         names = [f.name for f in dataclasses.fields(config)]
         if head not in names:
-            suggestion = _closest_field(head, names)
-            hint = (
-                f"Did you mean {_prefix}{suggestion}?"
-                if suggestion
-                else f"Known: {', '.join(names)}."
-            )
+            suggestion = _closest_key(head, names, _prefix)
+            hint = f"Did you mean {suggestion}?" if suggestion else f"Known: {', '.join(names)}."
             raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
         old, field_type = getattr(config, head), typing.get_type_hints(type(config))[head]
         if dataclasses.is_dataclass(old) and not isinstance(old, type):

@@ -325,7 +325,7 @@ class Config:
     def records_experts(self) -> bool:
         """True if rollouts have the engine's experts, to be replayed or compared."""
         return (
-            self.rollout.router_replay or self.rollout.compare_experts or self.requires_equal_logp
+            self.router.replay == "R3" or self.rollout.compare_experts or self.requires_equal_logp
         )
 
     @property

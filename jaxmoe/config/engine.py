@@ -136,9 +136,8 @@ def check_engine(cfg: "Config") -> None:
     )
     require(
         engine.reports_experts or not cfg.records_experts,
-        f"rollout.engine={r.engine} does not report experts, which rollout.router_replay, "
-        "rollout.compare_experts and model.numerics=invariant need. Try --set "
-        "rollout.router_replay=False --set rollout.compare_experts=False --set "
-        "model.numerics=fast.",
+        f"rollout.engine={r.engine} does not report experts, which router.replay=R3, "
+        "rollout.compare_experts and model.numerics=invariant need. Try --set router.replay='' "
+        "--set rollout.compare_experts=False --set model.numerics=fast.",
     )
     engine.check(cfg)

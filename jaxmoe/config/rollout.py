@@ -125,18 +125,11 @@ class RolloutConfig:
     max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's forward; or "vllm", or "module:function" of your own
     vllm: VllmConfig = VllmConfig()
-    router_replay: bool = False  # R3: train with the engine's experts of each token
     compare_experts: bool = False  # log router/expert_switches: experts of trainer and engine
     max_staleness: int = 0  # number of steps that sampling may be ahead; 0: sample in sync
 
     def __post_init__(self) -> None:
         n, r = self.sequences_per_step, self.samples_per_prompt
-        require(
-            not (self.compare_experts and self.router_replay),
-            "rollout.compare_experts compares the trainer's experts with the engine's; with "
-            "rollout.router_replay=True the trainer uses the engine's. Try --set "
-            "rollout.compare_experts=False.",
-        )
         require(
             r > 0,
             f"rollout.samples_per_prompt must be positive, got {r}. "

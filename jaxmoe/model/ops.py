@@ -108,7 +108,7 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         impls = (invariant_impls if is_invariant else requested_impls)(cfg.kernels)
     ops = replace(
         with_kernels(plain_ops(), impls),
-        router=router_from_config(cfg.router, replay=cfg.rollout.router_replay),
+        router=router_from_config(cfg.router),
         record=record_from_config(cfg.router),
         remat=remat_fn(cfg.optim),
     )

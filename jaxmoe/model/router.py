@@ -135,18 +135,18 @@ def record_router_logits(
     return {"router_logits_BTE": router_logits(h_BTD, layer)}
 
 
-def router_from_config(cfg: RouterConfig, *, replay: bool) -> Callable[..., Any]:
-    """Return the router that a config names; with `replay` one that takes the engine's experts.
+def router_from_config(cfg: RouterConfig) -> Callable[..., Any]:
+    """Return the router that a config names; with `replay` one that takes experts to use.
 
     Raises ConfigError for a text that names no router, or one that cannot replay.
     """
     if not cfg.is_custom:
-        return replay_routing if replay else route_top_k
+        return replay_routing if cfg.replay else route_top_k
     router = parse_function(cfg.function, "router.function", ROUTER_ARRAYS, ROUTERS)
-    if replay and not takes_parameter(router, "indices_BTA"):
+    if cfg.replay and not takes_parameter(router, "indices_BTA"):
         raise ConfigError(
-            f"rollout.router_replay=True needs a router that takes indices_BTA=None, and "
-            f"{cfg.function} does not. Try --set rollout.router_replay=False."
+            f"router.replay={cfg.replay} needs a router that takes indices_BTA=None, and "
+            f"{cfg.function} does not. Try --set router.replay=''."
         )
     return router
 

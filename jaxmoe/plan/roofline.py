@@ -134,7 +134,8 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
 
 def scores_policy(cfg: Config, a: Algorithm) -> bool:
     """Return True if a step has a forward of the policy before its first gradient."""
-    return a.needs_scoring or (cfg.gate.has_limits and a.updates > 1) or a.critic == "shared"
+    gate_needs_it = cfg.gate.has_limits and a.updates > 1
+    return a.needs_scoring or gate_needs_it or a.critic == "shared" or cfg.router.replay == "R2"
 
 
 def step_bounds(

@@ -48,6 +48,7 @@ class Batch:
     packed: Leaf = None  # PackedRows of one microbatch, in jaxmoe.rl.microbatches
     # The step computes the rest before its first gradient; None if it is not needed.
     old_logp_BT: Leaf = None  # float32; the trainer before the update
+    old_experts_BTLA: Leaf = None  # expert_dtype; those of the trainer before the update
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     old_values_BT: Leaf = None  # float32; the critic's values before the update
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
@@ -169,8 +170,8 @@ def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: i
             raise ConfigError(
                 f"rollout {i} (prompt {r.prompt.id}) must have the experts of the {read} tokens "
                 f"that the engine read; {problem}. Try an engine that returns them "
-                "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False "
-                "--set rollout.compare_experts=False."
+                "(vLLM: --enable-return-routed-experts), or --set router.replay='' --set "
+                "rollout.compare_experts=False."
             )
     first = rollouts[0].routed_experts
     assert first is not None

@@ -57,6 +57,7 @@ class PackedRows:
     positions_BT: Leaf
     segment_ids_BT: Leaf
     routed_experts_BTLA: Leaf
+    old_experts_BTLA: Leaf
     token_index_BT: Leaf  # int32 into the flattened rows; valid for this microbatch's tokens
 
 
@@ -161,11 +162,14 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     number_BT = jnp.broadcast_to(
         jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None], segments_BT.shape
     )
-    routed = batch.routed_experts_BTLA
+
+    def pack_experts(experts_BTLA: Leaf) -> Array | None:
+        return None if experts_BTLA is None else pack_array(experts_BTLA, UNKNOWN_EXPERT)
+
     packed = PackedRows(
         pack_array(jnp.asarray(batch.tokens_BT)), pack_array(jnp.asarray(batch.positions_BT)),
         pack_array(number_BT),
-        None if routed is None else pack_array(jnp.asarray(routed), UNKNOWN_EXPERT),
+        pack_experts(batch.routed_experts_BTLA), pack_experts(batch.old_experts_BTLA),
         # Other tokens read index 0. Any valid index would do, because the masks exclude them.
         jnp.where(is_token_BT, token_index_BT, 0),
     )  # fmt: skip

@@ -6,9 +6,10 @@ Next: jaxmoe/model/forward.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Integer, Shaped
 
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
@@ -29,7 +30,9 @@ class Scorer:
     temperature: float = 1.0
     critic: str = "none"  # "own" or "shared" backbone
     scales: Mapping[str, float] = field(default_factory=dict)  # of LoRA's adapters, by matrix
-    replay_experts: bool = True  # use the engine's experts; False: compare them with the trainer's
+    # Experts that the policy's forward uses, as `router.replay`: "" its own, "R2"
+    # batch.old_experts_BTLA, "R3" batch.routed_experts_BTLA.
+    replay: str = ""
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
         """Return params with the policy that the forward takes."""
@@ -62,13 +65,13 @@ class Scorer:
 
     def score_reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
         """Return ref_logp_BT of frozen parameters, which choose their own experts."""
-        plain = replace(self, critic="none")
-        return plain.score_policy(Trained(reference), drop_routed_experts(batch))["logp_BT"]
+        plain = replace(self, critic="none", replay="")
+        return plain.score_policy(Trained(reference), batch)["logp_BT"]
 
     def score_values(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """Return `critic_values` of a critic with its own backbone and its own routing."""
         assert params.critic is not None
-        hidden_BTD, _ = self.run_forward(params.critic["backbone"], drop_routed_experts(batch))
+        hidden_BTD, _ = replace(self, replay="").run_forward(params.critic["backbone"], batch)
         return critic_values(params, hidden_BTD, batch)
 
     def run_forward(
@@ -80,10 +83,14 @@ class Scorer:
         hidden_BTD, _, recorded = forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT,
-            routed_experts_BTLA=rows.routed_experts_BTLA if self.replay_experts else None,
-            step=batch.shared.get("step"),
+            routed_experts_BTLA=self.select_replayed(rows), step=batch.shared.get("step"),
         )  # fmt: skip
         return hidden_BTD, recorded
+
+    def select_replayed(self, rows: Any) -> Integer[Array, "_ _ L A"] | None:
+        """Return the experts that a forward of these rows is to use; None for its own."""
+        replayed = {"": None, "R2": rows.old_experts_BTLA, "R3": rows.routed_experts_BTLA}
+        return replayed[self.replay]
 
 
 def recorded_rows(recorded: Mapping[str, Array]) -> dict[str, Array]:
@@ -117,9 +124,3 @@ def unpack_rows(x_BT: Shaped[Array, "_ _ *rest"], batch: Batch) -> Shaped[Array,
     if batch.packed is None:
         return x_BT
     return x_BT.reshape(-1, *x_BT.shape[2:])[batch.packed.token_index_BT]
-
-
-def drop_routed_experts(batch: Batch) -> Batch:
-    """Return the batch without the engine's experts, which are valid for the policy only."""
-    packed = batch.packed and replace(batch.packed, routed_experts_BTLA=None)
-    return replace(batch, routed_experts_BTLA=None, packed=packed)

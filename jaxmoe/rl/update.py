@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.config import GateConfig, require
 from jaxmoe.losses.rewards import last_token_mask
+from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, map_rows
 from jaxmoe.rl.loss import (
@@ -135,29 +136,40 @@ def score_batch(
     state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
     policy: bool,
 ) -> Batch:  # fmt: skip
-    """Add what is needed before the first gradient: reference, values, old log-probs.
+    """Add what is needed before the first gradient: reference, values, old log-probs, old experts.
 
-    Old log-probs are computed only if `policy`. The reference of adapters is the base alone.
+    Old log-probs are computed only if `policy`, and old experts if the scorer replays them. The
+    reference of adapters is the base alone.
     """
-    params = scorer.full_params(state.params, state.frozen)
+    params, replays_old = scorer.full_params(state.params, state.frozen), scorer.replay == "R2"
+    # Before the first update there are no old experts: this forward chooses them.
+    scorer = replace(scorer, replay="") if replays_old else scorer
 
     def map_batch(fn: Any) -> Any:
         return map_microbatches(fn, batch, microbatches, ROWS)
 
     def score_policy(part: Batch) -> dict[str, Array]:
-        # What ops.record recorded is left out. Nothing reads it before the gradient, and a scan
-        # would keep it for all rows.
-        names = ("logp_BT", "values_BT", "values_after_BT")
-        return {n: x for n, x in scorer.score_policy(params, part).items() if n in names}
+        out = scorer.score_policy(params, part)
+        # What ops.record recorded is left out, except the experts to replay. Nothing else reads it
+        # before the gradient, and a scan would keep it for all rows.
+        needed = policy or a.critic == "shared"
+        names = ("logp_BT", "values_BT", "values_after_BT") if needed else ()
+        scores = {n: x for n, x in out.items() if n in names}
+        if replays_old:
+            scores["experts_BTLA"] = out["experts_BTLA"].astype(
+                expert_dtype(scorer.model.n_experts)
+            )
+        return scores
 
     old: dict[str, Array] = {}
-    if policy or a.critic == "shared":
+    if policy or replays_old or a.critic == "shared":
         old = map_batch(score_policy)
     if a.critic == "own":
         old |= map_batch(partial(scorer.score_values, params))
     return replace(
         batch,
         old_logp_BT=old["logp_BT"] if policy else None,
+        old_experts_BTLA=old.get("experts_BTLA"),
         ref_logp_BT=map_batch(partial(scorer.score_reference, scorer.full_reference(state.frozen)))
         if a.needs_reference
         else None,
@@ -252,6 +264,6 @@ def policy_loss(
     if algorithm.critic == "own":
         out |= scorer.score_values(params, batch)
     loss, aux = sum_terms(algorithm, batch, out)
-    if batch.routed_experts_BTLA is not None and not scorer.replay_experts:
+    if batch.routed_experts_BTLA is not None and scorer.replay != "R3":
         aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
     return loss, aux

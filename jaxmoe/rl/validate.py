@@ -15,6 +15,7 @@ from jaxmoe.config import ConfigError, require
 from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses import kl_k1
 from jaxmoe.model.check_ops import check_router, function_name
+from jaxmoe.model.router import takes_parameter
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.loss import compute_loss_weights, estimate_advantages, sum_terms
@@ -208,6 +209,22 @@ def check_inputs(
         or state.frozen.base is not None,
         "a loss that takes ref_logp_BT needs a reference, and the state has none. Try "
         "init_state(trained, tx, Frozen(reference=params)).",
+    )
+    replay, router = scorer.replay, scorer.ops.router
+    require(
+        not replay or takes_parameter(router, "indices_BTA"),
+        f"Scorer(replay={replay!r}) needs a router that takes indices_BTA=None, and "
+        f"{function_name(router)} does not. Try ops = replace(ops, router=replay_routing).",
+    )
+    require(
+        replay != "R3" or batch.routed_experts_BTLA is not None,
+        "Scorer(replay='R3') needs the engine's experts, and batch.routed_experts_BTLA is None. "
+        "Try rollout_batch(…, n_experts=…).",
+    )
+    require(
+        replay != "R2" or a.updates > 1,
+        "Scorer(replay='R2') needs several updates per batch, got one: it uses the experts of its "
+        "own forward. Try Scorer(replay='').",
     )
     for name, x in batch.extra.items():
         require(

@@ -53,7 +53,7 @@ def format_plan(cfg: Config) -> str:
     Raises ConfigError for an algorithm or a router that train would refuse.
     """
     algorithm_from_config(cfg)
-    router_from_config(cfg.router, replay=cfg.rollout.router_replay)
+    router_from_config(cfg.router)
     total, active = count_params(cfg.model)
     n_trained, n_params = count_trained(cfg)
     mem, r = plan_memory(cfg), cfg.rollout

@@ -63,7 +63,7 @@ def rl_program(
     """
     scorer = make_scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
-        replay_experts=cfg.rollout.router_replay,
+        replay=cfg.router.replay,
     )  # fmt: skip
     fn = partial(
         step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,

@@ -68,7 +68,7 @@ class Line:
 
     def settings(self, old: int) -> tuple[str, ...]:
         """With an engine that is so many versions behind."""
-        seen = ("rollout.router_replay=True",) * ("replay" in self.name)
+        seen = ("router.replay=R3",) * ("replay" in self.name)
         seen = seen or ("rollout.compare_experts=True",)
         if self.weighs:
             seen += ("loss.rollout_correction=token_is(high=2.0)",)

@@ -63,7 +63,7 @@ def by_kind(bench: Bench) -> dict[str, tuple[float, ...]]:
     ops = make_ops(cfg)
 
     def gaps(kinds: tuple[str, ...]) -> tuple[float, ...]:
-        scorer = Scorer(cfg.model, rounded_ops(ops, kinds), replay_experts=False)
+        scorer = Scorer(cfg.model, rounded_ops(ops, kinds))
         read: Any = jax.jit(scorer.score_policy)(Trained(bench.trained), batch)
         drawn = np.asarray(batch.loss_mask_BT)
         d = (np.asarray(read["logp_BT"]) - np.asarray(batch.rollout_logp_BT))[drawn].astype(float)

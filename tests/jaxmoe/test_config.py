@@ -84,6 +84,10 @@ def test_an_override_changes_one_field_of_a_copy():
         ("optim.lrr=1", "unknown config key optim.lrr. Did you mean optim.lr?"),
         ("optm.lr=1", "unknown config key optm. Did you mean optim?"),
         ("zzz=1", "Known: model, data"),
+        ("rollout.router_replay=True", "key rollout.router_replay. Did you mean router.replay?"),
+        ("router.replay=True", "got 'True'. Try --set router.replay=R3."),
+        ("router.replay=r2", "got 'r2'. Try --set router.replay=R2."),
+        ("router.replay=R2", "router.replay=R2 needs several updates per batch, got loss.epochs=1"),
         ("steps", "--set takes key=value, got 'steps'"),
         ("optim=1", "--set optim needs a field"),
         ("data.options=1", "data.options must be a dict, got '1'. Try --set data.options.x=8"),
@@ -319,6 +323,10 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
         (
             "rollout=RolloutConfig(8, 8, 8, max_gen_batch=4)",
             "RolloutConfig has no field 'max_gen_batch'. Did you mean max_gen_batches?",
+        ),
+        (
+            "rollout=RolloutConfig(8, 8, 8, router_replay=True)",
+            "RolloutConfig has no field 'router_replay'. Did you mean router.replay?",
         ),
         ("optm=o", "Config has no field 'optm'. Did you mean optim?"),
         ("optim=OptimConfig(lr=1.0, zzz=1.0)", "OptimConfig has no field 'zzz'. Known: lr, "),

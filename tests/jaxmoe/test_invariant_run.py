@@ -54,7 +54,7 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
         ("model.dtype=bfloat16",),
         ("optim.tokens_per_microbatch=232",),
         ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
-        ("optim.expert_tokens=64", "rollout.router_replay=True"),
+        ("optim.expert_tokens=64", "router.replay=R3"),
         ("lora.attention_rank=4", "lora.expert_rank=4"),
         ("mesh.data=2", "mesh.fsdp=4", "rollout.sequences_per_step=64"),
     ],

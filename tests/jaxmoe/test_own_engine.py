@@ -2,6 +2,7 @@
 """An engine of the user's own, in one file that the config names: it trains, without a patch."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def peer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "fact, change, works",
     [("reports_kept_mass", "rollout.top_k=5", "True"),
-     ("reports_experts", "rollout.router_replay=True", "True"),
+     ("reports_experts", "router.replay=R3", "True"),
      ("uses_trainer_forward", "model.numerics=invariant", "True, reports_experts=True")],
 )  # fmt: skip
 def test_a_setting_is_refused_unless_the_description_allows_it(fact, change, works, peer):
@@ -101,7 +102,12 @@ def test_a_setting_is_refused_unless_the_description_allows_it(fact, change, wor
         override(cfg, "rollout.engine=peer_engine:describe", change)
     override(cfg, f"rollout.engine=peer_engine:describe({fact}={works})", change)
     advice = str(error.value).partition("Try --set ")[2].partition(", or")[0].removesuffix(".")
-    override(cfg, "rollout.engine=peer_engine:describe", change, *advice.split(" --set "))
+    override(
+        cfg,
+        "rollout.engine=peer_engine:describe",
+        change,
+        *[word for word in shlex.split(advice) if word != "--set"],
+    )
 
 
 def test_log_probs_of_another_distribution_need_temperature_1(peer):

@@ -38,7 +38,7 @@ def test_a_run_trains_on_episodes_and_calls_the_tool_once_for_each_call(plain):
         {"optim__tokens_per_microbatch": 384},
         pytest.param({"optim__microbatches": 2}, marks=EXTENDED),
         {"mesh__fsdp": 2},
-        {"rollout__router_replay": True},
+        {"router__replay": "R3"},
         pytest.param({"rollout__max_parallel_sequences": 8}, marks=EXTENDED),
     ],
     ids=lambda changes: next(iter(changes)),
@@ -46,7 +46,7 @@ def test_a_run_trains_on_episodes_and_calls_the_tool_once_for_each_call(plain):
 def test_trainer_and_engine_agree_with_each_setting_of_a_step(tmp_path, changes):
     run = run_tools(tmp_path / "run", devices=changes.get("mesh__fsdp", 1), **changes)
     check_steps(run)
-    if "rollout__router_replay" in changes:
+    if "router__replay" in changes:
         assert all(row["router/unknown_experts_frac"] == 0 for row in run.steps)
 
 

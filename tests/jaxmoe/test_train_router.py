@@ -95,7 +95,7 @@ def command(work, *changes):
     [
         ("rollout.compare_experts=True", "optim.microbatches=2"),
         ("model.numerics=invariant", "rollout.sequences_per_step=16"),
-        ("rollout.router_replay=True", "optim.tokens_per_microbatch=128"),
+        ("router.replay=R3", "optim.tokens_per_microbatch=128"),
     ],
     ids=["microbatches", "invariant", "replayed and packed"],
 )
@@ -140,7 +140,7 @@ REFUSED = [
     (("router.function=top_k",), "router.function: there is no function 'top_k'. Did you mean"),
     (("router.function=my_router:scheduled(skale=1.0)",), "has no option 'skale'. Did you mean"),
     (("router.function=route_top_k(active=1)",), "route_top_k has no option 'active'"),
-    (("router.function=my_router:ignores", "rollout.router_replay=True"), "return those experts"),
+    (("router.function=my_router:ignores", "router.replay=R3"), "return those experts"),
     (("router.function=my_router:by_place",), "must choose a token's experts by that token alone"),
     (("router.record=my_router:shadow",), "with names of their own; shadow returns ['experts_BTA"),
     (("loss.terms=my_router:defaulted",), "defaulted must take ref_logp_BT without a default"),

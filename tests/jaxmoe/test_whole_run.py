@@ -32,7 +32,7 @@ SMALL = [
 # every model there is: policy, reference, a critic's own backbone; scored first, then trained
 ALL_MODELS = [
     "loss.kl_coef=0.1", "loss.old_logp=recomputed", "loss.advantages=gae", "critic.backbone=own",
-    "rollout.router_replay=True",
+    "router.replay=R3",
 ]  # fmt: skip
 
 

@@ -107,8 +107,10 @@ def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, route
     pins = (
         {} if mesh is None else {"out_shardings": (state_shardings(state, CFG, mesh), None, None)}
     )
+    replay = "R3" if router is replay_routing else ""
+    scorer = Scorer(CFG, ops, critic=a.critic, replay=replay)
     step = jax.jit(
-        partial(rl_step, tx=TX, algorithm=a, scorer=Scorer(CFG, ops, critic=a.critic)),
+        partial(rl_step, tx=TX, algorithm=a, scorer=scorer),
         donate_argnums=0, **pins,
     )  # fmt: skip
     # a program made ahead refuses what another step would need: other shapes, other places

@@ -106,7 +106,7 @@ def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
 
 def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
     a = algorithm()
-    scorer, results = Scorer(CFG, OPS, replay_experts=False), []
+    scorer, results = Scorer(CFG, OPS), []
     step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
     for rollouts in clean_and_garbage(experts=True):
         batch, minibatches = split_minibatches(

@@ -64,7 +64,7 @@ def plain_step():
     step = jax.jit(
         partial(
             rl_step, tx=SGD, algorithm=GRPO,
-            scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing)),
+            scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3"),
         )
     )  # fmt: skip
     batch = routed_batch()

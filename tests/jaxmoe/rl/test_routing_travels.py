@@ -35,7 +35,7 @@ from jaxmoe.rl.update import bootstrap_values, rl_step
 from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
 
 T = make_batch().tokens_BT.shape[1]
-REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing))
+REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3")
 
 
 class Routed(Bigram):
@@ -44,15 +44,20 @@ class Routed(Bigram):
     def run_forward(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD = params["embed"][rows.tokens_BT]
-        if rows.routed_experts_BTLA is not None:
+        replayed_BTLA = self.select_replayed(rows)
+        if replayed_BTLA is not None:
             weight_LA = jnp.arange(1.0, 5.0).reshape(1, 1, 2, 2, 1)  # which place it has, too
-            experts = params["embed"][rows.routed_experts_BTLA.astype(jnp.int32)]
+            experts = params["embed"][replayed_BTLA.astype(jnp.int32)]
             hidden_BTD = hidden_BTD + (weight_LA * experts).sum((2, 3))
         return jnp.tanh(hidden_BTD), {}
 
 
+REPLAY_OPS = replace(OPS, router=replay_routing)
+
+
 def step(batch, a, minibatches=None, **options):
-    run = step_of(a, scorer=Routed(CFG, OPS, critic=a.critic), **options)
+    replay = "" if batch.routed_experts_BTLA is None else "R3"
+    run = step_of(a, scorer=Routed(CFG, REPLAY_OPS, critic=a.critic, replay=replay), **options)
     return run(start(a, reference=PARAMS if a.needs_reference else None), batch, minibatches)
 
 
@@ -97,7 +102,7 @@ def test_the_experts_given_are_the_experts_used():
 
 def test_the_reference_and_an_own_critic_route_by_themselves():
     batch = jax.tree.map(jnp.asarray, routed_batch())
-    plain, routed = replace(batch, routed_experts_BTLA=None), Routed(CFG, OPS)
+    plain, routed = replace(batch, routed_experts_BTLA=None), Routed(CFG, OPS, replay="R3")
     single = routed.score_policy(Trained(PARAMS), plain)["logp_BT"]
     np.testing.assert_array_equal(routed.score_reference(PARAMS, batch), single)
     assert (

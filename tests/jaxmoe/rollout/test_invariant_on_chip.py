@@ -55,9 +55,7 @@ def differing(ops, new, cfg):
         n_experts=cfg.n_experts,
     )  # fmt: skip
     batch = jax.tree.map(jax.numpy.asarray, batch)
-    scored = jax.jit(Scorer(cfg, ops, replay_experts=False).score_policy)(
-        Trained(cast_for_forward(params, cfg)), batch
-    )
+    scored = jax.jit(Scorer(cfg, ops).score_policy)(Trained(cast_for_forward(params, cfg)), batch)
     answer_BT = np.asarray(batch.loss_mask_BT)
     trainer_logp, engine_logp = (
         np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT)

@@ -38,7 +38,7 @@ def called_with(cfg, a):
     ]  # fmt: skip
     batch = rollout_batch(
         rollouts, np.zeros(len(rollouts)), samples=r.samples_per_prompt, length=cfg.context,
-        pad_id=0, n_experts=m.n_experts if r.router_replay else None,
+        pad_id=0, n_experts=m.n_experts if cfg.router.replay == "R3" else None,
     )  # fmt: skip
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
@@ -55,7 +55,7 @@ def shapes_of(tree):
     "changes",
     [
         (),
-        ("optim.tokens_per_microbatch=104", "rollout.router_replay=True"),
+        ("optim.tokens_per_microbatch=104", "router.replay=R3"),
         ("loss.minibatches=2", "loss.epochs=3", "loss.old_logp=recomputed"),
         (
             "loss.minibatches=2", "loss.old_logp=recomputed", "optim.tokens_per_microbatch=104",
