@@ -73,6 +73,43 @@ def test_replayed_weights_are_the_softmax_over_the_given_experts():
     np.testing.assert_allclose(weights[0, 0], want, rtol=1e-5)
 
 
+def test_gradients_of_replayed_weights_are_those_of_float64_differences():
+    rng = np.random.default_rng(5)
+    tokens, width, n_experts, active = 7, 10, 6, 3
+    values = {
+        "h": rng.normal(size=(tokens, width)), "w_router": rng.normal(size=(width, n_experts)),
+        "b_router": rng.normal(size=n_experts),
+    }  # fmt: skip
+    experts = rng.random((tokens, n_experts)).argsort(-1)[:, :active]
+    experts_MA = np.where(np.arange(tokens)[:, None] == 2, -1, experts)  # token 2 is unknown
+    effect_ME = rng.normal(size=(tokens, n_experts))  # of each expert's output on the loss
+
+    def loss64(x):
+        logits = x["h"] @ x["w_router"] + x["b_router"]
+        used = np.where(experts_MA < 0, np.argsort(-logits, -1)[:, :active], experts_MA)
+        top = np.take_along_axis(logits, used, -1)
+        weights = np.exp(top) / np.exp(top).sum(-1, keepdims=True)
+        return (weights * np.take_along_axis(effect_ME, used, -1)).sum()
+
+    def loss32(x):
+        layer = {"w_router": x["w_router"], "b_router": x["b_router"]}
+        used, weights = replay_routing(
+            x["h"][None], layer, active=active, indices_BTA=jnp.asarray(experts_MA)[None]
+        )
+        effects = jnp.take_along_axis(jnp.asarray(effect_ME, jnp.float32)[None], used, -1)
+        return jnp.sum(weights * effects)
+
+    gradients = jax.grad(loss32)({name: jnp.asarray(x, jnp.float32) for name, x in values.items()})
+    for name, x in values.items():
+        expected = np.zeros_like(x)
+        for index in np.ndindex(x.shape):
+            step = np.zeros_like(x)
+            step[index] = 1e-6
+            change = loss64(values | {name: x + step}) - loss64(values | {name: x - step})
+            expected[index] = change / 2e-6
+        np.testing.assert_allclose(gradients[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_a_record_is_kept_of_every_layer():
     def record_layer(h_BTD, layer, indices_BTA, weights_BTA):
         return {"weights": weights_BTA, "most": jnp.max(router_logits(h_BTD, layer), axis=-1)}

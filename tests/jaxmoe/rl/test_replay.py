@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every forward of an update uses the experts that are replayed, however its batch is split."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import adapted
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bigram import CFG, MODEL, algorithm, make_batch, routed_batch, start
+from expert_switches import SWITCHES
+
+from jaxmoe.config import ConfigError
+from jaxmoe.losses import gae
+from jaxmoe.model import forward, plain_ops
+from jaxmoe.model.lora import init_adapters, with_adapters
+from jaxmoe.model.router import replay_routing
+from jaxmoe.observe.profiling import count_compilations
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.terms import value_term
+from jaxmoe.rl.update import rl_step
+
+SLOW = pytest.mark.slow
+OPS = replace(plain_ops(), router=replay_routing)
+T = make_batch().tokens_BT.shape[1]
+FAST_SGD = optax.sgd(1.0)  # so fast that routers choose other experts after an update
+FOUR_UPDATES = {"epochs": 2, "minibatches": 2}
+
+
+@cache
+def own_experts():
+    """The experts that the model's own routers choose, by a forward that is not the step's."""
+    batch = make_batch()
+    recorded = jax.jit(lambda tokens, segments: forward(
+        MODEL, tokens, CFG, plain_ops(), segment_ids_BT=segments
+    )[2]["experts_BTA"])(batch.tokens_BT, batch.segment_ids_BT)  # fmt: skip
+    return np.moveaxis(np.asarray(recorded), 0, 2)
+
+
+def run_updates(replay, expected_BTLA, batch=None, packed=0, microbatches=1, ops=OPS, **fields):
+    """Metrics of a step's updates, among them `switches`."""
+    terms = (SWITCHES, *fields.pop("terms", ()))
+    a = algorithm(terms=terms, **fields)
+    batch = make_batch() if batch is None else batch
+    batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
+    split = split_minibatches(batch, a, seed=(1,), tokens_per_microbatch=packed)
+    step = jax.jit(partial(
+        rl_step, tx=FAST_SGD, algorithm=a, microbatches=microbatches,
+        scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
+    ))  # fmt: skip
+    metrics = step(start(a, params=MODEL, tx=FAST_SGD), *split)[1]
+    assert count_compilations(step) == 1
+    return {name: float(x) for name, x in metrics.items()}
+
+
+ALL_CASES = {
+    "minibatches": {"old_logp": "recomputed"},
+    "packed, and the ratio is to the engine": {"old_logp": "rollout", "packed": 2 * T},
+    "microbatches, remat and a shared critic": {
+        "old_logp": "recomputed", "microbatches": 4, "ops": replace(OPS, remat=jax.checkpoint),
+        "critic": "shared", "advantages": partial(gae, trace=0.9), "terms": (value_term(),),
+    },
+}  # fmt: skip
+
+
+CASES = [pytest.param(case, marks=SLOW if "remat" in case else ()) for case in ALL_CASES]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_r2_keeps_the_experts_of_the_forward_before_the_first_update(case):
+    options = ALL_CASES[case] | FOUR_UPDATES
+    assert run_updates("R2", own_experts(), **options)["switches"] == 0.0
+
+
+def test_without_r2_the_same_updates_switch_experts():
+    options = ALL_CASES["minibatches"] | FOUR_UPDATES
+    assert run_updates("", own_experts(), **options)["switches"] > 1.0
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if "packed" in case else SLOW) for case in ALL_CASES]
+)
+def test_r3_uses_the_experts_of_the_engine_at_every_token_and_layer(case):
+    batch = routed_batch()
+    options = ALL_CASES[case] | FOUR_UPDATES
+    metrics = run_updates("R3", batch.routed_experts_BTLA, batch, **options)
+    assert metrics["switches"] == 0.0
+    assert "router/expert_switches" not in metrics
+
+
+def test_experts_of_the_engine_are_compared_with_those_that_r2_replays():
+    engine_batch = replace(make_batch(), routed_experts_BTLA=own_experts().astype(np.int8))
+    options = ALL_CASES["minibatches"] | FOUR_UPDATES
+    metrics = run_updates("R2", own_experts(), engine_batch, **options)
+    assert metrics["switches"] == metrics["router/expert_switches"] == 0.0
+    other_batch = routed_batch()
+    metrics = run_updates("R2", other_batch.routed_experts_BTLA, other_batch, **options)
+    assert metrics["switches"] > 1.0 and metrics["router/expert_switches"] > 0.5
+
+
+@pytest.mark.slow
+def test_r2_with_adapters_keeps_the_experts_of_the_forward_before_the_first_update():
+    base, lora, cfg = adapted.base_of(), adapted.LORA, adapted.CFG
+    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), cfg, lora, base))()
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    recorded = jax.jit(lambda policy: forward(
+        policy, batch.tokens_BT, cfg, adapted.OPS, segment_ids_BT=batch.segment_ids_BT
+    )[2]["experts_BTA"])(with_adapters(base, adapters, lora.scales))  # fmt: skip
+    expected = np.moveaxis(np.asarray(recorded), 0, 2)
+    a = algorithm(terms=(SWITCHES,), old_logp="recomputed", **FOUR_UPDATES)
+    tx = optax.sgd(100.0)
+
+    def switches(replay):
+        scorer = Scorer(
+            cfg, replace(adapted.OPS, router=replay_routing), scales=lora.scales, replay=replay
+        )
+        step = jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer))
+        split = split_minibatches(replace(batch, extra={"expected_BTLA": expected}), a, seed=(1,))
+        return float(step(init_state(Trained(adapters), tx), *split, base)[1]["switches"])
+
+    assert switches("R2") == 0.0 < switches("")
+
+
+@pytest.mark.parametrize(
+    ("replay", "ops", "fields", "message"),
+    [
+        ("R3", OPS, {}, "needs the engine's experts, and batch.routed_experts_BTLA is None"),
+        ("R2", OPS, {}, "needs several updates per batch, got one"),
+        ("R3", plain_ops(), {}, "needs a router that takes indices_BTA=None, and route_top_k"),
+    ],
+)
+def test_a_scorer_with_nothing_to_replay_is_refused(replay, ops, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        run_updates(replay, own_experts(), ops=ops, **fields)
