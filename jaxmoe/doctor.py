@@ -89,9 +89,9 @@ def run_doctor(cfg: Config) -> bool:
         "--set init.checkpoint=DIR.",
     )
     require(
-        not cfg.router.is_custom,
-        f"the doctor recomputes log-probs with GPT-OSS's router, and router.function is "
-        f"{cfg.router.function}: it would report your router as a fault of the engine.",
+        cfg.router.is_top_k,
+        f"the doctor recomputes log-probs with GPT-OSS's router, and router.route is "
+        f"{cfg.router.route}: it would report your router as a fault of the engine.",
     )
     # Before this process opens the device, because a TPU admits one process and the check is
     # another.

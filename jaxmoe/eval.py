@@ -20,7 +20,7 @@ from jaxmoe.distributed.processes import check_same_everywhere, exit_process, jo
 from jaxmoe.envs.evaluation import evaluate_held_out
 from jaxmoe.envs.scores import response_text
 from jaxmoe.envs.tasks import digest_contents, open_task
-from jaxmoe.model import make_ops
+from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
@@ -53,7 +53,7 @@ def run_eval(cfg: Config) -> float:
     # Before this process opens the device, because a TPU admits one process and the check is
     # another.
     kernels = choose_run_kernels(cfg)
-    ops = make_ops(cfg, kernels.impls)
+    ops = make_engine_ops(cfg, kernels.impls) or make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, scoring_stage(cfg))
     kernels.print_decision()

@@ -112,9 +112,9 @@ def export_checkpoint(
     with report_phase(f"writing {out}"):
         save_params(policy, cfg.model, out, dtype=dtype, add_files=add_files)
     print(f"{out}: {origin}, {description}")
-    if cfg.router.is_custom:
+    if not cfg.router.is_top_k:
         print(
-            f"! router.function is {cfg.router.function}: transformers and vLLM route by the top-k "
+            f"! router.route is {cfg.router.route}: transformers and vLLM route by the top-k "
             "of the logits, and are another policy with these weights",
             file=sys.stderr,
         )

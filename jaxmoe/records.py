@@ -61,6 +61,7 @@ class Sampling:
     max_turns: int = 1  # of the policy
     max_turn_tokens: int = 0  # of one turn; 0: what is left of max_new_tokens
     max_context: int = 0  # prompt, turns and replies; 0: no limit but that of the engine
+    explores: bool = False  # sample with router.noise: the rollouts of a step, no evaluation
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     if position.stage == "warmup" and position.step < cfg.warmup.steps:
         check_targets(task, cfg.context)
     with (
-        closing(parts.open_engine(cfg, parts.ops, work, parts.mesh)) as engine,
+        closing(parts.open_engine(cfg, parts.engine_ops or parts.ops, work, parts.mesh)) as engine,
         handle_stop_signals() as stop,
         lock_run_folder(work, enabled=first),
         MetricsLog(

@@ -19,7 +19,8 @@ from jaxmoe.config import Config, ConfigError, to_json
 CHANGEABLE_KEYS = (
     "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
     "data.reward_timeout_s", "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
-    "critic.lr", "rollout.reply_timeout_s", "rollout.patience_s", "rollout.reply_threads",
+    "critic.lr", "router.lr_scale", "rollout.reply_timeout_s", "rollout.patience_s",
+    "rollout.reply_threads",
     # the same sums, in other microbatches
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
@@ -117,7 +118,7 @@ def check_use(
         if name in digests.unchanged_keys:
             continue
         is_model = name.startswith("model.") and name not in ("model.dtype", "model.numerics")
-        if is_model or name == "router.function":
+        if is_model or name == "router.route":
             raise _refusal_error(work, name, old, f"be used with {new}")
         drops = "drop" in (cfg.data.overlong_prompts, saved_config["data"].get("overlong_prompts"))
         if same_task and _matches_key(name, (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS):

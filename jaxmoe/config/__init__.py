@@ -326,7 +326,21 @@ class Config:
         """True if rollouts have the engine's experts, to be replayed or compared."""
         return (
             self.router.replay == "R3" or self.rollout.compare_experts or self.requires_equal_logp
-        )
+            or "load_balance" in self.router.term_weights
+        )  # fmt: skip
+
+    @property
+    def trainable(self) -> str:
+        """Regular expression of the paths of parameters that train: `optim.trainable`, without the
+        routers if they are frozen."""
+        expression = self.optim.trainable
+        return rf"(?!.*_router\b)(?:{expression})" if self.router.freeze else expression
+
+    @property
+    def computed_experts(self) -> int:
+        """Number of experts that training computes for each token."""
+        m = self.model
+        return m.n_experts if self.router.is_dense else m.experts_per_token
 
     @property
     def step_gate(self) -> GateConfig:

@@ -7,7 +7,7 @@ them.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,9 @@ def collect_rollouts(
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         prompts = next(data)
         rollouts = task.sample(
-            engine, prompts, task.sampling, seed=seed, samples=rollout_cfg.samples_per_prompt
-        )
+            engine, prompts, replace(task.sampling, explores=True), seed=seed,
+            samples=rollout_cfg.samples_per_prompt,
+        )  # fmt: skip
         # Checked before they are scored: a reward of another prompt's answer would be trained on
         # without an error.
         check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)

@@ -42,20 +42,24 @@ def check_attention(returned: Any, q_BTNH: Any, function: Callable[..., Any]) ->
 
 
 def check_routing(
-    indices: Any, weights: Any, h_BTD: Any, active: int, function: Callable[..., Any]
-) -> None:
-    """Raise ConfigError unless a router returned (indices_BTA int, weights_BTA float)."""
+    indices: Any, weights: Any, h_BTD: Any, active: int, n_experts: int,
+    function: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Raise ConfigError unless a router returned (indices int, weights float) of `active` experts
+    of each token, or of all."""
     shape = (*h_BTD.shape[:2], active)
     is_valid = (
-        jnp.shape(indices) == jnp.shape(weights) == shape
+        jnp.shape(indices) == jnp.shape(weights)
+        and jnp.shape(indices) in (shape, (*shape[:2], n_experts))
         and jnp.issubdtype(indices.dtype, jnp.integer)
         and jnp.issubdtype(weights.dtype, jnp.floating)
     )
     if not is_valid:
         raise ConfigError(
             f"ops.router: {function_name(function)} must return (indices, weights), integers "
-            f"and floats of shape [B, T, A] = {shape}; got {_format_array(indices)} and "
-            f"{_format_array(weights)}. A is model.experts_per_token."
+            f"and floats of shape [B, T, A] = {shape}, or [B, T, E] with all {n_experts} experts; "
+            f"got {_format_array(indices)} and {_format_array(weights)}. A is "
+            "model.experts_per_token."
         )
 
 
@@ -98,9 +102,9 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         }  # fmt: skip
         options: dict[str, Any] = {}
         if takes_parameter(router, "context"):
-            options["context"] = RouterContext(jnp.int32(0), jnp.int32(0))
+            options["context"] = RouterContext(jnp.int32(0), jnp.int32(0), jnp.float32(0))
         indices, weights = router(h_BTD, layer, active=active, **options)
-        check_routing(indices, weights, h_BTD, active, router)
+        check_routing(indices, weights, h_BTD, active, n_experts, router)
         # Training and sampling have a token at different places of a batch. A router that looks at
         # its neighbours would choose other experts in the two.
         reversed_experts, _ = router(h_BTD[:, ::-1], layer, active=active, **options)
@@ -109,7 +113,7 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         if replays:
             # These differ from the router's own experts, so a router that ignores indices_BTA is
             # found.
-            shifted = (jnp.asarray(indices) + 1) % n_experts
+            shifted = (jnp.asarray(indices)[..., :active] + 1) % n_experts
             replayed, _ = router(h_BTD, layer, active=active, indices_BTA=shifted, **options)
             unknown = jnp.full_like(shifted, UNKNOWN_EXPERT)
             live, _ = router(h_BTD, layer, active=active, indices_BTA=unknown, **options)
@@ -123,7 +127,13 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
             f"{n_experts}), got {indices.min()} to {indices.max()}."
         )
     if (np.diff(np.sort(indices, axis=-1), axis=-1) == 0).any():
-        raise ConfigError(f"{name} must return {active} different experts for each token.")
+        raise ConfigError(
+            f"{name} must return {indices.shape[-1]} different experts for each token."
+        )
+    # A router that returns all experts puts the selected ones first.
+    indices, reversed_experts, shifted, replayed, live = (
+        x[..., :active] for x in (indices, reversed_experts, shifted, replayed, live)
+    )
     if not np.isfinite(weights).all():
         raise ConfigError(f"{name} must return finite weights.")
     if not _same_experts(reversed_experts[:, ::-1], indices):

@@ -42,14 +42,15 @@ def forward(
     cache: KVCache | None = None,
     routed_experts_BTLA: Integer[Array, "B T L A"] | None = None,
     step: Int[Array, ""] | None = None,
+    exploration: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, dict[str, Array]]:
     """Return the final hidden states, the cache with these tokens added, and recorded arrays.
 
     Those are what `ops.record` returns for each layer, stacked along a first axis of layers; by
     default {"experts_BTA": [L, B, T, A]}.
     `routed_experts_BTLA` is passed, layer by layer, to a router such as
-    jaxmoe.model.router.replay_routing. `step` is the number of RL steps behind the params, for a
-    router that takes a `RouterContext`.
+    jaxmoe.model.router.replay_routing. `step` is the number of RL steps behind the params, and
+    `exploration` the scale of its noise (None: 0), for a router that takes a `RouterContext`.
 
     Segment 0 is padding. Tokens attend to earlier positions of their own segment, in the cache too.
     Without `positions_BT` a row counts from 0; without segments everything is segment 1. An id
@@ -80,6 +81,7 @@ def forward(
             f"ops.router: {function_name(ops.router)} takes a context, and this forward has no "
             "step. Pass forward(…, step=number of RL steps)."
         )
+    exploration = jnp.zeros((), jnp.float32) if exploration is None else exploration
     windows = {"sliding": cfg.sliding_window, "full": None}
 
     def run_layer_pair(carry: Any, scanned: Any) -> Any:
@@ -95,7 +97,7 @@ def forward(
             kinds = kinds if updated_kind is None else kinds | {name: updated_kind}
             # Recorded experts have a narrow dtype and are widened one layer at a time.
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
-            context = RouterContext(2 * pair + i, step) if takes_context else None
+            context = RouterContext(2 * pair + i, step, exploration) if takes_context else None
             x_BTD, recorded_layer = moe_block(
                 x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA, context=context
             )

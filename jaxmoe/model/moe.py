@@ -37,8 +37,12 @@ def moe_block(
             options["context"] = context
         indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **options)
         # A wrong shape would be broadcast or gathered further down without an error.
-        check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)
+        active = cfg.experts_per_token
+        check_routing(indices_BTA, weights_BTA, h_BTD, active, cfg.n_experts, ops.router)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
+        # A soft router returns all experts, the selected ones first.
+        if indices_BTA.shape[-1] > active:
+            indices_BTA, weights_BTA = indices_BTA[..., :active], weights_BTA[..., :active]
         recorded = ops.record(h_BTD, layer, indices_BTA, weights_BTA)
         check_recorded(recorded, h_BTD, ops.record)
         return ops.add(x_BTD, y_BTD), recorded

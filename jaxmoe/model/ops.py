@@ -32,10 +32,10 @@ from jaxmoe.model.layers import (
     target_logprobs,
 )
 from jaxmoe.model.rope import apply_rope, rope_tables
-from jaxmoe.model.router import (
-    record_experts,
+from jaxmoe.model.router import record_experts, route_top_k
+from jaxmoe.model.routers_from_config import (
+    engine_router_from_config,
     record_from_config,
-    route_top_k,
     router_from_config,
 )
 from pallas_kernels import (
@@ -67,8 +67,9 @@ class Ops:
     # pallas_kernels.decode_attention: `attend` for a few queries and a cache, without a gradient.
     # Replace both or neither.
     decode: Callable[..., ArrayPair]
-    # jaxmoe.model.router.route_top_k, or replay_routing. It also gets `indices_BTA` if experts are
-    # replayed, and `context` (RouterContext) if it has such a parameter.
+    # jaxmoe.model.router.route_top_k, or replay_routing, or one of soft_routing that returns all
+    # experts. It also gets `indices_BTA` if experts are replayed, and `context` (RouterContext) if
+    # it has such a parameter.
     router: Callable[..., ArrayPair]
     experts: Callable[..., Array]  # jaxmoe.model.experts.apply_experts
     # jaxmoe.model.router.record_experts: arrays [B, T, …] of each layer that a forward returns, by
@@ -97,24 +98,36 @@ def plain_ops() -> Ops:
 
 
 def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
-    """Return the ops of a run; every command calls this once.
+    """Return the trainer's ops; every command calls this once.
 
     `impls` maps each operation of pallas_kernels to the implementation that a check on this
     accelerator selected (jaxmoe/run/kernels.py). Without it they are those that cfg.kernels names,
     unchecked.
     """
+    router = router_from_config(cfg.router)
+    return _ops_with_router(cfg, impls, router)
+
+
+def make_engine_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops | None:
+    """Return the ops with which the native engine samples, or None if they are the trainer's."""
+    router = engine_router_from_config(cfg.router, cfg.seed)
+    return None if router is None else _ops_with_router(cfg, impls, router)
+
+
+def _ops_with_router(
+    cfg: Config, impls: Mapping[str, Impl] | None, router: Callable[..., Any]
+) -> Ops:
+    is_invariant = cfg.model.numerics == "invariant"
     if impls is None:
-        is_invariant = cfg.model.numerics == "invariant"
         impls = (invariant_impls if is_invariant else requested_impls)(cfg.kernels)
     ops = replace(
         with_kernels(plain_ops(), impls),
-        router=router_from_config(cfg.router),
+        router=router,
         record=record_from_config(cfg.router),
         remat=remat_fn(cfg.optim),
     )
-    if cfg.router.is_custom:
-        check_router(ops.router, cfg.model)
-    if cfg.model.numerics == "invariant":
+    check_router(ops.router, cfg.model)
+    if is_invariant:
         ops = invariant_ops(ops, impls["sink_attention"])
     # Chunks come last, because they wrap whichever experts were chosen above.
     if cfg.optim.expert_tokens:

@@ -2,7 +2,8 @@
 """The router: the experts of each token, and their weights.
 
 Numerics: float32 throughout, whatever the model's dtype: a rounded logit switches experts.
-Next: jaxmoe/model/experts.py.
+Next: jaxmoe/model/soft_routing.py has routers that give every expert a gradient;
+jaxmoe/model/experts.py.
 """
 
 import inspect
@@ -16,13 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.config import ConfigError, RouterConfig
-from jaxmoe.config.function_specs import parse_function, parse_functions, select_arrays
 from jaxmoe.shapes import Leaf, Params
-
-# What a router may take: arrays by position, and the rest by keyword, if it has such a parameter.
-ROUTER_ARRAYS = ("h_BTD", "layer", "active", "indices_BTA", "context", "product")
-RECORD_ARRAYS = ("h_BTD", "layer", "indices_BTA", "weights_BTA")
 
 
 @struct.dataclass
@@ -34,6 +29,7 @@ class RouterContext:
 
     layer: Leaf  # int32 []: number of the layer, from 0
     step: Leaf  # int32 []: RL steps behind the weights
+    exploration: Leaf = 0.0  # float32 []: scale of router.noise; 1 in the rollouts of a step
 
 
 class WrappedOp(partial[Any]):
@@ -133,52 +129,3 @@ def record_router_logits(
 ) -> dict[str, Float[Array, "B T E"]]:
     """Return the router's logits, of which terms of the loss get `router_logits_BTLE`."""
     return {"router_logits_BTE": router_logits(h_BTD, layer)}
-
-
-def router_from_config(cfg: RouterConfig) -> Callable[..., Any]:
-    """Return the router that a config names; with `replay` one that takes experts to use.
-
-    Raises ConfigError for a text that names no router, or one that cannot replay.
-    """
-    if not cfg.is_custom:
-        return replay_routing if cfg.replay else route_top_k
-    router = parse_function(cfg.function, "router.function", ROUTER_ARRAYS, ROUTERS)
-    if cfg.replay and not takes_parameter(router, "indices_BTA"):
-        raise ConfigError(
-            f"router.replay={cfg.replay} needs a router that takes indices_BTA=None, and "
-            f"{cfg.function} does not. Try --set router.replay=''."
-        )
-    return router
-
-
-def record_from_config(cfg: RouterConfig) -> Callable[..., dict[str, Array]]:
-    """Return the `Ops.record` of a config: the experts, and what `router.record` names."""
-    if not cfg.record.strip():
-        return record_experts
-    return partial(record_all, parse_functions(cfg.record, "router.record", RECORD_ARRAYS, RECORDS))
-
-
-def record_all(
-    functions: tuple[Callable[..., Any], ...], h_BTD: Float[Array, "B T D"], layer: Params,
-    indices_BTA: Int[Array, "B T A"], weights_BTA: Array,
-) -> dict[str, Array]:  # fmt: skip
-    """Return the experts and the arrays of each function, which takes those that it names."""
-    arrays = {
-        "h_BTD": h_BTD, "layer": layer, "indices_BTA": indices_BTA, "weights_BTA": weights_BTA,
-    }  # fmt: skip
-    recorded = record_experts(h_BTD, layer, indices_BTA, weights_BTA)
-    for function in functions:
-        added = function(**select_arrays(function, arrays))
-        if not isinstance(added, dict) or recorded.keys() & added.keys():
-            raise ConfigError(
-                "router.record: every function must return a dict of arrays with names of their "
-                f"own; {getattr(function, '__name__', 'one')} returns "
-                f"{sorted(added) if isinstance(added, dict) else type(added).__name__}, and "
-                f"{sorted(recorded)} are recorded."
-            )
-        recorded |= added
-    return recorded
-
-
-ROUTERS = {"route_top_k": route_top_k}
-RECORDS = {"record_router_logits": record_router_logits}

@@ -83,9 +83,9 @@ def count_trained(cfg: Config) -> tuple[int, int]:
     Raises ConfigError if optim.trainable matches no parameter of a stage of the run.
     """
     if cfg.warmup.steps:
-        split_params(param_specs(cfg.model), cfg.optim.trainable)
+        split_params(param_specs(cfg.model), cfg.trainable)
     specs = policy_specs(cfg.model, cfg.lora)
-    trained, _ = split_params(specs, cfg.optim.trainable)
+    trained, _ = split_params(specs, cfg.trainable)
 
     def size(leaves: list[Spec]) -> int:
         return sum(unpadded_size(spec, cfg.model) for spec in leaves)

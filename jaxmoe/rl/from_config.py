@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Config, require
+from jaxmoe.config import Config, RouterConfig, require
 from jaxmoe.config.function_specs import (
     array_parameters,
     bind_function,
@@ -20,15 +20,18 @@ from jaxmoe.config.function_specs import (
     parse_functions,
     split_calls,
 )
+from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.model.check_ops import check_recorded
 from jaxmoe.model.params import abstract_params
-from jaxmoe.model.router import record_from_config
+from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.rl.scorer import recorded_rows
 from jaxmoe.rl.terms import Term, entropy_term, kl_term, missing_array, value_term
 from jaxmoe.rl.validate import check_algorithm, check_staleness
 from jaxmoe.shapes import Params
+
+ROUTER_TERMS = {fn.__name__: fn for fn in (load_balance, z_loss, router_kl, router_entropy)}
 
 
 def algorithm_from_config(cfg: Config) -> Algorithm:
@@ -57,6 +60,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         terms.append(replace(reward_kl, weight=0.0))
     if cfg.critic.backbone != "none":
         terms.append(value_term(cfg.critic.loss_coef, cfg.critic.clip))
+    terms += router_terms_from_config(cfg.router)
     algorithm = Algorithm(
         **functions,
         rollout_correction=parse_functions(
@@ -78,6 +82,11 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
+
+
+def router_terms_from_config(cfg: RouterConfig) -> list[Term]:
+    """Return the terms of `router.terms`; the metric of each is loss/<name>, before its weight."""
+    return [Term(ROUTER_TERMS[name], x, f"loss/{name}") for name, x in cfg.term_weights.items()]
 
 
 def parse_terms(text: str, recorded: Iterable[str] = ()) -> tuple[Term, ...]:

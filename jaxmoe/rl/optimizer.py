@@ -16,11 +16,12 @@ from jaxmoe.shapes import Leaf
 
 
 def make_optimizer(
-    cfg: OptimConfig, *, steps: int, lr: float | None = None
+    cfg: OptimConfig, *, steps: int, lr: float | None = None, router_lr_scale: float = 1.0
 ) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates.
 
-    Only matrices have weight decay (`weight_decay_mask`).
+    Only matrices have weight decay (`weight_decay_mask`). The updates of routers are multiplied by
+    `router_lr_scale`.
     """
     schedule = learning_rate_schedule(cfg, steps=steps, lr=lr)
     adamw = optax.adamw(
@@ -31,7 +32,31 @@ def make_optimizer(
     # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
     # not change the structure of a checkpoint.
     clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
+    if router_lr_scale != 1.0:
+        adamw = _scale_updates_of_routers(adamw, router_lr_scale)
     return optax.chain(clip, stream_state(adamw))
+
+
+def _scale_updates_of_routers(
+    tx: optax.GradientTransformation, scale: float
+) -> optax.GradientTransformation:
+    """Return `tx` with the updates of router weights and biases, and their adapters, scaled."""
+
+    def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
+        updates, state = tx.update(updates, state, params)
+
+        def scale_if_router(path: Any, x: Any) -> Any:
+            return x * jnp.asarray(scale, x.dtype) if is_router_path(path) else x
+
+        return jax.tree_util.tree_map_with_path(scale_if_router, updates), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def is_router_path(path: Any) -> bool:
+    """True for the tree path of a router's weights or bias, or of an adapter of them."""
+    names = [key.key for key in path if isinstance(key, DictKey)]
+    return any(name in ("w_router", "b_router") for name in names)
 
 
 def learning_rate_schedule(
@@ -91,7 +116,9 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
     and its moments do not change.
     """
     updates = cfg.loss.updates
-    policy = make_optimizer(cfg.optim, steps=count_policy_updates(cfg))
+    policy = make_optimizer(
+        cfg.optim, steps=count_policy_updates(cfg), router_lr_scale=cfg.router.lr_scale
+    )
     if cfg.critic.backbone == "none":
         return policy
     pretrain = cfg.critic.pretrain_steps * updates

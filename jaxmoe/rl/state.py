@@ -99,7 +99,7 @@ def init_run_adapters(cfg: Config, base: Params) -> Params:
 
 def init_warmup_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
     """Return the state before the first supervised update."""
-    return init_state(Trained(policy), tx, trainable=cfg.optim.trainable)
+    return init_state(Trained(policy), tx, trainable=cfg.trainable)
 
 
 def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
@@ -114,7 +114,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
         critic = init_critic(
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
-    trainable, reference = cfg.optim.trainable, None
+    trainable, reference = cfg.trainable, None
     if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base:
         # A step donates the state as a whole, and a buffer that is in it twice cannot be donated.
         reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])

@@ -68,20 +68,22 @@ def init_rows(
 
 
 def prefill_prompts(
-    params: Params, tokens_BT: Array, lengths_B: Array, step: Array, *, cfg: ModelConfig, ops: Ops,
-    slots: int, keep_experts: bool, slots_per_row: bool = False,
+    params: Params, tokens_BT: Array, lengths_B: Array, step: Array, exploration: Array, *,
+    cfg: ModelConfig, ops: Ops, slots: int, keep_experts: bool, slots_per_row: bool = False,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
     """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
 
-    `step` is the number of RL steps behind the params. With `slots_per_row` the next tokens of a
+    `step` is the number of RL steps behind the params, `exploration` the scale of the router's
+    noise. With `slots_per_row` the next tokens of a
     row are written over its padding, as `append_tokens` needs it; else behind the padding of all
     rows.
     """
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
     hidden_BTD, cache, recorded = forward(
-        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step
-    )
+        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step,
+        exploration=exploration,
+    )  # fmt: skip
     # Prompts are padded on the right, so a row's last token is not in the last column.
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
@@ -171,7 +173,7 @@ def _row_arrays(rows: DecodeState) -> dict[str, Array]:
 
 def append_tokens(
     params: Params, rows: DecodeState, tokens_BT: Array, lengths_B: Array, positions_B: Array,
-    step: Array, *, cfg: ModelConfig, ops: Ops,
+    step: Array, exploration: Array, *, cfg: ModelConfig, ops: Ops,
 ) -> tuple[DecodeState, Array | None]:  # fmt: skip
     """Have rows read tokens that follow what they have read, and sample again.
 
@@ -184,7 +186,7 @@ def append_tokens(
     hidden_BTD, cache, recorded = forward(
         params, tokens_BT, cfg, ops, positions_BT=positions_B[:, None] + offsets_1T,
         segment_ids_BT=(offsets_1T < lengths_B[:, None]).astype(jnp.int32), cache=rows.cache,
-        step=step,
+        step=step, exploration=exploration,
     )  # fmt: skip
     reads_B = lengths_B > 0
     last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
@@ -203,6 +205,7 @@ def decode_tokens(
     stop_ids: Array,
     temperature: Array,
     step: Array,
+    exploration: Array,
     *,
     cfg: ModelConfig,
     ops: Ops,
@@ -258,6 +261,7 @@ def decode_tokens(
             segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
             cache=rows.cache,
             step=step,
+            exploration=exploration,
         )
         experts_BTLA = rows.experts_BTLA
         # This forward read the token of the column that was filled last.

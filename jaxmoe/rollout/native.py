@@ -166,10 +166,13 @@ class NativeEngine:
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
         shapes += [((rows,), jnp.bool_), ((rows, 2), jnp.uint32), ((rows,), jnp.int32)]
         shapes += [((len(sampling.stop_ids),), jnp.int32), ((), jnp.float32), ((), jnp.int32)]
-        tokens, lengths, *fresh, stop_ids, temperature, step = (
+        shapes += [((), jnp.float32)]
+        tokens, lengths, *fresh, stop_ids, temperature, step, exploration = (
             jax.ShapeDtypeStruct(*shape) for shape in shapes
         )
-        prefill_program = make(self._prefill, params, *shard_rows((tokens, lengths)), step)
+        prefill_program = make(
+            self._prefill, params, *shard_rows((tokens, lengths)), step, exploration
+        )
         cache, _, prompt_experts = result_shapes(prefill_program)
         if samples > 1:
             cache = result_shapes(make(self._repeat, cache, samples=samples))
@@ -178,7 +181,7 @@ class NativeEngine:
         )
         decode_program = make(
             self._programs.decode, params, replace(state, cache=cache), stop_ids, temperature, step,
-            top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
+            exploration, top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
         )  # fmt: skip
         return prefill_program, decode_program
 
@@ -278,7 +281,9 @@ class NativeEngine:
             lengths[row] = len(prompt.tokens)
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         params, version = loaded
-        cache, hidden, prompt_experts = self._prefill(params, *placed, jnp.int32(version))
+        cache, hidden, prompt_experts = self._prefill(
+            params, *placed, jnp.int32(version), jnp.float32(sampling.explores)
+        )
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._repeat(cache, samples=samples)

@@ -110,6 +110,7 @@ class NativeBatch:
             rows = self.programs.decode(
                 self.params, rows, jnp.asarray(self.sampling.stop_ids, jnp.int32),
                 jnp.float32(self.sampling.temperature), jnp.int32(self.version),
+                jnp.float32(self.sampling.explores),
                 top_k=self.sampling.top_k, top_p=self.sampling.top_p,
                 # At the smallest size the loop goes on until no row is alive.
                 enough=smaller if smaller < len(index) else 0,
@@ -187,7 +188,9 @@ class NativeBatch:
             tuple(map(jnp.asarray, (tokens, lengths, positions))), self.mesh, self.rules
         )
         rows = self._select(self.rows, index) if is_small else self.rows
-        rows, experts = self.programs.append(self.params, rows, *placed, jnp.int32(self.version))
+        rows, experts = self.programs.append(
+            self.params, rows, *placed, jnp.int32(self.version), jnp.float32(self.sampling.explores)
+        )
         if is_small:
             rows = self.programs.restore(self.rows, rows, jnp.asarray(index, jnp.int32))
         self.rows = rows

@@ -14,7 +14,7 @@ from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.demonstrations import check_targets
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model.params import count_params
-from jaxmoe.model.router import router_from_config
+from jaxmoe.model.routers_from_config import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rl.from_config import algorithm_from_config
@@ -151,9 +151,8 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
         lines["correction"] = (loss.rollout_correction or "none") + source
     if loss.terms:
         lines["terms"] = loss.terms
-    if cfg.router.is_custom or cfg.router.record:
-        recording = f", recording {cfg.router.record}" if cfg.router.record else ""
-        lines["router"] = cfg.router.function + recording
+    if router := _describe_router(cfg):
+        lines["router"] = router
     if loss.updates > 1:
         lines["updates"] = f"{loss.epochs} x {loss.minibatches} per step (epochs x minibatches)"
     return lines
@@ -180,3 +179,19 @@ def _check_task(cfg: Config) -> str:
         f"{dropped}"
         f"  tokenizer    {text}, {tokens:,} ids"
     )
+
+
+def _describe_router(cfg: Config) -> str:
+    """Return the settings of the router that are not the default."""
+    r = cfg.router
+    parts = {
+        r.route: r.route != "route_top_k",
+        f"replay {r.replay}": r.replay,
+        f"noise {r.noise} in rollouts": r.noise,
+        "frozen": r.freeze,
+        f"lr x {r.lr_scale:g}": r.lr_scale != 1.0,
+        f"terms {r.terms}": r.terms,
+        f"recording {r.record}": r.record,
+        f"{cfg.computed_experts} experts per token in training": r.is_dense,
+    }
+    return ", ".join(text for text, is_set in parts.items() if is_set)

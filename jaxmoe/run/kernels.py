@@ -220,7 +220,7 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     B, T = max(1, rows // mesh.row_shards), cfg.context
     N, K, H = m.n_q_heads // mesh.tensor, m.n_kv_heads // mesh.tensor, m.head_dim
     layout = "packed" if packed else "right"
-    rows = B * T * m.experts_per_token
+    rows = B * T * cfg.computed_experts
     down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts))
     full = AttentionCase("run", B, T, T, N, K, H, layout=layout)
     cases = {

@@ -102,14 +102,14 @@ def plan_memory(cfg: Config) -> Memory:
     weight_bytes = 4 if lora else jnp.dtype(cfg.optim.param_dtype).itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
     policy = policy_specs(m, cfg.lora)
-    local_trained = count_local_entries(split_params(policy, cfg.optim.trainable)[0], cfg)
+    local_trained = count_local_entries(split_params(policy, cfg.trainable)[0], cfg)
     local_frozen = count_local_entries(policy, cfg) - local_trained
     trained = local_trained + local_critic + count_local_entries(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # several per update
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
-    routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
+    routed = cfg.computed_experts * (2 * m.d_model + 3 * m.d_expert)
     expert_tokens = min(tokens, cfg.optim.expert_tokens or tokens)
     # The all-to-all of experts uses buffers of twice the size.
     if mesh.expert * mesh.tensor > 1:
@@ -128,7 +128,9 @@ def plan_memory(cfg: Config) -> Memory:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
     # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
     recorded = (
-        sum(math.prod(x) for x in find_recorded_sizes(cfg).values()) if cfg.router.record else 0
+        sum(math.prod(x) for x in find_recorded_sizes(cfg).values())
+        if cfg.router.record or cfg.router.term_weights
+        else 0
     )
     saved_activations += 3 * 4 * recorded * tokens
     engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
@@ -204,7 +206,7 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
     """
     m, T = cfg.model, cfg.context if tokens is None else tokens
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
-    weights = m.d_model * (heads + m.n_experts + 3 * m.experts_per_token * m.d_expert)
+    weights = m.d_model * (heads + m.n_experts + 3 * cfg.computed_experts * m.d_expert)
     window = min(m.sliding_window, T)
     # Of one full and one sliding layer, whose window grows up to its size and then stays.
     pairs = T * (T + 1) // 2 + window * (window + 1) // 2 + (T - window) * window

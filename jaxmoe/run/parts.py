@@ -21,7 +21,7 @@ from jaxmoe.distributed.processes import check_same_everywhere
 from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.rollouts import ScoredRollouts, open_rollouts
 from jaxmoe.envs.tasks import Task, open_task
-from jaxmoe.model import Ops, make_ops
+from jaxmoe.model import Ops, make_engine_ops, make_ops
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.trackers import check_installed
@@ -49,6 +49,7 @@ class Parts:
 
     kernels: Decision  # the implementations in `ops`, for config.json
     ops: Ops  # of one device; the run shards them over the mesh
+    engine_ops: Ops | None  # of an engine with the trainer's forward; None: `ops`
     mesh: Mesh | None  # None: one device
     algorithm: Algorithm
     tx: optax.GradientTransformation  # optimizer of RL
@@ -89,5 +90,11 @@ def make_parts(cfg: Config) -> Parts:
         print(f"devices  {used}; use all with --set mesh.fsdp={n_devices}", flush=True)
     check_installed(cfg.observe.trackers)
     return Parts(
-        kernels, ops, mesh, algorithm_from_config(cfg), task=open_task(cfg), tx=rl_optimizer(cfg)
+        kernels,
+        ops,
+        make_engine_ops(cfg, kernels.impls),
+        mesh,
+        algorithm_from_config(cfg),
+        task=open_task(cfg),
+        tx=rl_optimizer(cfg),
     )

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from scripted import lines
 
-from jaxmoe import doctor, eval, train
+from jaxmoe import doctor, eval, export, train
+from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops
@@ -71,7 +73,7 @@ SMALL = (
     "eval.every_steps=3", "data.train_rows=16", "data.held_out_rows=4",
     "rollout.max_gen_batches=1",
 )  # fmt: skip
-ROUTER = ("router.function=my_router:scheduled(scale=2.0)",)
+ROUTER = ("router.route=my_router:scheduled(scale=2.0)",)
 Z_LOSS = ("router.record=record_router_logits", "loss.terms=my_router:z_loss(weight=0.01)")
 
 
@@ -136,12 +138,12 @@ def test_the_step_and_the_layer_change_where_tokens_go():
 
 
 REFUSED = [
-    (("router.function=my_router:zzz",), "must be a function that can be imported"),
-    (("router.function=top_k",), "router.function: there is no function 'top_k'. Did you mean"),
-    (("router.function=my_router:scheduled(skale=1.0)",), "has no option 'skale'. Did you mean"),
-    (("router.function=route_top_k(active=1)",), "route_top_k has no option 'active'"),
-    (("router.function=my_router:ignores", "router.replay=R3"), "return those experts"),
-    (("router.function=my_router:by_place",), "must choose a token's experts by that token alone"),
+    (("router.route=my_router:zzz",), "must be a function that can be imported"),
+    (("router.route=top_k",), "router.route: there is no function 'top_k'. Did you mean"),
+    (("router.route=my_router:scheduled(skale=1.0)",), "has no option 'skale'. Did you mean"),
+    (("router.route=route_top_k(active=1)",), "route_top_k has no option 'active'"),
+    (("router.route=my_router:ignores", "router.replay=R3"), "return those experts"),
+    (("router.route=my_router:by_place",), "must choose a token's experts by that token alone"),
     (("router.record=my_router:shadow",), "with names of their own; shadow returns ['experts_BTA"),
     (("loss.terms=my_router:defaulted",), "defaulted must take ref_logp_BT without a default"),
     ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got vllm"),
@@ -163,7 +165,7 @@ def test_what_cannot_work_is_refused_in_one_line(changes, message):
 
 def test_the_doctor_says_that_it_knows_only_the_router_of_gpt_oss(tmp_path, capsys):
     assert doctor.main(command(tmp_path / "run", *ROUTER)) == 2
-    assert "router.function is my_router:scheduled" in capsys.readouterr().err
+    assert "router.route is my_router:scheduled" in capsys.readouterr().err
 
 
 def bias_loss(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
@@ -183,3 +185,67 @@ def test_an_array_of_ones_own_reaches_a_term_through_a_run_as_the_docs_say(tmp_p
     rows = [row for row in lines(tmp_path / "run") if "loss/bias" in row]
     # probabilities sum to 1 in each layer
     assert [row["loss/bias"] for row in rows] == [pytest.approx(m.n_layers, rel=1e-4)]
+
+
+REMEDIES = {
+    "straight-through": (
+        "router.route=route_straight_through", "rollout.compare_experts=True",
+        "lora.attention_rank=2", "lora.expert_rank=2",
+    ),
+    "annealed": ("router.route=route_annealed(steps=2)", "optim.microbatches=2"),
+    "soft": (
+        "router.route=route_softly", "optim.tokens_per_microbatch=128", "router.lr_scale=0.1",
+    ),
+    "noise and terms": (
+        "router.noise=normal(0.5)", "router.replay=R3",
+        "router.terms=load_balance(0.01) + z_loss(1e-3) + router_entropy(1e-3)",
+    ),
+    "invariant straight-through": (
+        "router.route=route_straight_through", "model.numerics=invariant", "optim.microbatches=2",
+    ),
+    "invariant annealed": ("router.route=route_annealed(steps=2)", "model.numerics=invariant"),
+    "invariant noise": ("router.noise=gumbel(0.5)", "router.replay=R3", "model.numerics=invariant"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_remedy_trains_and_the_engine_samples_the_policy_that_the_trainer_computes(
+    tmp_path, name
+):
+    # The entropy bonus gives a gradient where all rewards are equal.
+    changes = ("loss.entropy_coef=0.1", "optim.lr=1e-3", *REMEDIES[name])
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        assert train.main(command(tmp_path / "run", *changes)) == 0
+    rows = [row for row in lines(tmp_path / "run") if "policy/ratio_mean" in row]
+    assert len(rows) == 3 and min(row["grad/norm"] for row in rows) > 0.0
+    largest = max(row["train_rollout_logprob_abs_diff_max"] for row in rows)
+    assert largest == 0.0 if "invariant" in name else largest < 2e-5
+    for row in rows:
+        assert row.get("router/expert_switches", 0.0) == 0.0
+        if "terms" in name:
+            assert 1.0 <= row["loss/load_balance"] < 8.0
+            assert row["loss/z_loss"] > 0.0 > row["loss/router_entropy"]
+
+
+def test_a_frozen_router_keeps_its_bits_and_cannot_be_trained_by_a_resume(tmp_path, capsys):
+    work, changes = tmp_path / "run", ("router.freeze=True", "save.export_dtype=float32", "steps=2")
+    changes = (*changes, "loss.entropy_coef=0.1")
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main(command(work, *changes)) == 0
+        assert export.main([*command(work, *changes), "--out", str(tmp_path / "out")]) == 0
+    cfg = override(load_config("tiny.py"), *SMALL, *changes, f"workdir={work}")
+    start, end = initial_params(cfg, None), load_params(tmp_path / "out", cfg.model)
+    changed = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): bool(np.any(x != y))
+        for (path, x), y in zip(
+            jax.tree_util.tree_leaves_with_path(start), jax.tree.leaves(end), strict=True
+        )
+    }
+    assert {path for path, is_changed in changed.items() if not is_changed} >= {
+        f"layers/{kind}/{name}" for kind in ("sliding", "full") for name in ("w_router", "b_router")
+    }
+    assert changed["layers/full/w_down"]
+    capsys.readouterr()
+    assert train.main(command(work, *changes, "steps=3", "router.freeze=False")) == 2
+    assert "holds a run with router.freeze=True; it cannot continue" in capsys.readouterr().err

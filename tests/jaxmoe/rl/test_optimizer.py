@@ -122,3 +122,21 @@ def test_without_a_limit_the_gradient_is_not_clipped_and_the_state_is_the_same()
         updates.append(update["w"])
         states.append(jax.tree.structure(state))
     assert (updates[0] == updates[1]).all() and states[0] == states[1]
+
+
+def test_the_scale_of_the_routers_learning_rate_changes_their_updates_alone():
+    params = init_params(jax.random.key(0), CFG)
+    gradients = jax.tree.map(lambda x: jnp.ones_like(x) * 0.3, params)
+    results = {}
+    for scale in (1.0, 0.25):
+        tx = make_optimizer(OptimConfig(lr=0.1, clip_norm=None), steps=3, router_lr_scale=scale)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            results[scale] = tx.update(gradients, tx.init(params), params)
+    # Another scale continues from the same checkpoint.
+    assert jax.tree.structure(results[1.0][1]) == jax.tree.structure(results[0.25][1])
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(results[1.0][0]),
+        jax.tree.leaves(results[0.25][0]), strict=True,
+    ):  # fmt: skip
+        factor = 0.25 if "router" in str(path) else 1.0
+        np.testing.assert_array_equal(x * np.float32(factor), y)

@@ -14,7 +14,8 @@ from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.losses.router_terms import load_balance, router_entropy, z_loss
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import record_all, record_router_logits
+from jaxmoe.model.router import record_router_logits
+from jaxmoe.model.routers_from_config import record_all
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.rl.algorithm import Algorithm

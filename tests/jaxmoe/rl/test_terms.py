@@ -14,7 +14,8 @@ from bigram import CFG, MODEL, PARAMS, SGD, Bigram, R, make_batch, routed_batch,
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae, kept_token_mean, masked_sum, rejection
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import record_all, record_router_logits
+from jaxmoe.model.router import record_router_logits
+from jaxmoe.model.routers_from_config import record_all
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import map_rows
 from jaxmoe.rl.minibatches import split_minibatches

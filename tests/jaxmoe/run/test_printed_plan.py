@@ -90,10 +90,10 @@ def test_terms_and_a_router_of_ones_own_are_named_or_refused(tmp_path, monkeypat
     assert not {"terms", "router"} & what_runs(load_config("tiny.py")).keys()
     lines = what_runs(
         load_config("tiny.py"), "loss.terms=my_plan:mean(weight=0.1)",
-        "router.function=my_plan:top",
+        "router.route=my_plan:top",
         "router.record=record_router_logits",
     )  # fmt: skip
     assert lines["terms"] == "my_plan:mean(weight=0.1)"
     assert lines["router"] == "my_plan:top, recording record_router_logits"
     with pytest.raises(ConfigError, match="there is no function 'topk'"):
-        format_plan(override(load_config("tiny.py"), "router.function=topk"))
+        format_plan(override(load_config("tiny.py"), "router.route=topk"))
