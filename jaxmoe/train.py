@@ -41,6 +41,7 @@ from jaxmoe.envs.tasks import digest_contents
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.rl.batch import shard_rows
+from jaxmoe.rl.engine_experts import check_replayed_experts, unknown_experts_metric
 from jaxmoe.rl.minibatches import pack_batch, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
 from jaxmoe.rl.state import (
@@ -50,7 +51,6 @@ from jaxmoe.rl.state import (
     stage_shapes,
 )
 from jaxmoe.rollout.engine import BaseReader
-from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.job import Job
@@ -218,6 +218,8 @@ def train_rl(job: Job) -> None:
                     parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
+                if cfg.router.replay == "R3":
+                    check_replayed_experts(batch)
                 with job.time_phase("train"):
                     batch = replace(batch, shared=batch.shared | {"step": np.int32(step - 1)})
                     placed = shard_rows(batch, parts.mesh)
@@ -235,8 +237,7 @@ def train_rl(job: Job) -> None:
                 if cfg.rollout.overlong_buffer:
                     paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
-                if batch.routed_experts_BTLA is not None:
-                    metrics |= unknown_experts_metric(collected.rollouts)
+                metrics |= unknown_experts_metric(batch)
                 with job.log_metrics_on_error(metrics):
                     job.write_sample_groups(step, collected, batch, stats)
                     with job.time_phase("weight_sync"):

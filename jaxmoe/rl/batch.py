@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.parallel.sharding import replicate_arrays, shard_batch
-from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, expert_dtype, find_mask_problem
+from jaxmoe.records import Prompt, Rollout, find_mask_problem
+from jaxmoe.rl.engine_experts import stack_engine_experts
 from jaxmoe.shapes import Leaf
 
 # Bounds of a sampled token's log-prob, in nats, at any temperature. A token of a lower log-prob
@@ -87,12 +88,13 @@ def rollout_batch(
     if the engine sampled from a truncated distribution (top-k, top-p), the log of the mass that it
     kept is added.
     With `n_experts` the batch has the engine's experts, and UNKNOWN_EXPERT at tokens that the
-    engine did not read. There the trainer's router chooses: the last token's hidden state is used
-    too, for the value after a truncated answer.
-    Raises EngineError if a log-prob is missing, not finite or impossible, or a mask is not that of
-    an answer; ValueError if groups are
-    not equal, or a reward is missing or not finite; ConfigError if a row does not fit, or the
-    engine returns no experts.
+    engine did not read, and at those whose experts no router can have chosen. There the trainer's
+    router chooses: the last token's hidden state is used too, for the value after a truncated
+    answer.
+    Raises EngineError if a log-prob is missing, not finite or impossible, a mask is not that of an
+    answer, or experts have another shape, dtype or range; ValueError if groups are not equal, or a
+    reward is missing or not finite; ConfigError if a row does not fit, or the engine returns no
+    experts.
     """
     # In another order, answers to different prompts would be compared with each other without an
     # error.
@@ -120,7 +122,7 @@ def rollout_batch(
         truncated_B=np.array([r.stop.is_truncation for r in rollouts]),
         routed_experts_BTLA=None
         if n_experts is None
-        else _stack_routed_experts(rollouts, length, n_experts),
+        else stack_engine_experts(rollouts, length, n_experts),
     )
 
 
@@ -159,50 +161,6 @@ def _check_logprobs(i: int, r: Rollout) -> None:
             "been sampled: check what the engine reports, and what it does with tokens that top-k "
             "or top-p excludes."
         )
-
-
-def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
-    for i, r in enumerate(rollouts):
-        # An engine samples the last token and never reads it, so no expert is recorded for it.
-        read, experts = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
-        problem = find_experts_problem(experts, read, n_experts)
-        if problem:
-            raise ConfigError(
-                f"rollout {i} (prompt {r.prompt.id}) must have the experts of the {read} tokens "
-                f"that the engine read; {problem}. Try an engine that returns them "
-                "(vLLM: --enable-return-routed-experts), or --set router.replay='' --set "
-                "rollout.compare_experts=False."
-            )
-    first = rollouts[0].routed_experts
-    assert first is not None
-    shape = (len(rollouts), length, *first.shape[1:])
-    routed = np.full(shape, UNKNOWN_EXPERT, expert_dtype(n_experts))
-    for row, r in zip(routed, rollouts, strict=True):
-        assert r.routed_experts is not None
-        row[: len(r.routed_experts)] = r.routed_experts
-    return routed
-
-
-def find_experts_problem(experts_TLA: np.ndarray | None, tokens: int, n_experts: int) -> str | None:
-    """Return the reason why recorded experts cannot be replayed, or None.
-
-    Every token must have distinct experts in each layer, or UNKNOWN_EXPERT in all places.
-    """
-    if experts_TLA is None:
-        return "it has none"
-    if experts_TLA.ndim != 3 or len(experts_TLA) != tokens:
-        return f"its experts have shape {experts_TLA.shape}"
-    is_known_T = ~(experts_TLA == UNKNOWN_EXPERT).all(axis=(1, 2))
-    is_invalid_T = is_known_T & ((experts_TLA < 0) | (experts_TLA >= n_experts)).any(axis=(1, 2))
-    if is_invalid_T.any():
-        t = int(is_invalid_T.argmax())
-        return f"token {t} has experts {experts_TLA[t].tolist()}, and there are {n_experts}"
-    sorted_TLA = np.sort(experts_TLA, axis=2)
-    has_repeats_T = is_known_T & (sorted_TLA[..., 1:] == sorted_TLA[..., :-1]).any(axis=(1, 2))
-    if has_repeats_T.any():
-        t = int(has_repeats_T.argmax())
-        return f"token {t} goes to one expert twice: {experts_TLA[t].tolist()}"
-    return None
 
 
 def padding_frac(batch: Batch) -> float:

@@ -18,6 +18,7 @@ from jaxmoe.model.check_ops import check_router, function_name
 from jaxmoe.model.router import takes_parameter
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.engine_experts import check_engine_experts
 from jaxmoe.rl.loss import compute_loss_weights, estimate_advantages, sum_terms
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -183,6 +184,7 @@ def check_inputs(
     for name, shape in shapes.items():
         actual = np.shape(getattr(batch, name))
         require(actual == shape, f"batch.{name} must have shape {shape}, got {actual}.")
+    check_engine_experts(batch, scorer.model)
     require(
         batch.loss_mask_BT.dtype == bool,
         f"batch.loss_mask_BT must be bool, got {batch.loss_mask_BT.dtype}. Try mask > 0.",

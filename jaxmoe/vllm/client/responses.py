@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.rollout.recorded_experts import mark_unknown_experts
+from jaxmoe.recorded_experts import mark_unknown_experts
 from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.client.strict_json import format_value
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 
 from jaxmoe.config import EngineError, ModelConfig
+from jaxmoe.recorded_experts import mark_unknown_experts
 from jaxmoe.records import Prompt, Rollout, Sampling
-from jaxmoe.rollout.recorded_experts import mark_unknown_experts
 from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
 from jaxmoe.rollout.turns import Episode, check_room
 from jaxmoe.vllm.client.request import PromptRequest

@@ -131,17 +131,59 @@ def test_a_token_whose_experts_the_engine_does_not_know_is_left_to_the_router():
     assert batch.routed_experts_BTLA[0, :, 0].tolist() == [NONE, [2, 3], NONE, NONE]
 
 
+GOOD = [[[0, 1]], [[2, 3]]]
+
+
+def stack_after_good(experts):
+    """The experts of a rollout in a batch whose first rollout has good ones."""
+    bad = routed([1, 2], [3], GOOD, number=43)
+    bad = dataclasses.replace(bad, routed_experts=experts)
+    both = [routed([1, 2], [3], GOOD), bad]
+    batch = rollout_batch(both, np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
+    return batch.routed_experts_BTLA[1, :, 0].tolist()
+
+
 @pytest.mark.parametrize(
-    "experts",
-    [None, [[[0, 1]]], [[[0, 1]], [[2, 7]]], [[[0, 1]], [[2, -1]]], [[[0, 1]], [[0, 0]]],
-     [[[3, 3]], [[0, 1]]], [[0, 1], [2, 3]]],
-)  # fmt: skip
-def test_experts_that_are_missing_or_no_experts_are_named(experts):
-    good = routed([1, 2], [3], [[[0, 1]], [[2, 3]]])
-    bad = routed([1, 2], [3], [[[0, 1]], [[2, 3]]], number=43)
-    bad = dataclasses.replace(bad, routed_experts=None if experts is None else np.array(experts))
-    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must have the experts of the 2"):
-        rollout_batch([good, bad], np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
+    "experts", [[[[2, -1]], [[0, 1]]], [[[0, 0]], [[0, 1]]], [[[3, 3]], [[0, 1]]]]
+)
+def test_a_token_whose_experts_no_router_can_have_chosen_is_left_to_the_router(experts):
+    assert stack_after_good(np.array(experts)) == [NONE, [0, 1], NONE, NONE, NONE]
+
+
+def test_the_mark_of_an_unsigned_array_is_left_to_the_router():
+    assert stack_after_good(np.array([[[255, 255]], [[0, 1]]], np.uint8))[0] == NONE
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (np.array(GOOD[:1]), "its experts must have shape [2, layers, experts per token], got (1,"),
+        (np.array([*GOOD, *GOOD[:1]]), "got (3, 1, 2)"),
+        (np.array(GOOD)[:, 0], "got (2, 2)"),
+        (np.zeros((2, 1, 0), int), "got (2, 1, 0)"),
+        (np.array(GOOD, np.float32), "must be an array of whole numbers, got float32"),
+        (np.ones((2, 1, 2), bool), "must be an array of whole numbers, got bool"),
+        (np.array([[[0, 1]], [[2, 7]]]), "from 0 to 4, or -1 if unknown; got 7 at token 1"),
+        (np.array([[[0, -2]], [[2, 3]]]), "from 0 to 4, or -1 if unknown; got -2 at token 0"),
+    ],
+)
+def test_experts_that_cannot_be_those_of_the_tokens_are_refused_by_rollout(experts, message):
+    with pytest.raises(EngineError) as error:
+        stack_after_good(experts)
+    start = "rollout 1 (prompt 43) must have the experts of the 2 tokens that the engine read; "
+    assert str(error.value).startswith(start) and message in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 1), (2, 2, 1)])
+def test_experts_of_other_layers_or_of_another_number_are_not_broadcast(shape):
+    experts = np.broadcast_to(np.arange(shape[-1]), shape)
+    with pytest.raises(EngineError, match=r"rollout 0 has \[1, 2\] .*, and rollout 1"):
+        stack_after_good(experts)
+
+
+def test_missing_experts_are_refused_with_the_settings_that_need_none():
+    with pytest.raises(ConfigError, match=r"rollout 1 \(prompt 43\) .* it has none. Try an engine"):
+        stack_after_good(None)
 
 
 def test_padding_is_counted_in_the_rows_that_the_model_reads():

@@ -18,12 +18,12 @@ from jaxmoe.losses import whitened_bootstrapped_gae
 from jaxmoe.model import init_params
 from jaxmoe.records import StopReason
 from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.engine_experts import unknown_experts_metric
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
 from jaxmoe.rl.update import bootstrap_values, rl_step
-from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
 
 LENGTH, SAMPLES = 24, 4
@@ -114,7 +114,7 @@ def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
         )
         state = init_state(Trained(init_params(jax.random.key(0), CFG)), SGD)
         state, metrics, _ = step(state, batch, minibatches)
-        metrics |= unknown_experts_metric(rollouts)
+        metrics |= unknown_experts_metric(batch)
         # Load and switches are of all tokens whose experts are known.
         metrics = {name: x for name, x in metrics.items() if name not in OF_KNOWN_EXPERTS}
         results.append((state.params, metrics))
@@ -128,7 +128,7 @@ def test_experts_of_the_environment_that_none_can_have_are_refused():
     experts = rollouts[i].routed_experts.copy()
     experts[first] = 99
     rollouts[i] = replace(rollouts[i], routed_experts=experts)
-    with pytest.raises(ConfigError, match=rf"rollout {i} .*token {first} has experts"):
+    with pytest.raises(EngineError, match=rf"rollout {i} .*got 99 at token {first}"):
         batch_of(rollouts, CFG.n_experts)
 
 

@@ -24,15 +24,16 @@ from bigram import (
 
 from jaxmoe.model import forward, init_critic, plain_ops
 from jaxmoe.model.router import replay_routing, route_top_k
+from jaxmoe.recorded_experts import mark_unknown_experts
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch
+from jaxmoe.rl.engine_experts import unknown_experts_metric
 from jaxmoe.rl.metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.microbatches import _pack_microbatch
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.update import bootstrap_values, rl_step
-from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3")
@@ -227,11 +228,11 @@ def rollouts_with_unknown_experts():
 
 def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
     rollouts = rollouts_with_unknown_experts()
-    assert unknown_experts_metric(rollouts) == {"router/unknown_experts_frac": (4 + 1 + 1 + 1) / 32}
     rewards = np.array([1.0, 0.0, 0.0, 1.0])
     batch = rollout_batch(
         rollouts, rewards, samples=2, length=10, pad_id=0, n_experts=CFG.n_experts
     )
+    assert unknown_experts_metric(batch) == {"router/unknown_experts_frac": (4 + 1 + 1 + 1) / 32}
 
     @jax.jit
     def experts(batch):
