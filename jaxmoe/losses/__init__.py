@@ -4,7 +4,7 @@
 A config names functions of objectives.py (the loss at every token), advantages.py, aggregation.py
 (from tokens to one loss), rollout_correction.py (for an engine whose log-probs differ from the
 trainer's; built from ratios.py) and kl.py. value.py has the critic's loss, router_terms.py
-terms about the router.
+terms about the router, and routed_ratios.py objectives that use each token's experts.
 """
 
 from jaxmoe.losses.advantages import (
@@ -51,6 +51,13 @@ from jaxmoe.losses.rollout_correction import (
     token_is,
     veto,
 )
+from jaxmoe.losses.routed_ratios import (
+    erpo,
+    length_scaled_clip,
+    mask_switched,
+    rspo,
+    switch_aware_clip,
+)
 from jaxmoe.losses.router_terms import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.losses.supervised import cross_entropy
 from jaxmoe.losses.value import clipped_value_loss, explained_variance
@@ -63,6 +70,7 @@ __all__ = [
     "discounted_returns",
     "dppo_tv",
     "drift_mask",
+    "erpo",
     "explained_variance",
     "seq_mean_token_sum_norm",
     "gae",
@@ -76,7 +84,9 @@ __all__ = [
     "kl_k3",
     "kl_k3_importance",
     "kl_k3_with_k2_gradient",
+    "length_scaled_clip",
     "load_balance",
+    "mask_switched",
     "masked_max",
     "masked_mean",
     "masked_sum",
@@ -89,6 +99,8 @@ __all__ = [
     "rejection",
     "rloo_advantages",
     "router_entropy",
+    "rspo",
+    "switch_aware_clip",
     "router_kl",
     "sapo",
     "sequence_icepop",

@@ -46,11 +46,7 @@ def ppo_clip(
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     check_option("dual_clip", dual_clip, ABOVE_ONE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
-    loss = clipped_surrogate(jnp.exp(log_ratio), advantages, clip_low, clip_high)
-    # Infinity times an advantage of 0 would be NaN, so without a bound no product is computed.
-    if dual_clip == float("inf"):
-        return loss
-    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+    return dual_clipped_surrogate(jnp.exp(log_ratio), advantages, clip_low, clip_high, dual_clip)
 
 
 def gspo(
@@ -77,12 +73,10 @@ def gspo(
     # out before it: its zero advantage would not remove it.
     mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
     log_ratio = masked_log_ratio(mask_BT, logp_BT, old_logp_BT)
-    mean_log_ratio = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
-    # The bracket is exactly 0 and carries the gradient of this token alone.
-    log_s = jnp.where(mask_BT, mean_log_ratio + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
-    # Only a large log s can overflow. exp of a very negative one is 0, which is right.
-    s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
-    return clipped_surrogate(s, advantages, clip_low, clip_high)
+    mean_log_ratio = sequence_mean(log_ratio, mask_BT)
+    return straight_through_surrogate(
+        log_ratio, mean_log_ratio, advantages, mask_BT, clip_low, clip_high
+    )
 
 
 def cispo(
@@ -234,11 +228,46 @@ def masked_log_ratio(
     return clamp_log_ratio(jnp.where(selected_BT, gap_BT, 0.0))
 
 
+def straight_through_surrogate(
+    log_ratio: Float[Array, "B T"],
+    pooled: Float[Array, "B T"] | Float[Array, "B 1"],
+    advantages: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "B T"]:
+    """Return −min(sA, clip(s)·A), with log s the value of `pooled` and the gradient of `log_ratio`.
+
+    Numerics: log s is clamped at 10 from above, and 0 at masked tokens.
+    """
+    pooled = lax.stop_gradient(pooled)
+    # The bracket is exactly 0 and carries the gradient of this token alone.
+    log_s = jnp.where(mask_BT, pooled + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
+    # Only a large log s can overflow. exp of a very negative one is 0, which is right.
+    s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
+    return clipped_surrogate(s, advantages, clip_low, clip_high)
+
+
+def dual_clipped_surrogate(
+    ratio_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    clip_low: float | Float[Array, "B T"],
+    clip_high: float | Float[Array, "B T"],
+    dual_clip: float,
+) -> Float[Array, "B T"]:
+    """Return the clipped surrogate, and at most −dual_clip·A where A < 0."""
+    loss = clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
+    # Infinity times an advantage of 0 would be NaN, so without a bound no product is computed.
+    if dual_clip == float("inf"):
+        return loss
+    return jnp.where(advantages_BT < 0, jnp.minimum(loss, -dual_clip * advantages_BT), loss)
+
+
 def clipped_surrogate(
     ratio_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Float[Array, "B T"],
+    clip_high: float | Float[Array, "B T"],
 ) -> Float[Array, "B T"]:
     """Return −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A)."""
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)

@@ -18,7 +18,7 @@ from jaxmoe import losses
 from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses import group_advantages, ppo_clip, token_mean
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.terms import TERM_ARRAYS, Function, Term
+from jaxmoe.rl.terms import OLD_ROUTING, TERM_ARRAYS, Function, Term
 
 # The arrays that a function of each kind may take, by name.
 ARRAYS = {
@@ -28,7 +28,7 @@ ARRAYS = {
     "aggregation": ("mask_BT", "keep_BT"),
     "rollout_correction": (
         "log_ratio_BT", "old_logp_BT", "rollout_logp_BT", "advantages_BT", "mask_BT",
-        "weights_BT", "ratio_BT", "batch_mask_BT",
+        "weights_BT", "ratio_BT", "batch_mask_BT", "switched_BT",
     ),
     "kl": ("logp_BT", "logq_BT", "old_logp_BT"),
 }  # fmt: skip
@@ -37,7 +37,10 @@ ARRAYS = {
 LOSSES = {name: getattr(losses, name) for name in losses.__all__}
 # Those of each kind, which error messages suggest.
 CHOICES = {
-    "objective": ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "reinforce"),
+    "objective": (
+        "ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "reinforce", "rspo", "erpo",
+        "switch_aware_clip", "length_scaled_clip",
+    ),
     "advantages": (
         "group_advantages", "rloo_advantages", "reinforce_pp_advantages",
         "reinforce_pp_baseline_advantages", "discounted_returns", "gae", "bootstrapped_gae",
@@ -48,7 +51,7 @@ CHOICES = {
     ),
     "rollout_correction": (
         "token_is", "sequence_is", "geometric_is", "token_icepop", "sequence_icepop", "normalize",
-        "rejection", "veto", "drift_mask",
+        "rejection", "veto", "drift_mask", "mask_switched",
     ),
     # The terms that are built in have settings of their own, such as loss.kl_coef, so loss.terms
     # names only functions of the user's modules.
@@ -80,14 +83,33 @@ class Algorithm:
     @property
     def needs_scoring(self) -> bool:
         """True if the step computes old log-probs of the batch before its first gradient."""
-        return self.old_logp == "recomputed" or self.reward_kl is not None
+        takes_old_routing = any(self.takes_array(name) for name in OLD_ROUTING)
+        return self.old_logp == "recomputed" or self.reward_kl is not None or takes_old_routing
 
     @property
     def needs_reference(self) -> bool:
         """True if a function of the loss takes the log-probs of the frozen reference."""
+        return self.takes_array("ref_logp_BT")
+
+    @property
+    def needs_old_experts(self) -> bool:
+        """True if a function of the loss takes the trainer's experts before the first update."""
+        corrected = self.corrects_before_updates and any(
+            "switched_BT" in array_parameters(f) for f in self.rollout_correction
+        )
+        return corrected or any(map(self.takes_array, ("old_experts_BTLA", "old_switched_BT")))
+
+    @property
+    def corrects_before_updates(self) -> bool:
+        """True if the rollout correction compares the engine with the old log-probs, which are
+        known before the first gradient."""
+        return self.old_logp == "recomputed"
+
+    def takes_array(self, name: str) -> bool:
+        """True if the objective, a term, or the reward's KL takes the array of that name."""
         reward = () if self.reward_kl is None else (self.reward_kl,)
         functions = [self.objective, *(term.fn for term in (*self.terms, *reward))]
-        return any("ref_logp_BT" in array_parameters(f) for f in functions)
+        return any(name in array_parameters(f) for f in functions)
 
 
 def select_old_logp(a: Algorithm, batch: Batch, detached_logp_BT: Array) -> Array:

@@ -50,6 +50,7 @@ class Batch:
     # The step computes the rest before its first gradient; None if it is not needed.
     old_logp_BT: Leaf = None  # float32; the trainer before the update
     old_experts_BTLA: Leaf = None  # expert_dtype; those of the trainer before the update
+    old_router_logits_BTLE: Leaf = None  # float32; those of the trainer before the update
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     old_values_BT: Leaf = None  # float32; the critic's values before the update
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer

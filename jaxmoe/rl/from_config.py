@@ -28,7 +28,7 @@ from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.rl.scorer import recorded_rows
 from jaxmoe.rl.terms import Term, entropy_term, kl_term, missing_array, value_term
-from jaxmoe.rl.validate import check_algorithm, check_staleness
+from jaxmoe.rl.validate import check_algorithm, check_old_arrays, check_staleness
 from jaxmoe.shapes import Params
 
 ROUTER_TERMS = {fn.__name__: fn for fn in (load_balance, z_loss, router_kl, router_entropy)}
@@ -72,14 +72,21 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         critic=cfg.critic.backbone,
     )  # fmt: skip
     available = {"ref_logp_BT": loss.kl_coef > 0}
-    available |= dict.fromkeys(("routed_experts_BTLA", "load_LE"), cfg.records_experts)
-    for fn in (algorithm.objective, *(term.fn for term in algorithm.terms)):
+    available |= dict.fromkeys(
+        ("routed_experts_BTLA", "load_LE", "switched_BT"), cfg.records_experts
+    )
+    available |= dict.fromkeys(
+        ("router_logits_BTLE", "old_router_logits_BTLE"), "router_logits_BTLE" in recorded
+    )
+    functions = (algorithm.objective, *(term.fn for term in algorithm.terms))
+    for fn in (*functions, *algorithm.rollout_correction):
         for name in array_parameters(fn):
             if not available.get(name, True):
                 raise missing_array(fn, name)
     m = cfg.model
     routing = (m.n_layers, m.n_experts, m.experts_per_token)
     check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
+    check_old_arrays(algorithm)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
 

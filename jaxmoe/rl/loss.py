@@ -26,7 +26,14 @@ from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import Algorithm, select_old_logp
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import LossAux
-from jaxmoe.rl.terms import Function, Term, check_token_shape, select_term_arrays
+from jaxmoe.rl.switches import find_switched_tokens, find_switches_of_loss
+from jaxmoe.rl.terms import (
+    Function,
+    Term,
+    check_token_shape,
+    missing_array,
+    select_term_arrays,
+)
 
 
 def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
@@ -51,10 +58,12 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     correction = None
     # Both log-probs are known before the gradient only in this case. It is also the only place
     # where a correction sees the complete batch, which `normalize` needs.
-    if a.old_logp == "recomputed":
+    if a.corrects_before_updates:
         correction = compute_correction(
-            a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
-        )
+            a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT,
+            switched_BT=find_switched_tokens(batch.old_experts_BTLA, batch.routed_experts_BTLA)
+            if a.needs_old_experts else None,
+        )  # fmt: skip
     return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction)
 
 
@@ -118,7 +127,7 @@ def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:
 
 def needs_late_normalization(a: Algorithm) -> bool:
     """True if the loss divides by retained tokens that are known only after the gradient."""
-    return a.old_logp != "recomputed" and "keep_BT" in array_parameters(a.aggregation)
+    return not a.corrects_before_updates and "keep_BT" in array_parameters(a.aggregation)
 
 
 def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Array, LossAux]:
@@ -145,16 +154,19 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
         "old_values_BT": batch.old_values_BT, "mask_BT": mask_BT,
         "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
         "routed_experts_BTLA": batch.routed_experts_BTLA,
-    }  # fmt: skip
+        "old_experts_BTLA": batch.old_experts_BTLA,
+        "old_router_logits_BTLE": batch.old_router_logits_BTLE,
+    } | find_switches_of_loss(a, batch, out)  # fmt: skip
     objective_BT = a.objective(**select_term_arrays(a.objective, arrays))
     check_token_shape(objective_BT, mask_BT, a.objective)
     correction = batch.correction
     # The engine is compared with the policy of this forward. A microbatch does not know the
     # complete batch, so `check_algorithm` refuses a correction that takes batch_mask_BT.
-    if a.old_logp != "recomputed":
+    if not a.corrects_before_updates:
         correction = compute_correction(
-            a, detached_logp_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None
-        )
+            a, detached_logp_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None,
+            switched_BT=arrays.get("switched_BT"),
+        )  # fmt: skip
     loss_weights_BT = batch.loss_weights_BT
     if correction.keep_BT is not None:
         loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
@@ -197,6 +209,8 @@ def compute_correction(
     advantages_BT: Array,
     mask_BT: Array,
     batch_mask_BT: Array | None,
+    *,
+    switched_BT: Array | None = None,
 ) -> Correction:
     """Apply an algorithm's rollout corrections in order.
 
@@ -209,6 +223,8 @@ def compute_correction(
         "old_logp_BT": old_logp_BT, "rollout_logp_BT": rollout_logp_BT,
         "advantages_BT": advantages_BT, "mask_BT": mask_BT,
     }  # fmt: skip
+    if switched_BT is not None:
+        arrays["switched_BT"] = switched_BT
     if batch_mask_BT is not None:
         arrays["batch_mask_BT"] = batch_mask_BT
     total = Correction()
@@ -220,6 +236,8 @@ def compute_correction(
             "correction before it sets them. Try "
             f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
         )
+        if "switched_BT" in array_parameters(function) and switched_BT is None:
+            raise missing_array(function, "switched_BT")
         step = function(**select_arrays(function, arrays))
         _check_correction(step, function, modifies_weights, "weights_BT" in arrays)
         updates = {name: x for name, x in step._asdict().items() if x is not None}

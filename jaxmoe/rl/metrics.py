@@ -17,6 +17,7 @@ from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
 from jaxmoe.rl.algorithm import Algorithm, select_old_logp
 from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.switches import engine_read_mask, find_switches
 from jaxmoe.shapes import Leaf, Metrics
 
 
@@ -94,22 +95,12 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Update
 
     The trainer's router is compared with the engine's; the order of experts is ignored.
     """
-    trainer_BTLA, engine_BTLA = (
-        jnp.sort(jnp.asarray(x).astype(jnp.int32), axis=-1)
-        for x in (experts_BTLA, batch.routed_experts_BTLA)
-    )
-    switched_BTL = jnp.any(trainer_BTLA != engine_BTLA, axis=-1)
-    # After sorting, a negative index of an unknown expert comes first.
-    is_known_BTL = engine_read_mask(batch)[:, :, None] & (engine_BTLA[..., 0] >= 0)
+    switched_BTL, is_known_BTL = find_switches(experts_BTLA, batch.routed_experts_BTLA)
+    is_known_BTL = engine_read_mask(batch)[:, :, None] & is_known_BTL
     switched_BM, is_known_BM = (x.reshape(len(x), -1) for x in (switched_BTL, is_known_BTL))
     return UpdateMetrics({
         "router/expert_switches": masked_mean(switched_BM.astype(jnp.float32), is_known_BM)
     })  # fmt: skip
-
-
-def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
-    """True at the tokens that the engine's layers read: all but the last of each sequence."""
-    return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
 
 
 def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMetrics:

@@ -94,8 +94,10 @@ def rl_step(
     score_policy = a.needs_scoring or (gate.has_limits and a.updates > 1)
     counts_LE = count_expert_tokens(batch, scorer.model.n_experts)
     # Counted once over the complete batch, so that a term sees the same load in every microbatch.
-    load_arrays = {} if counts_LE is None else {"load_LE": counts_LE}
-    batch = replace(batch, shared={"step": state.step // a.updates} | batch.shared | load_arrays)
+    shared = {} if counts_LE is None else {"load_LE": counts_LE}
+    if a.takes_array("experts_E"):
+        shared["experts_E"] = jnp.arange(scorer.model.n_experts, dtype=jnp.int32)
+    batch = replace(batch, shared={"step": state.step // a.updates} | batch.shared | shared)
     batch = score_batch(full_state, batch, a, scorer, microbatches, policy=score_policy)
     batch = estimate_advantages(batch, a)
     update = partial(
@@ -138,8 +140,8 @@ def score_batch(
 ) -> Batch:  # fmt: skip
     """Add what is needed before the first gradient: reference, values, old log-probs, old experts.
 
-    Old log-probs are computed only if `policy`, and old experts if the scorer replays them. The
-    reference of adapters is the base alone.
+    Old log-probs are computed only if `policy`, and old experts and router logits if the scorer
+    replays them or a function of the loss takes them. The reference of adapters is the base alone.
     """
     params, replays_old = scorer.full_params(state.params, state.frozen), scorer.replay == "R2"
     # Before the first update there are no old experts: this forward chooses them.
@@ -150,12 +152,14 @@ def score_batch(
 
     def score_policy(part: Batch) -> dict[str, Array]:
         out = scorer.score_policy(params, part)
-        # What ops.record recorded is left out, except the experts to replay. Nothing else reads it
-        # before the gradient, and a scan would keep it for all rows.
+        # What ops.record recorded is left out, unless it is taken later. A scan would keep it for
+        # all rows.
         needed = policy or a.critic == "shared"
         names = ("logp_BT", "values_BT", "values_after_BT") if needed else ()
         scores = {n: x for n, x in out.items() if n in names}
-        if replays_old:
+        if a.takes_array("old_router_logits_BTLE") and "router_logits_BTLE" in out:
+            scores["router_logits_BTLE"] = out["router_logits_BTLE"]
+        if replays_old or (a.needs_old_experts and "experts_BTLA" in out):
             scores["experts_BTLA"] = out["experts_BTLA"].astype(
                 expert_dtype(scorer.model.n_experts)
             )
@@ -170,6 +174,7 @@ def score_batch(
         batch,
         old_logp_BT=old["logp_BT"] if policy else None,
         old_experts_BTLA=old.get("experts_BTLA"),
+        old_router_logits_BTLE=old.get("router_logits_BTLE"),
         ref_logp_BT=map_batch(partial(scorer.score_reference, scorer.full_reference(state.frozen)))
         if a.needs_reference
         else None,
@@ -264,6 +269,7 @@ def policy_loss(
     if algorithm.critic == "own":
         out |= scorer.score_values(params, batch)
     loss, aux = sum_terms(algorithm, batch, out)
-    if batch.routed_experts_BTLA is not None and scorer.replay != "R3":
+    compares = batch.routed_experts_BTLA is not None and scorer.replay != "R3"
+    if compares and "experts_BTLA" in out:
         aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
     return loss, aux

@@ -24,7 +24,7 @@ from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.step import share_scalars
-from jaxmoe.rl.terms import TERM_ARRAYS, Term, reference_kl
+from jaxmoe.rl.terms import OLD_ROUTING, TERM_ARRAYS, Term, reference_kl
 
 # Trailing sizes of arrays that have more axes than [B, T]; all differ, so that a swap is found.
 _LAYERS, _EXPERTS, _ACTIVE = 11, 7, 5
@@ -41,7 +41,7 @@ def check_algorithm(
     Args:
         samples: rows per prompt.
         recorded: arrays that `Ops.record` returns, [B, T, …], by name: the sizes after B and T.
-            By default they are not known, and a term that takes an array of an unknown name is
+            By default the router's are assumed, and a term that takes an array of another name is
             checked only when a step is traced.
         routing: number of layers, experts, and active experts.
     Raises ConfigError with the message of a function that fails, or if functions do not fit
@@ -96,7 +96,7 @@ def check_algorithm(
 
     def trace_step() -> bool:
         """Return True if the correction weights tokens."""
-        batch, out = _abstract_batch(a, r, recorded or {}, routing)
+        batch, out = _abstract_batch(a, r, recorded, routing)
         batch = compute_loss_weights(share_scalars(estimate_advantages(batch, a), jnp.int32(0)), a)
         _, aux = sum_terms(_drop_unknown_terms(a, out), batch, out)
         return aux.rows["correction"].weights_BT is not None
@@ -131,7 +131,10 @@ def _is_kl_k1(term: Term) -> bool:
 
 
 def _abstract_batch(
-    a: Algorithm, r: int, recorded: Mapping[str, tuple[int, ...]], routing: tuple[int, int, int]
+    a: Algorithm,
+    r: int,
+    recorded: Mapping[str, tuple[int, ...]] | None,
+    routing: tuple[int, int, int],
 ) -> tuple[Batch, dict[str, jax.Array]]:
     """Return a scored batch and the results of a forward, with sizes that all differ."""
     # p, r and t differ, and t is larger than p·r, so that a function which transposes its result or
@@ -144,13 +147,23 @@ def _abstract_batch(
         tokens_BT=x_BT, positions_BT=x_BT, segment_ids_BT=x_BT, loss_mask_BT=mask_BT,
         rollout_logp_BT=x_BT, rewards_B=x_BT[:, 0], samples_per_prompt=r,
         routed_experts_BTLA=jnp.zeros((p * r, t, layers, active), jnp.int32),
-        shared={"load_LE": jnp.zeros((layers, experts), jnp.int32)},
+        shared={
+            "load_LE": jnp.zeros((layers, experts), jnp.int32),
+            "experts_E": jnp.zeros(experts, jnp.int32),
+        },
+        old_experts_BTLA=jnp.zeros((p * r, t, layers, active), jnp.int32),
+        old_router_logits_BTLE=jnp.zeros((p * r, t, layers, experts)),
         old_logp_BT=x_BT if a.needs_scoring else None,
         ref_logp_BT=x_BT if a.needs_reference else None,
         old_values_BT=x_BT if has_critic else None,
         bootstrap_B=x_BT[:, 0] if has_critic else None,
     )  # fmt: skip
-    out = {name: jnp.zeros((p * r, t, *sizes)) for name, sizes in recorded.items()}
+    if recorded is None:
+        recorded = {"router_logits_BTLE": (layers, experts), "experts_BTLA": (layers, active)}
+    out = {
+        name: jnp.zeros((p * r, t, *sizes), jnp.int32 if name == "experts_BTLA" else None)
+        for name, sizes in recorded.items()
+    }
     out |= {"logp_BT": x_BT, "entropy_BT": x_BT} | ({"values_BT": x_BT} if has_critic else {})
     return batch, out
 
@@ -275,6 +288,19 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
             "batch.loss_mask_BT must be False in column 0: no token precedes the first one of a "
             "row, so its log-prob is the constant 0 and has no gradient. Begin rows with a prompt "
             "of at least one token.",
+        )
+
+
+def check_old_arrays(a: Algorithm) -> None:
+    """Raise ConfigError if a function takes the routing before the first update, and there is one
+    update: both would be the same."""
+    for fn in (a.objective, *(term.fn for term in a.terms)):
+        names = [name for name in array_parameters(fn) if name in OLD_ROUTING]
+        require(
+            a.updates > 1 or not names,
+            f"loss: {function_name(fn)} takes {', '.join(names)}, from before the first update of "
+            "a batch, and needs several updates, got loss.epochs=1 and loss.minibatches=1. Try "
+            "--set loss.minibatches=2 --set loss.old_logp=recomputed.",
         )
 
 

@@ -188,5 +188,7 @@ def test_what_an_error_suggests_is_then_accepted(kind, name):
 def test_an_unknown_objective_is_answered_with_objectives_alone():
     with pytest.raises(ConfigError) as error:
         algorithm_from_config(override(load_config("tiny.py"), "loss.objective=my_loss"))
-    assert "Known: ppo_clip, gspo, cispo, sapo, dppo_tv, reinforce; " in str(error.value)
+    assert "Known: ppo_clip, gspo, cispo, sapo, dppo_tv, reinforce, rspo, erpo, switch_" in str(
+        error.value
+    )
     assert "grpo_loss" not in str(error.value)

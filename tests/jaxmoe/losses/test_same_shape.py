@@ -6,12 +6,19 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe import losses
+from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses.same_shape import require_same_shape
 from jaxmoe.rl.algorithm import CHOICES
 
 B, T = 3, 5
 X, MASK = jnp.full((B, T), -1.0), jnp.ones((B, T), bool)
 OBJECTIVES = CHOICES["objective"]
+ROUTING = {
+    "router_logits_BTLE": jnp.zeros((B, T, 2, 4)),
+    "old_router_logits_BTLE": jnp.zeros((B, T, 2, 4)),
+    "old_experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32), "experts_E": jnp.arange(4),
+    "experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32), "old_switched_BT": MASK,
+}  # fmt: skip
 BAD_SHAPES = [jnp.ones(T), jnp.ones((B, 1)), jnp.ones((1, T)), jnp.ones(())]
 
 
@@ -26,9 +33,10 @@ def without_the_tests_own_type_checks(monkeypatch):
 def test_objectives_refuse_advantages_of_another_shape(name, misshaped):
     objective = getattr(losses, name)
     logps = (X,) if name == "reinforce" else (X, X)
-    assert objective(*logps, X, MASK).shape == (B, T)
+    routing = {n: x for n, x in ROUTING.items() if n in array_parameters(objective)}
+    assert objective(*logps, X, MASK, **routing).shape == (B, T)
     with pytest.raises(ValueError, match=r"advantages_BT must have the shape \(3, 5\)"):
-        objective(*logps, misshaped, MASK)
+        objective(*logps, misshaped, MASK, **routing)
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "a metric of the step": (Term(one, 1.0, "policy/entropy"), {}, "a name of its own"),
     "results of the forward": (
-        Term(one), {"extra": {"experts_BTLA": np.zeros((8, 12, 2, 2))}}, "different names",
+        Term(one), {"extra": {"gates_BTLA": np.zeros((8, 12, 2, 2))}}, "different names",
     ),
     "an array that nobody has": (Term(lambda logp_BT, bias_LE: logp_BT), {}, "takes bias_LE"),
     "a reference": (kl_term(0.1), {}, "takes ref_logp_BT needs a reference"),
@@ -174,7 +174,8 @@ def test_what_cannot_work_is_refused_before_anything_compiles(name):
     if name == "a name that the step needs":
         drop = partial(rejection, statistic="token_k1", low=0.9, high=1.1)
         a = replace(a, aggregation=kept_token_mean, rollout_correction=(drop,))
-    scorer = Scorer(CFG, OPS) if name == "results of the forward" else None
+    ops = replace(OPS, record=lambda h_BTD, layer, experts, weights: {"gates_BTA": weights})
+    scorer = Scorer(CFG, ops) if name == "results of the forward" else None
     with pytest.raises(ConfigError, match=message):
         step_of(a, scorer=scorer)(
             start(a, params=PARAMS if scorer is None else MODEL), replace(make_batch(), **fields)
