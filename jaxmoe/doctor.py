@@ -49,6 +49,7 @@ from jaxmoe.reconcile.printed import (
     print_report,
 )
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
+from jaxmoe.reconcile.reported_experts import check_reported_experts
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -204,6 +205,9 @@ def examine_rollouts(
 ) -> Report:  # fmt: skip
     """Run the checks and the comparison, and return the report of these rollouts."""
     tokenizer, engine_encode = task.tokenizer, None
+    rollouts, expert_findings = check_reported_experts(
+        rollouts, cfg.model, needed=cfg.records_experts
+    )
     if cfg.init.checkpoint and (Path(cfg.init.checkpoint) / "tokenizer.json").is_file():
         engine_encode = partial(encode_prompt, task, load_tokenizer(cfg.init.checkpoint))
     # Every process of the engine reports the same fault, and one line of it is enough.
@@ -231,7 +235,7 @@ def examine_rollouts(
             jax.jit(partial(run_head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
         previous=previous, start_id=start_id, handshake=handshake,
-        findings=list(findings.values()),
+        findings=[*findings.values(), *expert_findings],
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from jaxmoe.reconcile.checks import Finding, find_unjudged_reason
 from jaxmoe.reconcile.handshake import Handshake
 from jaxmoe.reconcile.hypotheses import EXPERTS, NO_HANDSHAKE, list_hypotheses, list_other_dtypes
 from jaxmoe.reconcile.recompute import Programs, Scores
+from jaxmoe.reconcile.reported_experts import find_misplaced_experts
 from jaxmoe.reconcile.scalars import fit_scalar, list_scalars
 from jaxmoe.reconcile.staleness import stale_layers
 from jaxmoe.reconcile.variants import Hypothesis, Variant, mean_gap, pad_rollouts, trainer_variant
@@ -110,7 +111,9 @@ def explain_gap(
             "--set data.held_out_rows=256."
         )
     has_log_kept = any(r.log_kept is not None for r in rollouts)
-    has_experts = any(r.routed_experts is not None for r in rollouts)
+    has_experts = any(
+        r.routed_experts is not None and (r.routed_experts >= 0).any() for r in rollouts
+    )
     log_kept_N = np.concatenate([
         np.zeros(r.n_sampled, np.float32) if r.log_kept is None else r.log_kept[r.sampled_mask]
         for r in rollouts
@@ -167,8 +170,13 @@ def explain_gap(
     )
     layers, replayed = [], None
     if has_experts:
-        layers, replayed, jitter = _compare_experts(base, score_variant, log_kept_N, engine_N)
+        layers, replayed, jitter, trainer_LBTA = _compare_experts(
+            base, score_variant, log_kept_N, engine_N
+        )
         verdict = _judge_experts(verdict, layers, jitter)
+        findings = [*findings, *find_misplaced_experts(
+            trainer_LBTA, base.rows.replay_LBTA, same_logps=verdict.kind == "agree"
+        )]  # fmt: skip
     return Report(
         verdict, list(findings), rounding, _gap_metrics(rollouts, engine_logps(()), engine_N),
         _worst_tokens(rollouts, engine_logps(()), engine_N), layers, replayed, engine_N,
@@ -248,8 +256,9 @@ def _add_jitter(v: Variant) -> Variant:
 
 def _compare_experts(
     base: Variant, scored: Callable[[Variant], Scores], log_kept_N: np.ndarray, engine_N: np.ndarray
-) -> tuple[list[LayerSwitches], float, float]:
-    """Return switches by layer, the gap with the engine's experts, rounding's effect on regret."""
+) -> tuple[list[LayerSwitches], float, float, np.ndarray]:
+    """Return switches by layer, the gap with the engine's experts, rounding's effect on regret, and
+    the trainer's experts."""
     replaying = replace(base, replay_experts=True)
     plain, replayed, jittered = (scored(v) for v in (base, replaying, _add_jitter(replaying)))
     engine_LBTA = np.sort(base.rows.replay_LBTA, axis=-1)
@@ -271,7 +280,7 @@ def _compare_experts(
     ]  # fmt: skip
     regret_change = np.abs(replayed.regret_LBT - jittered.regret_LBT)[is_recorded_LBT]
     remaining = mean_gap(engine_N, base.engine_logp(_select_sampled(replayed, base), log_kept_N))
-    return layers, remaining, float(regret_change.max(initial=0.0))
+    return layers, remaining, float(regret_change.max(initial=0.0)), plain.experts_LBTA
 
 
 def _judge_experts(verdict: Verdict, layers: Sequence[LayerSwitches], jitter: float) -> Verdict:

@@ -38,8 +38,8 @@ EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries
     "expert_switches",
     "experts",
     "the engine's router must send tokens to the trainer's experts",
-    "compare the engine's router weights, bias and dtype; if they cannot be made equal, correct "
-    "the loss with --set loss.rollout_correction='token_is(high=2.0)'",
+    "compare the engine's router weights, bias and dtype; if they cannot be made equal, --set "
+    "router.replay=R3, or correct the loss with --set loss.rollout_correction='token_is(high=2.0)'",
     lambda v: replace(v, replay_experts=True),
 )
 
