@@ -80,15 +80,33 @@ def policy_specs(cfg: ModelConfig, lora: LoraConfig) -> Params:
 def count_trained(cfg: Config) -> tuple[int, int]:
     """Return (parameters that RL trains, all parameters), of the policy with its adapters.
 
-    Raises ConfigError if optim.trainable matches no parameter of a stage of the run.
+    Raises ConfigError if optim.trainable matches no parameter of a stage of the run, or if settings
+    of the router have nothing of it to train.
     """
     if cfg.warmup.steps:
         split_params(param_specs(cfg.model), cfg.trainable)
     specs = policy_specs(cfg.model, cfg.lora)
     trained, _ = split_params(specs, cfg.trainable)
+    _check_router_trains(cfg, trained)
 
     def size(leaves: list[Spec]) -> int:
         return sum(unpadded_size(spec, cfg.model) for spec in leaves)
 
     adapters = [spec for spec in jax.tree.leaves(specs) if not spec.hf]  # not in a checkpoint
     return size(jax.tree.leaves(trained)), count_params(cfg.model)[0] + size(adapters)
+
+
+def _check_router_trains(cfg: Config, trained: Params) -> None:
+    r = cfg.router
+    settings = {"router.terms": (r.terms, "''"), "router.lr_scale": (r.lr_scale, "1.0")}
+    needed = {"router.terms": bool(r.term_weights), "router.lr_scale": r.lr_scale != 1.0}
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    if any("_router" in jax.tree_util.keystr(path) for path, _ in leaves):
+        return
+    train = "lora.modules_to_save=router" if cfg.lora.ranks else "'optim.trainable=.*'"
+    for key in (key for key, is_set in needed.items() if is_set):
+        value, off = settings[key]
+        raise ConfigError(
+            f"{key}={value} needs routers that train, and this run trains none of their "
+            f"parameters. Try --set {train}, or --set {key}={off}."
+        )

@@ -68,6 +68,7 @@ def rl_step(
     scorer: Scorer,
     gate: GateConfig = NO_GATE,
     microbatches: int = 1,
+    old_scorer: Scorer | None = None,
 ) -> tuple[TrainState, Metrics, TokenStats]:
     """Make all updates of one batch of rollouts. Jit it with the state donated.
 
@@ -75,6 +76,8 @@ def rl_step(
         minibatches: None if the step has one update, on the whole batch.
         base: frozen weights of a LoRA run, whose state has only adapters; not donated.
         microbatches: number of parts of the batch, if it is not packed.
+        old_scorer: another forward for the log-probs before the first update, to study a trainer
+            with two programs that differ; None: `scorer`.
     Returns:
         The state after the updates (unchanged by an update whose gate is closed), metrics reduced
         over the updates, and the token statistics.
@@ -98,7 +101,9 @@ def rl_step(
     if a.takes_array("experts_E"):
         shared["experts_E"] = jnp.arange(scorer.model.n_experts, dtype=jnp.int32)
     batch = replace(batch, shared={"step": state.step // a.updates} | batch.shared | shared)
-    batch = score_batch(full_state, batch, a, scorer, microbatches, policy=score_policy)
+    batch = score_batch(
+        full_state, batch, a, old_scorer or scorer, microbatches, policy=score_policy
+    )
     batch = estimate_advantages(batch, a)
     update = partial(
         update_minibatch, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,

@@ -118,6 +118,18 @@ def test_a_frozen_router_is_no_longer_trained_whatever_else_is():
     assert count_trained(experts)[0] == only_down
 
 
+@pytest.mark.parametrize("setting", ["router.lr_scale=0.1", "router.terms=z_loss(1e-3)"])
+def test_settings_of_a_router_that_does_not_train_are_refused_and_each_advice_works(setting):
+    lora = override(load_config("tiny_lora.py"), setting)
+    down = override(TINY, setting, "optim.trainable=.*down.*")
+    for cfg in (lora, down):
+        with pytest.raises(ConfigError, match="needs routers that train") as error:
+            count_trained(cfg)
+        advice = str(error.value).partition(" Try --set ")[2].removesuffix(".")
+        for alternative in advice.split(", or --set "):
+            count_trained(override(cfg, *shlex.split(alternative)))
+
+
 def test_the_engine_has_ops_of_its_own_where_it_routes_by_another_function():
     assert make_engine_ops(TINY) is None
     assert make_engine_ops(override(TINY, "router.route=route_softly")) is None

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beds of the router study: one small MoE and task, disturbed where Top-K routing hurts.
+
+    two_forwards    the log-probs before the first update come from another forward, whose routers
+                    have noise: the on-policy violation of a trainer with two programs
+    noisy_engine    the engine's routers have noise, and the ratio compares with the engine
+    many_updates    four updates of each batch, sampled by weights that are four steps old
+    undisturbed     the same without any of these
+
+A contender is a list of `--set` changes of the bed's config. Everything is made from that config by
+the functions that `python -m jaxmoe.train` calls; only the task, the noise and the old weights are
+the study's. Next: jaxmoe/study/router.py lists the contenders.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import (
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RouterConfig,
+)
+from jaxmoe.config_file import override
+from jaxmoe.model import Ops, init_params, make_engine_ops, make_ops
+from jaxmoe.model.router import RouterContext, replay_routing
+from jaxmoe.model.router_noise import normal_noise, route_with_noise
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rl.batch import rollout_batch, supervised_batch
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_rl_state, init_state
+from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.update import rl_step
+from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.run.programs import rl_program
+from jaxmoe.shapes import Metrics, Params
+from jaxmoe.study.automaton import Automaton
+
+HELD_OUT = 256  # prompts
+WARM_STEPS, WARM_ROWS, WARM_LR = 1500, 64, 3e-3
+WARM_LOSS = 0.15  # nats per token at which the warm start ends
+
+
+@dataclass(frozen=True)
+class Bed:
+    """What disturbs the router, and the settings that all contenders share."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+    engine_noise: float = 0.0  # deviation of the noise on the engine's router logits
+    old_noise: float = 0.0  # of the forward that scores old log-probs
+    staleness: int = 0  # steps between the weights that sample and those that train
+
+
+BEDS = {
+    bed.name: bed
+    for bed in (
+        Bed("undisturbed", ("loss.minibatches=2", "loss.old_logp=recomputed")),
+        Bed("two_forwards", ("loss.minibatches=2", "loss.old_logp=recomputed"), old_noise=0.3),
+        Bed(
+            "noisy_engine",
+            ("loss.minibatches=2", "loss.old_logp=rollout", "rollout.compare_experts=True"),
+            engine_noise=0.3,
+        ),
+        Bed("many_updates", ("loss.minibatches=4", "loss.old_logp=rollout"), staleness=4),
+    )
+}  # fmt: skip
+TASK = Automaton()
+
+
+def bed_config(steps: int, *settings: str) -> Config:
+    """Return the config of a bed: two layers, 16 experts of which two are active, width 32."""
+    cfg = Config(
+        model=ModelConfig(
+            vocab_size=TASK.vocab_size, d_model=32, n_layers=2, n_q_heads=4, n_kv_heads=2,
+            head_dim=8, n_experts=16, experts_per_token=2, d_expert=16, dtype="float32",
+            sliding_window=2 * TASK.length + 4, rope_theta=1000.0, rope_factor=1.0,
+        ),
+        data=DataConfig(task="automaton", max_prompt_tokens=TASK.prompt_tokens),
+        rollout=RolloutConfig(
+            sequences_per_step=128, samples_per_prompt=8, max_new_tokens=TASK.length
+        ),
+        loss=LossConfig(),
+        router=RouterConfig(),
+        optim=OptimConfig(lr=5e-4, lr_warmup_steps=5, beta2=0.99),
+        steps=steps,
+    )  # fmt: skip
+    return override(cfg, *settings)
+
+
+def warm_start(seed: int, steps: int = WARM_STEPS) -> tuple[Params, float]:
+    """Train on right answers until the mean loss of ten steps is below WARM_LOSS; return the
+    weights and that loss."""
+    cfg = bed_config(1)
+    tx = make_optimizer(OptimConfig(lr=WARM_LR, lr_warmup_steps=20, beta2=0.99), steps=steps)
+    state = init_state(Trained(init_params(jax.random.key(seed), cfg.model)), tx)
+    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, make_ops(cfg)))
+    step_fn = jax.jit(partial(train_step, tx=tx, loss_fn=loss_fn), donate_argnums=0)
+    rng, losses = np.random.default_rng((seed, 1)), deque(maxlen=10)
+    for _ in range(steps):
+        prompts, answers = TASK.sample_prompts(rng, WARM_ROWS)
+        batch = supervised_batch(prompts, answers.tolist(), length=cfg.context, pad_id=0)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            state, metrics = step_fn(state, batch)
+        losses.append(metrics["loss"])
+        if len(losses) == 10 and float(np.mean(jax.device_get(list(losses)))) < WARM_LOSS:
+            break
+    return jax.tree.map(np.asarray, state.policy), float(np.mean(jax.device_get(list(losses))))
+
+
+def load_warm_start(seed: int, folder: Path) -> Params:
+    """Return the weights of `warm_start`, which are stored in `folder`."""
+    path, tree = folder / f"warm_start_{seed}.npz", init_shapes()
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in leaves]
+    if not path.is_file():
+        params, _ = warm_start(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial_path = path.with_suffix(".partial.npz")
+        np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
+        # Renamed when complete, so that an interruption leaves no half-written file.
+        partial_path.replace(path)
+    with np.load(path) as stored:
+        return jax.tree.unflatten(structure, [jnp.asarray(stored[name]) for name in names])
+
+
+def init_shapes() -> Params:
+    return jax.eval_shape(lambda: init_params(jax.random.key(0), bed_config(1).model))
+
+
+def route_disturbed(
+    h_BTD: Any, layer: Params, *, active: int, context: RouterContext, scale: float,
+    indices_BTA: Any = None,
+) -> Any:  # fmt: skip
+    """A router with noise in every forward, as that of a program that rounds otherwise; replayed
+    experts are used as they are."""
+    context = replace(context, exploration=jnp.float32(1.0))
+    indices, weights = route_with_noise(
+        h_BTD, layer, active=active, context=context, noise=normal_noise, scale=scale
+    )
+    if indices_BTA is None:
+        return indices, weights
+    known_BTA = jnp.where(indices_BTA < 0, indices, indices_BTA)
+    return replay_routing(h_BTD, layer, active=active, indices_BTA=known_BTA)
+
+
+def disturb(ops: Ops, scale: float) -> Ops:
+    """Return ops whose routers have noise; the same ops for scale 0."""
+    return replace(ops, router=partial(route_disturbed, scale=scale)) if scale else ops
+
+
+@dataclass
+class BedPrograms:
+    """The compiled step and engines of one contender on one bed, for all seeds."""
+
+    bed: Bed
+    cfg: Config
+    algorithm: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.algorithm = algorithm_from_config(self.cfg)
+
+    @cached_property
+    def ops(self) -> Ops:
+        return make_ops(self.cfg)
+
+    @cached_property
+    def step_fn(self) -> Callable[..., Any]:
+        cfg = self.cfg
+        old_scorer = None
+        if self.bed.old_noise:
+            old_ops = disturb(self.ops, self.bed.old_noise)
+            old_scorer = Scorer(cfg.model, old_ops, replay=cfg.router.replay)
+        program = rl_program(
+            cfg, self.ops, None, self.algorithm, rl_optimizer(cfg),
+            jax.eval_shape(lambda: init_rl_state(init_shapes(), cfg, rl_optimizer(cfg))),
+            step=partial(rl_step, old_scorer=old_scorer),
+        )  # fmt: skip
+        return jax.jit(program.fn, **program.options)
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        ops = make_engine_ops(self.cfg) or self.ops
+        return self._open(disturb(ops, self.bed.engine_noise), self.cfg.rollout.sequences_per_step)
+
+    @cached_property
+    def clean_engine(self) -> NativeEngine:
+        """The engine of evaluation: the trainer's policy."""
+        return self._open(make_engine_ops(self.cfg) or self.ops, HELD_OUT)
+
+    def _open(self, ops: Ops, rows: int) -> NativeEngine:
+        cfg = self.cfg
+        return NativeEngine(
+            cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens, max_rows=rows,
+            max_new_tokens=cfg.rollout.max_new_tokens, keep_experts=cfg.records_experts,
+        )  # fmt: skip
+
+
+def train_on_bed(
+    programs: BedPrograms, seed: int, params: Params, *,
+    report: Callable[[int, float], None] = lambda step, reward: None,
+) -> Metrics:  # fmt: skip
+    """Train from `params`; return the held-out shares and what happened on the way.
+
+    start, end: mean score of sampled answers on HELD_OUT prompts, by the clean policy.
+    grad_norm_p99, ratio_max: over the steps. step_cpu_s: median CPU seconds of a step.
+    switches: share of (token, layer) whose expert set differs between engine and trainer, where the
+        bed compares them.
+    """
+    cfg, tx = programs.cfg, rl_optimizer(programs.cfg)
+    state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, tx)
+    rng = np.random.default_rng((seed, 2))
+    held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), HELD_OUT)
+    sampling = Sampling(TASK.length, (), explores=True)
+    policies: deque[Params] = deque(maxlen=programs.bed.staleness + 1)
+    rows: list[Metrics] = []
+    start = evaluate(programs.clean_engine, state.policy, held_out, 0)
+    for step in range(1, cfg.steps + 1):
+        prompts, answers = TASK.sample_prompts(rng, cfg.rollout.prompts_per_step)
+        # The step donates the state, so that weights of a later use are copied.
+        policies.append(jax.tree.map(jnp.copy, state.policy))
+        started = time.process_time()
+        programs.engine.load(policies[0], step - 1)
+        rollouts = programs.engine.generate(
+            prompts, sampling, seed=seed * 1000 + step, samples=cfg.rollout.samples_per_prompt
+        )
+        rewards = TASK.score(rollouts, answers)
+        batch = rollout_batch(
+            rollouts, rewards, samples=cfg.rollout.samples_per_prompt, length=cfg.context, pad_id=0,
+            n_experts=cfg.model.n_experts if cfg.records_experts else None,
+        )  # fmt: skip
+        batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            state, metrics, _ = programs.step_fn(state, batch, minibatches)
+        row = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        rows.append(row | {"reward": float(rewards.mean()), "cpu_s": time.process_time() - started})
+        report(step, rows[-1]["reward"])
+        if not np.isfinite(row["grad/norm"]):
+            break
+    return summarize(rows) | {
+        "start": start,
+        "end": evaluate(programs.clean_engine, state.policy, held_out, cfg.steps),
+    }
+
+
+def summarize(rows: Sequence[Metrics]) -> Metrics:
+    """Return one number of each metric of the steps."""
+    norms = [row["grad/norm"] for row in rows]
+    return {
+        "steps": len(rows),
+        "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
+        "grad_norm_p99": float(np.percentile(norms, 99)),
+        "ratio_max": max(row["policy/ratio_max"] for row in rows),
+        "step_cpu_s": float(np.median([row["cpu_s"] for row in rows])),
+        "switches": float(np.mean([row.get("router/expert_switches", np.nan) for row in rows])),
+    }
+
+
+def evaluate(
+    engine: NativeEngine, params: Params, held_out: tuple[list[Prompt], np.ndarray], step: int
+) -> float:
+    """Return the mean score of one sampled answer to each held-out prompt."""
+    prompts, answers = held_out
+    engine.load(params, step)
+    rollouts = engine.generate(prompts, Sampling(TASK.length, ()), seed=5)
+    return float(TASK.score(rollouts, answers).mean())
