@@ -19,6 +19,7 @@ import pytest
 
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
+import jaxmoe.study.__main__ as study
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
@@ -138,6 +139,8 @@ def check(command: list[str]) -> None:
             assert samples.main(args[2:]) == 0
     elif args[1] == "jaxmoe.plan":
         plans(args[2:])
+    elif args[1] == "jaxmoe.study":
+        study.make_study_parser().parse_args(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
     elif args[1].startswith("tests.bench."):

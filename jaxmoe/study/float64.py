@@ -71,7 +71,7 @@ def _evaluate_equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
     if name in _BITWISE:
         raise NotImplementedError(f"{name} depends on the bits of float32.")
     if name == "scan":
-        return _evaluate_scan(params, args)
+        return _evaluate_scan(eqn, args)
     if name == "while":
         return _evaluate_while(params, args)
     if name == "cond":
@@ -91,22 +91,26 @@ def _evaluate_equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
     return result if eqn.primitive.multiple_results else [result]
 
 
-def _evaluate_scan(params: dict[str, Any], args: list[Any]) -> Sequence[Any]:
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
-    consts, carry, xs = (
-        args[:n_consts],
-        args[n_consts : n_consts + n_carry],
-        args[n_consts + n_carry :],
-    )
+def _evaluate_scan(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    params = eqn.params
+    inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    # The names of the numbers of constants and carries differ between versions of jax. A scanned
+    # array has one axis more outside of the body.
+    n_xs = _count_scanned(eqn.invars, inner.invars)
+    n_carry = len(eqn.outvars) - _count_scanned(eqn.outvars, inner.outvars)
+    n_consts = len(args) - n_carry - n_xs
+    consts, carry, xs = args[:n_consts], args[n_consts : len(args) - n_xs], args[len(args) - n_xs :]
 
     def run_body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = _evaluate_jaxpr(params["jaxpr"], [*consts, *carry, *x])
         return out[:n_carry], out[n_carry:]
 
-    carry, ys = lax.scan(
-        run_body, carry, xs, length=params["length"], reverse=params["reverse"]
-    )  # fmt: skip
+    carry, ys = lax.scan(run_body, carry, xs, params["length"], reverse=params["reverse"])
     return [*carry, *ys]
+
+
+def _count_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outer, inner, strict=True))
 
 
 def _evaluate_while(params: dict[str, Any], args: list[Any]) -> Sequence[Any]:

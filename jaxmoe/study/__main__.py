@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jaxmoe.study STUDY --out FOLDER`: a study, its tables and its figure.
+
+    router_exact   every remedy for top-k routing on micro models, all answers enumerated
+
+A stopped study continues where it was: finished results are in FOLDER.
+Exit status 0: finished; 2: a mistake. Next: jaxmoe/study/router_exact.py.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxmoe.cli import ExitStatus
+from jaxmoe.config import ConfigError, require
+from jaxmoe.run_files import make_folder, replace_text
+from jaxmoe.study.micro_model import MicroSizes
+from jaxmoe.study.router_exact import RouterStudy, run_router_exact
+from jaxmoe.study.router_report import format_tables, plot_tables
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    with ExitStatus() as status:
+        args = make_study_parser().parse_args(argv)
+        jax.config.update("jax_platforms", "cpu")  # micro models are slower on an accelerator
+        status.code = args.run(args)
+    return status.code
+
+
+def make_study_parser() -> argparse.ArgumentParser:
+    """The parser with one subcommand for each study."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxmoe.study", description="Studies of the product on small models."
+    )
+    studies = parser.add_subparsers(metavar="STUDY", required=True)
+    exact = studies.add_parser(
+        "router_exact", help="bias and deviation of every router remedy, all answers enumerated"
+    )
+    exact.add_argument("--models", type=int, default=32, metavar="N", help="number of models")
+    exact.add_argument("--out", type=Path, default=Path("runs/router_exact"), metavar="FOLDER",
+                       help="folder of the results; the same folder continues")  # fmt: skip
+    exact.set_defaults(run=run_exact_command)
+    return parser
+
+
+def run_exact_command(args: argparse.Namespace) -> int:
+    """Measure the models and write router_exact.md and .png; return the exit status."""
+    require(args.models > 0, f"--models must be at least 1, got {args.models}. Try --models 32.")
+    folder, start = make_folder(args.out), time.perf_counter()
+    try:
+        results = run_router_exact(folder, args.models, RouterStudy(MicroSizes()), show_line)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        show_line(f"stopped; finished models are in {folder}: the same command continues")
+        return 130  # as a shell reports it
+    tables = format_tables(results)
+    replace_text(folder / "router_exact.md", tables)
+    plot_tables(results, folder / "router_exact.png")
+    show_line(tables)
+    show_line(f"{time.perf_counter() - start:.0f} s; router_exact.md and .png are in {folder}")
+    return 0
+
+
+def show_line(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
