@@ -10,7 +10,12 @@ import pytest
 
 import jaxmoe.study.__main__ as command
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.study.estimators import measure_estimator, policy_gradient, pool_models
+from jaxmoe.study.estimators import (
+    compare_bias,
+    measure_estimator,
+    policy_gradient,
+    pool_models,
+)
 from jaxmoe.study.micro_model import MicroSizes, answer_logprobs
 from jaxmoe.study.micro_tables import MicroModel
 from jaxmoe.study.router_exact import RouterStudy, run_router_exact
@@ -212,3 +217,14 @@ def test_a_users_mistake_is_one_line(tmp_path, small_study, capsys):
         assert command.main(["router_exact", *argv, "--out", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_difference_of_biases_is_in_units_of_its_own_error():
+    def models(bias):
+        return [{"x/bias": b**2, "x/target": 1.0} for b in bias]
+
+    low, high = models([0.1, 0.3, 0.2, 0.5]), models([0.2, 0.4, 0.31, 0.6])
+    assert compare_bias(low, low, "x") == 0.0
+    # Each bias has a large error over these models. Their difference does not.
+    assert compare_bias(high, low, "x") > 4.0 and compare_bias(low, high, "x") < -4.0
+    assert compare_bias(high[:1], low[:1], "x") == 0.0  # one model has no error
