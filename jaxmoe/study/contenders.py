@@ -37,6 +37,7 @@ class Comparison:
     rate: float | None
     values: list[float]
     difference: Interval | None  # None for the first contender
+    metrics: list[dict[str, float]]  # all metrics by seed
 
 
 def run_study(
@@ -74,8 +75,8 @@ def run_study(
     if len(set(names)) < len(names):
         raise ValueError(f"contenders must have different names, got {names}.")
 
-    def run_seeds(contender: Contender, rate: float | None, count: int) -> list[float]:
-        values = []
+    def run_seeds(contender: Contender, rate: float | None, count: int) -> list[dict[str, float]]:
+        results = []
         for seed in range(count):
             settings = " ".join(contender.settings)
             key = f"{name}; {contender.name}; {settings}; rate {rate}; seed {seed}"
@@ -88,20 +89,24 @@ def run_study(
                     f"{measure} must be finite, got {metrics[measure]} for {key}. Leave out a rate "
                     "that diverges."
                 )
-            values.append(float(metrics[measure]))
-        return values
+            results.append(metrics)
+        return results
+
+    def measured(results: Sequence[dict[str, float]]) -> list[float]:
+        return [float(metrics[measure]) for metrics in results]
 
     comparisons: list[Comparison] = []
     for contender in contenders:
         rates: tuple[float | None, ...] = contender.rates or (None,)
         best_rate = rates[0]
         if len(rates) > 1:
-            means = [np.mean(run_seeds(contender, rate, tuning_seeds)) for rate in rates]
+            means = [np.mean(measured(run_seeds(contender, rate, tuning_seeds))) for rate in rates]
             best_rate = rates[int(np.argmax(means))]
-        values = run_seeds(contender, best_rate, seeds)
+        metrics = run_seeds(contender, best_rate, seeds)
+        values = measured(metrics)
         baseline = comparisons[0].values if comparisons else None
         difference = None if baseline is None else paired_difference(values, baseline)
-        comparisons.append(Comparison(contender, best_rate, values, difference))
+        comparisons.append(Comparison(contender, best_rate, values, difference, metrics))
         report(comparisons[-1])
     return comparisons
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown tables and a figure of the trained study of routers.
+
+Next: jaxmoe/study/__main__.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxmoe.observe.plots import save_figure
+from jaxmoe.study.contenders import Comparison
+
+Results = Mapping[str, Sequence[Comparison]]  # by bed; the bed's own loss comes first
+
+
+def format_trained_tables(results: Results) -> str:
+    """Return one table over all beds, a row a remedy, and one table of each bed."""
+    parts = [_format_overview(results)]
+    for bed, comparisons in results.items():
+        parts.append(f"### {bed}\n\n{_format_bed(comparisons)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _format_overview(results: Results) -> str:
+    """Differences to the bed's own loss with 95 % intervals, and the cost of a step."""
+    names = dict.fromkeys(c.contender.name for bed in results.values() for c in bed)
+    lines = [
+        "| remedy | " + " | ".join(results) + " | CPU seconds of a step |",
+        "|---|" + "---|" * (len(results) + 1),
+    ]
+    for name in names:
+        cells, costs = [], []
+        for bed in results.values():
+            comparison = next((c for c in bed if c.contender.name == name), None)
+            cells.append("" if comparison is None else _format_difference(comparison))
+            if comparison is not None:
+                costs.append(cost_ratio(comparison, bed[0]))
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {np.median(costs):.2f}x |")
+    return "\n".join(lines)
+
+
+def _format_difference(comparison: Comparison) -> str:
+    if comparison.difference is None:
+        return f"{np.mean(comparison.values):.3f}"
+    mean, low, high = comparison.difference
+    text = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    # An interval without 0 is a difference that five seeds show.
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _format_bed(comparisons: Sequence[Comparison]) -> str:
+    lines = [
+        "| remedy | rate | start | end | by seed | gradient norm, p99 | largest ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for c in comparisons:
+        by_seed, end = " ".join(f"{value:.2f}" for value in c.values), np.mean(c.values)
+        start, norm = (np.mean([m[key] for m in c.metrics]) for key in ("start", "grad_norm_p99"))
+        ratio = max(m["ratio_max"] for m in c.metrics)
+        lines.append(
+            f"| {c.contender.name} | {c.rate:g} | {start:.2f} | {end:.3f} | {by_seed} | "
+            f"{norm:.3g} | {ratio:.3g} |"
+        )
+    return "\n".join(lines)
+
+
+def cost_ratio(comparison: Comparison, baseline: Comparison) -> float:
+    """Return the CPU seconds of a step, relative to the bed's own loss: the median over seeds."""
+    pairs = zip(comparison.metrics, baseline.metrics, strict=True)
+    return float(np.median([a["step_cpu_s"] / b["step_cpu_s"] for a, b in pairs]))
+
+
+def plot_trained(results: Results, path: Path) -> None:
+    """Draw the difference of each remedy to the bed's own loss, with its interval, by bed."""
+    figure = Figure(figsize=(4.2 * len(results), 7.5), layout="constrained")
+    axes = figure.subplots(1, len(results), sharey=False, squeeze=False)[0]
+    for ax, (bed, comparisons) in zip(axes, results.items(), strict=True):
+        others = [c for c in comparisons if c.difference is not None]
+        for y, c in enumerate(reversed(others)):
+            assert c.difference is not None
+            mean, low, high = c.difference
+            color = "tab:green" if low > 0 else "tab:red" if high < 0 else "tab:gray"
+            ax.plot([low, high], [y, y], color=color)
+            ax.plot([mean], [y], "o", color=color)
+        ax.set_yticks(range(len(others)), [c.contender.name for c in reversed(others)])
+        ax.axvline(0.0, color="black", linewidth=0.8)
+        ax.set_title(f"{bed}: nothing ends at {np.mean(comparisons[0].values):.2f}")
+        ax.set_xlabel("difference of the held-out share, 95 %")
+    save_figure(figure, path, dpi=110)
