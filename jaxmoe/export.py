@@ -96,6 +96,7 @@ def export_checkpoint(
         position.state.policy,
         f"{position.stage} step {position.step} of {cfg.workdir}",
     )
+    _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
     if cfg.lora.ranks and position.stage == "rl":
         if adapts:
             base = check_base(cfg)
@@ -112,10 +113,14 @@ def export_checkpoint(
     with report_phase(f"writing {out}"):
         save_params(policy, cfg.model, out, dtype=dtype, add_files=add_files)
     print(f"{out}: {origin}, {description}")
-    if not cfg.router.is_top_k:
+
+
+def _warn_of_other_router(cfg: Config, step: int) -> None:
+    """Print a line if the policy after `step` RL steps is not that of the exported weights."""
+    if not cfg.router.is_top_k_after(step):
         print(
-            f"! router.route is {cfg.router.route}: transformers and vLLM route by the top-k "
-            "of the logits, and are another policy with these weights",
+            f"! router.route is {cfg.router.route}, and the run is at step {step}: transformers "
+            "and vLLM route by the top-k of the logits, and are another policy with these weights",
             file=sys.stderr,
         )
 

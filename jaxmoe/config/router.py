@@ -74,6 +74,12 @@ class RouterConfig:
         """True if the experts and their weights are those of GPT-OSS, whatever the gradient is."""
         return self.route_options[0] in TOP_K_ROUTERS
 
+    def is_top_k_after(self, step: int) -> bool:
+        """True if the policy after `step` RL steps is that of top-k: annealing may have ended."""
+        name, options = self.route_options
+        has_ended = name == "route_annealed" and step >= options.get("steps", step + 1)
+        return self.is_top_k or has_ended
+
     @property
     def is_dense(self) -> bool:
         """True if training computes all experts of a token."""

@@ -107,6 +107,13 @@ def test_a_router_is_top_k_by_its_forward_and_dense_by_its_gradient(route, is_to
     assert cfg.computed_experts == computed
 
 
+def test_an_annealed_router_is_top_k_once_it_has_ended():
+    router = override(TINY, "router.route=route_annealed(steps=9)").router
+    assert [router.is_top_k_after(step) for step in (0, 8, 9, 50)] == [False, False, True, True]
+    assert TINY.router.is_top_k_after(0)
+    assert not override(TINY, "router.route=route_softly").router.is_top_k_after(50)
+
+
 def test_a_frozen_router_is_no_longer_trained_whatever_else_is():
     n_all, total = count_trained(TINY)
     frozen, _ = count_trained(override(TINY, "router.freeze=True"))
