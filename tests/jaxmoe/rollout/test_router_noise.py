@@ -19,6 +19,8 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.rollout import native_episodes as episodes
+from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -86,3 +88,25 @@ def test_evaluation_has_no_noise_and_equal_seeds_explore_alike():
     n_programs = engine.count_compilations()
     tokens(engine, quiet, version=5)
     assert engine.count_compilations() == n_programs
+
+
+@pytest.mark.slow
+def test_noise_in_prompts_turns_and_replies_of_episodes_is_replayed_to_the_bit():
+    ops = invariant_ops(replace(plain_ops(), router=NOISY))
+    engine = episodes.open_engine(episodes.CFG, ops, keep_experts=True)
+    rollouts = engine.generate(
+        episodes.PROMPTS, replace(episodes.SAMPLING, explores=True), seed=4, samples=4,
+        environment=ScriptedEnvironment(97),
+    )  # fmt: skip
+    assert max(len(r.turns) for r in rollouts) > 2
+    batch = rollout_batch(
+        rollouts, np.zeros(len(rollouts)), samples=4, length=288, pad_id=0,
+        n_experts=episodes.CFG.n_experts,
+    )  # fmt: skip
+    replaying = invariant_ops(replace(plain_ops(), router=replay_routing))
+    gaps = {}
+    for replay in ("R3", ""):
+        scorer = Scorer(episodes.CFG, replaying, replay=replay)
+        scored = jax.jit(scorer.score_policy)(Trained(episodes.weights()), batch)
+        gaps[replay] = np.abs(scored["logp_BT"] - batch.rollout_logp_BT)[batch.loss_mask_BT].max()
+    assert gaps["R3"] == 0.0 < gaps[""]
