@@ -2,9 +2,11 @@
 """`python -m jaxmoe.study STUDY --out FOLDER`: a study, its tables and its figure.
 
     router_exact   every remedy for top-k routing on micro models, all answers enumerated
+    router         the same remedies trained over seeds, where the router is disturbed
 
 A stopped study continues where it was: finished results are in FOLDER.
-Exit status 0: finished; 2: a mistake. Next: jaxmoe/study/router_exact.py.
+Exit status 0: finished; 2: a mistake.
+Next: jaxmoe/study/router_exact.py and jaxmoe/study/router_trained.py.
 """
 
 import argparse
@@ -19,8 +21,11 @@ from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.study.micro_model import MicroSizes
+from jaxmoe.study.router_bed import BEDS
 from jaxmoe.study.router_exact import RouterStudy, run_router_exact
 from jaxmoe.study.router_report import format_tables, plot_tables
+from jaxmoe.study.router_trained import RATES, run_bed
+from jaxmoe.study.trained_report import format_trained_tables, plot_trained
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +50,43 @@ def make_study_parser() -> argparse.ArgumentParser:
     exact.add_argument("--out", type=Path, default=Path("runs/router_exact"), metavar="FOLDER",
                        help="folder of the results; the same folder continues")  # fmt: skip
     exact.set_defaults(run=run_exact_command)
+    trained = studies.add_parser(
+        "router", help="every router remedy trained over seeds on disturbed beds"
+    )
+    trained.add_argument("--beds", nargs="+", choices=BEDS, default=list(BEDS), metavar="BED",
+                         help=f"of {', '.join(BEDS)}; all by default")  # fmt: skip
+    trained.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds of a contender")
+    trained.add_argument("--steps", type=int, default=40, metavar="N", help="RL steps of a run")
+    trained.add_argument("--out", type=Path, default=Path("runs/router"), metavar="FOLDER",
+                         help="folder of the results; the same folder continues")  # fmt: skip
+    trained.set_defaults(run=run_trained_command)
     return parser
+
+
+def run_trained_command(args: argparse.Namespace) -> int:
+    """Train the contenders on each bed, and write router.md and .png; return the exit status."""
+    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 5.")
+    require(args.steps > 0, f"--steps must be at least 1, got {args.steps}. Try --steps 40.")
+    folder, start, results = make_folder(args.out), time.perf_counter(), {}
+    # A contender's programs are compiled in half the time of its runs; a second call has them.
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    try:
+        for name in args.beds:
+            results[name] = run_bed(
+                BEDS[name], folder, seeds=args.seeds, steps=args.steps, rates=RATES,
+                report=show_line,
+            )  # fmt: skip
+            # Written after each bed, so that a stopped study has the tables of those before.
+            replace_text(folder / "router.md", format_trained_tables(results))
+            plot_trained(results, folder / "router.png")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        show_line(f"stopped; finished runs are in {folder}: the same command continues")
+        return 130  # as a shell reports it
+    show_line(format_trained_tables(results))
+    show_line(f"{time.perf_counter() - start:.0f} s; router.md and .png are in {folder}")
+    return 0
 
 
 def run_exact_command(args: argparse.Namespace) -> int:

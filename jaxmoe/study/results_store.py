@@ -30,6 +30,9 @@ class ResultsStore:
                     "begin anew."
                 ) from error
 
+    def __len__(self) -> int:
+        return len(self._results)
+
     def get_or_run(self, name: str, run: Callable[[], Any]) -> Any:
         """The stored result of `name`; otherwise that of `run`, which is stored."""
         if name not in self._results:

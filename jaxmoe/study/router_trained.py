@@ -9,8 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
-
 from jaxmoe.shapes import Metrics
 from jaxmoe.study.contenders import Comparison, Contender, run_study
 from jaxmoe.study.results_store import ResultsStore
@@ -75,7 +73,6 @@ def run_bed(
 ) -> list[Comparison]:  # fmt: skip
     """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
     store = ResultsStore(folder / f"{bed.name}.json")
-    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     load = functools.cache(functools.partial(load_warm_start, folder=folder))
 
     # A contender runs its seeds one after the other, so few programs are needed at a time.
@@ -88,13 +85,17 @@ def run_bed(
         if rate is not None:
             settings = (*settings, f"optim.lr={rate!r}")
         metrics = train_on_bed(compile_programs(settings), seed, load(seed))
+        n_finished = len(store) + 1
         report(
-            f"{bed.name}, {contender.name}, lr {rate}, seed {seed}: "
+            f"{bed.name} {n_finished}/{n_runs}: {contender.name}, lr {rate}, seed {seed}: "
             f"{metrics['start']:.3f} -> {metrics['end']:.3f}"
         )
         return metrics
 
+    contenders = bed_contenders(bed, rates)
+    # Each rate is tried on the first seed, and the best one runs on the others.
+    n_runs = len(contenders) * (len(rates) + seeds - 1)
     return run_study(
-        bed_contenders(bed, rates), run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
+        contenders, run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
         measure="end",
     )  # fmt: skip

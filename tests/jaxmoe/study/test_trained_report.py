@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and figure of the trained study: differences, intervals that leave out 0, and cost."""
 
+import pytest
+
+from jaxmoe.study import __main__ as command
 from jaxmoe.study.contenders import Comparison, Contender
 from jaxmoe.study.paired import paired_difference
 from jaxmoe.study.trained_report import cost_ratio, format_trained_tables, plot_trained
@@ -37,3 +40,44 @@ def test_the_cost_is_the_median_of_paired_ratios():
 def test_the_figure_is_written(tmp_path):
     plot_trained({"a": [NOTHING, BETTER, SAME]}, tmp_path / "router.png")
     assert (tmp_path / "router.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def stored_runs(monkeypatch):
+    calls = []
+
+    def run_bed(bed, folder, **options):
+        calls.append((bed.name, options["seeds"], options["steps"]))
+        if bed.name == "many_updates":
+            raise KeyboardInterrupt
+        return [NOTHING, BETTER]
+
+    monkeypatch.setattr(command, "run_bed", run_bed)
+    monkeypatch.setattr(command.jax.config, "update", lambda *setting: None)
+    return calls
+
+
+def test_the_command_writes_the_tables_of_each_bed(tmp_path, stored_runs, capsys):
+    argv = ["router", "--beds", "two_forwards", "noisy_engine", "--out", str(tmp_path / "out")]
+    assert command.main([*argv, "--seeds", "3", "--steps", "7"]) == 0
+    assert stored_runs == [("two_forwards", 3, 7), ("noisy_engine", 3, 7)]
+    text = (tmp_path / "out" / "router.md").read_text()
+    assert "### two_forwards" in text and "### noisy_engine" in text
+    assert text in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_the_tables_of_the_beds_before_and_says_how_to_continue(
+    tmp_path, stored_runs, capsys
+):
+    argv = ["router", "--beds", "two_forwards", "many_updates", "--out", str(tmp_path)]
+    assert command.main(argv) == 130
+    assert "the same command continues" in capsys.readouterr().out
+    assert "### two_forwards" in (tmp_path / "router.md").read_text()
+
+
+@pytest.mark.parametrize("setting", [("--seeds", "1"), ("--steps", "0")])
+def test_a_wrong_number_is_refused_in_one_line(tmp_path, stored_runs, capsys, setting):
+    assert command.main(["router", *setting, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{setting[0]} must be at least" in error and error.count("\n") == 1
+    assert not stored_runs
