@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.records import expert_dtype
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -122,6 +123,16 @@ def record_experts(
 ) -> dict[str, Array]:
     """Return the part of a layer's routing that a forward records: the experts of each token."""
     return {"experts_BTA": indices_BTA}
+
+
+def record_chosen_experts(
+    h_BTD: Float[Array, "B T D"], layer: Params, indices_BTA: Int[Array, "B T A"]
+) -> dict[str, Array]:
+    """Return the experts of `route_top_k`, although a replaying router uses others: a metric
+    compares the two."""
+    logits_BTE = router_logits(h_BTD, layer)
+    chosen_BTA = lax.top_k(logits_BTE, indices_BTA.shape[-1])[1]
+    return {"chosen_experts_BTA": chosen_BTA.astype(expert_dtype(logits_BTE.shape[-1]))}
 
 
 def record_router_logits(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ConfigError, RouterConfig
 from jaxmoe.config.function_specs import parse_function, parse_functions, select_arrays
 from jaxmoe.model.router import (
+    record_chosen_experts,
     record_experts,
     record_router_logits,
     replay_routing,
@@ -60,11 +61,15 @@ def engine_router_from_config(cfg: RouterConfig, seed: int) -> Callable[..., Any
 
 
 def record_from_config(cfg: RouterConfig) -> Callable[..., dict[str, Array]]:
-    """Return the `Ops.record` of a config: the experts, what `router.record` names, and the logits
-    if `router.terms` take them."""
+    """Return the `Ops.record` of a config: the experts, what `router.record` names, the logits if
+    `router.terms` take them, and with R3 the experts that are not used because others are replayed.
+    """
     functions = parse_functions(cfg.record, "router.record", RECORD_ARRAYS, RECORDS)
     if cfg.term_weights and record_router_logits not in functions:
         functions = (*functions, record_router_logits)
+    # A custom router's choice is not known while it replays others.
+    if cfg.replay == "R3" and cfg.is_top_k:
+        functions = (*functions, record_chosen_experts)
     return partial(record_all, functions) if functions else record_experts
 
 

@@ -68,6 +68,9 @@ RULES = (
          "the engine's expert kernel: it does not record the experts of these tokens, so the "
          "trainer routes them again (for vLLM: try another --moe-backend, or "
          "--no-enable-prefix-caching)"),
+    Rule("router/replay_agreement", lambda x: x < 0.5, "< 0.5 (1: equal experts, 0: chance)",
+         "python -m jaxmoe.doctor: the replayed experts are not those that the trainer chooses for "
+         "the same tokens. Expected only with a large router.noise, or weights that differ much"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
          "the alerts after this one in metrics.jsonl: the engine failed and was reconnected"),
     Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.* in the config: this batch was skipped"),

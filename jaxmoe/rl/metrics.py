@@ -4,7 +4,7 @@
 No metric is a mean of microbatches' means. Next: jaxmoe/observe/alerts.py reads them.
 """
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean
 from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
+from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.rl.algorithm import Algorithm, select_old_logp
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.switches import engine_read_mask, find_switches
@@ -101,6 +102,37 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Update
     return UpdateMetrics({
         "router/expert_switches": masked_mean(switched_BM.astype(jnp.float32), is_known_BM)
     })  # fmt: skip
+
+
+def replay_agreement(
+    chosen_BTLA: Int[Array, "B T L A"], batch: Batch, n_experts: int
+) -> UpdateMetrics:
+    """Metric router/replay_agreement: of the trainer's choice with the experts that are replayed.
+
+    It is 1 − (1 − o) / (1 − c), with o the mean share of common experts over tokens and layers, and
+    c its expectation for tokens paired at random, by the experts' loads: 1 if all are equal, 0 for
+    chance, and 1 without known experts. Experts of another token or layer are valid numbers, and
+    are seen only by this.
+    """
+    chosen_BTLA, replayed_BTLA = (
+        jnp.asarray(x).astype(jnp.int32) for x in (chosen_BTLA, batch.routed_experts_BTLA)
+    )
+    is_known_BT = engine_read_mask(batch) & jnp.all(replayed_BTLA >= 0, axis=(2, 3))
+    is_common_BTLA = jnp.any(chosen_BTLA[..., :, None] == replayed_BTLA[..., None, :], axis=-1)
+    common = masked_mean(is_common_BTLA.astype(jnp.float32).mean(axis=(2, 3)), is_known_BT)
+    n_known = jnp.sum(is_known_BT.astype(jnp.int32)).astype(jnp.float32)
+
+    def expert_shares(experts_BTLA: Array) -> Float[Array, "L E"]:
+        """Share of the known tokens that use each expert, by layer."""
+        counted_BTLA = jnp.where(is_known_BT[..., None, None], experts_BTLA, UNKNOWN_EXPERT)
+        counts_LE = count_expert_tokens(replace(batch, routed_experts_BTLA=counted_BTLA), n_experts)
+        assert counts_LE is not None
+        return counts_LE.astype(jnp.float32) / jnp.maximum(n_known, 1.0)
+
+    shares_LE = expert_shares(chosen_BTLA) * expert_shares(replayed_BTLA)
+    chance = jnp.mean(jnp.sum(shares_LE, axis=1)) / chosen_BTLA.shape[-1]
+    agreement = 1.0 - (1.0 - common) / jnp.maximum(1.0 - chance, 1e-6)
+    return UpdateMetrics({"router/replay_agreement": jnp.where(n_known > 0, agreement, 1.0)})
 
 
 def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMetrics:

@@ -36,6 +36,7 @@ from jaxmoe.rl.metrics import (
     engine_gap,
     expert_load,
     expert_switches,
+    replay_agreement,
     update_metrics,
 )
 from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, map_microbatches
@@ -241,6 +242,8 @@ def update_minibatch(
     metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
     if "experts_BTLA" in aux.rows:
         metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
+    if "chosen_experts_BTLA" in aux.rows:
+        metrics |= replay_agreement(aux.rows["chosen_experts_BTLA"], batch, scorer.model.n_experts)
     closed = is_gate_closed(metrics.means, gate)
     metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
     # Without a gate there is no condition, so none is compiled into the step.
@@ -277,4 +280,6 @@ def policy_loss(
     compares = batch.routed_experts_BTLA is not None and scorer.replay != "R3"
     if compares and "experts_BTLA" in out:
         aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
+    if scorer.replay == "R3" and "chosen_experts_BTLA" in out:
+        aux.rows["chosen_experts_BTLA"] = lax.stop_gradient(out["chosen_experts_BTLA"])
     return loss, aux

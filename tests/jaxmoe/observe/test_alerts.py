@@ -38,6 +38,7 @@ CASES = [
     ("hack/forged_turn", 0.0, 0.05, UP, "> 0.05 an episode", "python -m jaxmoe.samples: the poli"),
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),
+    ("router/replay_agreement", 0.97, 0.5, DOWN, "< 0.5 (1: equal", "python -m jaxmoe.doctor"),
     ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the alerts after this one in metrics.jsonl"),
     ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.* in the config: this batch was skipped"),
 ]

@@ -17,7 +17,8 @@ from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.lora import init_adapters, with_adapters
-from jaxmoe.model.router import replay_routing
+from jaxmoe.model.router import record_chosen_experts, replay_routing
+from jaxmoe.model.routers_from_config import record_all
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -101,6 +102,29 @@ def test_experts_of_the_engine_are_compared_with_those_that_r2_replays():
     other_batch = routed_batch()
     metrics = run_updates("R2", other_batch.routed_experts_BTLA, other_batch, **options)
     assert metrics["switches"] > 1.0 and metrics["router/expert_switches"] > 0.5
+
+
+RECORDING_OPS = replace(OPS, record=partial(record_all, (record_chosen_experts,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "low", "high"),
+    [
+        (lambda experts: experts, 1.0, 1.0),
+        (lambda experts: np.roll(experts, 1, axis=1), -0.3, 0.4),
+        (lambda experts: np.roll(experts, 1, axis=2), -0.3, 0.4),
+    ],
+    ids=["their own place", "the next token", "the next layer"],
+)
+def test_the_agreement_tells_experts_of_other_tokens_and_layers_from_those_of_their_own(
+    change, low, high
+):
+    experts_BTLA = change(own_experts()).astype(np.int8)
+    experts_BTLA[:, 1] = -1  # unknown ones do not count
+    batch = replace(make_batch(), routed_experts_BTLA=experts_BTLA)
+    metrics = run_updates("R3", experts_BTLA, batch, packed=2 * T, ops=RECORDING_OPS)
+    assert low <= metrics["router/replay_agreement"] <= high
+    assert metrics["switches"] == 0.0
 
 
 @pytest.mark.slow

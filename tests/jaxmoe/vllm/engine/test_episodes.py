@@ -4,18 +4,30 @@
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from board import as_processes
+from expert_switches import SWITCHES
 from stand_in import StandIn
 from turn_replies import Replies
 from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, open_engine, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.model import forward
+from jaxmoe.model.router import replay_routing
 from jaxmoe.records import Sampling, StopReason
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.update import rl_step
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
@@ -98,6 +110,33 @@ def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
         assert len(environment.calls[i]) >= len(turns) - 1
         assert not r.rollout_logp[~r.sampled_mask].any()
         assert len(r.weight_versions) == len(r.tokens) and set(r.weight_versions) == {3}
+
+
+def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine):
+    out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=Replies())
+    assert len({r.stop for r in out if r.stop.is_truncation}) > 1
+    batch = rollout_batch(
+        out, np.arange(len(out)) % 2, samples=2, length=CONTEXT, pad_id=0, n_experts=CFG.n_experts
+    )
+    expected_BTLA = np.full((len(out), CONTEXT, CFG.n_layers, CFG.experts_per_token), -1)
+    for row, r in zip(expected_BTLA, out, strict=True):
+        row[: len(r.routed_experts)] = r.routed_experts
+    a, tx = Algorithm(terms=(SWITCHES,)), optax.sgd(0.1)
+    scorer = Scorer(CFG, replace(OPS, router=replay_routing), replay="R3")
+    step = jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer))
+    state = init_state(Trained(weights(0)), tx)
+
+    def run(expected_BTLA):
+        packed, _ = split_minibatches(
+            replace(batch, extra={"expected_BTLA": expected_BTLA}), a, seed=(0,),
+            tokens_per_microbatch=2 * CONTEXT,
+        )  # fmt: skip
+        return step(state, packed)[1]
+
+    metrics = run(expected_BTLA)
+    assert float(metrics["switches"]) == 0.0
+    assert float(metrics["train_rollout_logprob_abs_diff_max"]) < 5e-5
+    assert float(run(np.roll(expected_BTLA, 1, axis=1))["switches"]) > 10.0
 
 
 def test_a_seed_gives_the_same_episodes_and_the_first_turn_of_a_single_answer(engine):
