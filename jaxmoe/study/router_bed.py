@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmoe.config import (
     Config,
@@ -38,12 +39,12 @@ from jaxmoe.model import Ops, init_params, make_engine_ops, make_ops
 from jaxmoe.model.router import RouterContext, replay_routing
 from jaxmoe.model.router_noise import normal_noise, route_with_noise
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import rollout_batch, supervised_batch
+from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, init_rl_state, init_state
+from jaxmoe.rl.state import Trained, TrainState, init_rl_state, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
@@ -97,7 +98,7 @@ def bed_config(steps: int, *settings: str) -> Config:
         ),
         loss=LossConfig(),
         router=RouterConfig(),
-        optim=OptimConfig(lr=5e-4, lr_warmup_steps=5, beta2=0.99),
+        optim=OptimConfig(lr=1.0, lr_warmup_steps=5, beta2=0.99),
         steps=steps,
     )  # fmt: skip
     return override(cfg, *settings)
@@ -179,51 +180,63 @@ class BedPrograms:
     def ops(self) -> Ops:
         return make_ops(self.cfg)
 
+    def optimizer(self, rate: Any) -> optax.GradientTransformation:
+        """The optimizer of the config, whose rate is 1, with its updates times `rate`.
+
+        Adam's update is proportional to its rate, and there is no weight decay. So the rate can be
+        an array, and a step is compiled once for all rates.
+        """
+        return optax.chain(rl_optimizer(self.cfg), optax.scale(rate))
+
     @cached_property
     def step_fn(self) -> Callable[..., Any]:
-        cfg = self.cfg
-        old_scorer = None
+        """The step: (state, batch, minibatches, rate) -> (state, metrics, token_stats)."""
+        cfg, old_scorer = self.cfg, None
         if self.bed.old_noise:
             old_ops = disturb(self.ops, self.bed.old_noise)
             old_scorer = Scorer(cfg.model, old_ops, replay=cfg.router.replay)
-        program = rl_program(
-            cfg, self.ops, None, self.algorithm, rl_optimizer(cfg),
-            jax.eval_shape(lambda: init_rl_state(init_shapes(), cfg, rl_optimizer(cfg))),
-            step=partial(rl_step, old_scorer=old_scorer),
-        )  # fmt: skip
-        return jax.jit(program.fn, **program.options)
+
+        def step(state: TrainState, batch: Batch, minibatches: Any, rate: Any) -> Any:
+            program = rl_program(
+                cfg, self.ops, None, self.algorithm, self.optimizer(rate), state,
+                step=partial(rl_step, old_scorer=old_scorer),
+            )  # fmt: skip
+            return program.fn(state, batch, minibatches)
+
+        return jax.jit(step, donate_argnums=0)
 
     @cached_property
     def engine(self) -> NativeEngine:
         ops = make_engine_ops(self.cfg) or self.ops
-        return self._open(disturb(ops, self.bed.engine_noise), self.cfg.rollout.sequences_per_step)
+        return self._open(disturb(ops, self.bed.engine_noise))
 
     @cached_property
     def clean_engine(self) -> NativeEngine:
         """The engine of evaluation: the trainer's policy."""
-        return self._open(make_engine_ops(self.cfg) or self.ops, HELD_OUT)
+        return self._open(make_engine_ops(self.cfg) or self.ops)
 
-    def _open(self, ops: Ops, rows: int) -> NativeEngine:
+    def _open(self, ops: Ops) -> NativeEngine:
         cfg = self.cfg
         return NativeEngine(
-            cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens, max_rows=rows,
-            max_new_tokens=cfg.rollout.max_new_tokens, keep_experts=cfg.records_experts,
+            cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
+            max_rows=cfg.rollout.sequences_per_step, max_new_tokens=cfg.rollout.max_new_tokens,
+            keep_experts=cfg.records_experts,
         )  # fmt: skip
 
 
 def train_on_bed(
-    programs: BedPrograms, seed: int, params: Params, *,
+    programs: BedPrograms, seed: int, params: Params, rate: float, *,
     report: Callable[[int, float], None] = lambda step, reward: None,
 ) -> Metrics:  # fmt: skip
-    """Train from `params`; return the held-out shares and what happened on the way.
+    """Train from `params` at a learning rate; return held-out shares and what happened.
 
     start, end: mean score of sampled answers on HELD_OUT prompts, by the clean policy.
     grad_norm_p99, ratio_max: over the steps. step_cpu_s: median CPU seconds of a step.
     switches: share of (token, layer) whose expert set differs between engine and trainer, where the
         bed compares them.
     """
-    cfg, tx = programs.cfg, rl_optimizer(programs.cfg)
-    state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, tx)
+    cfg = programs.cfg
+    state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, programs.optimizer(rate))
     rng = np.random.default_rng((seed, 2))
     held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), HELD_OUT)
     sampling = Sampling(TASK.length, (), explores=True)
@@ -246,7 +259,7 @@ def train_on_bed(
         )  # fmt: skip
         batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            state, metrics, _ = programs.step_fn(state, batch, minibatches)
+            state, metrics, _ = programs.step_fn(state, batch, minibatches, jnp.float32(rate))
         row = {name: float(x) for name, x in jax.device_get(metrics).items()}
         rows.append(row | {"reward": float(rewards.mean()), "cpu_s": time.process_time() - started})
         report(step, rows[-1]["reward"])
@@ -262,7 +275,7 @@ def summarize(rows: Sequence[Metrics]) -> Metrics:
     """Return one number of each metric of the steps."""
     norms = [row["grad/norm"] for row in rows]
     return {
-        "steps": len(rows),
+        "steps": float(len(rows)),
         "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
         "grad_norm_p99": float(np.percentile(norms, 99)),
         "ratio_max": max(row["policy/ratio_max"] for row in rows),

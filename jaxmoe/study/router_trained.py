@@ -75,16 +75,14 @@ def run_bed(
     store = ResultsStore(folder / f"{bed.name}.json")
     load = functools.cache(functools.partial(load_warm_start, folder=folder))
 
-    # A contender runs its seeds one after the other, so few programs are needed at a time.
-    @functools.lru_cache(maxsize=len(RATES))
+    # A contender's runs follow each other, so the programs of one are needed at a time.
+    @functools.lru_cache(maxsize=1)
     def compile_programs(settings: tuple[str, ...]) -> BedPrograms:
         return BedPrograms(bed, bed_config(steps, *bed.settings, *settings))
 
     def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
-        settings = contender.settings
-        if rate is not None:
-            settings = (*settings, f"optim.lr={rate!r}")
-        metrics = train_on_bed(compile_programs(settings), seed, load(seed))
+        assert rate is not None
+        metrics = train_on_bed(compile_programs(contender.settings), seed, load(seed), rate)
         n_finished = len(store) + 1
         report(
             f"{bed.name} {n_finished}/{n_runs}: {contender.name}, lr {rate}, seed {seed}: "

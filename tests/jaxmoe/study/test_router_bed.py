@@ -55,7 +55,7 @@ def test_every_contender_of_a_bed_is_a_config_that_can_run(name):
     contenders = bed_contenders(bed, (1e-3,))
     assert contenders[0].name == "nothing" and len(contenders) >= 20
     for contender in contenders:
-        cfg = bed_config(40, *bed.settings, *contender.settings, "optim.lr=1e-3")
+        cfg = bed_config(40, *bed.settings, *contender.settings)
         algorithm_from_config(cfg)
 
 
@@ -81,8 +81,7 @@ def test_noise_between_two_forwards_moves_the_ratio_and_r2_moves_it_back():
     # Without a learning rate the two forwards differ by the noise alone.
     ratios = {
         name: train_on_bed(
-            BedPrograms(BEDS[bed], bed_config(2, *BEDS[bed].settings, *settings, "optim.lr=0.0")),
-            0, params,
+            BedPrograms(BEDS[bed], bed_config(2, *BEDS[bed].settings, *settings)), 0, params, 0.0
         )["ratio_max"]
         for name, bed, settings in (
             ("undisturbed", "undisturbed", ()),
