@@ -23,4 +23,4 @@ from typing import Any, TypeAlias
 
 Leaf: TypeAlias = Any  # an array, its abstract shape, its sharding or its spec
 Params: TypeAlias = dict[str, Any]  # nested dicts with Leaf at the ends
-Metrics: TypeAlias = dict[str, Any]  # "group/name" -> scalar
+Metrics: TypeAlias = dict[str, Any]  # "group/name" -> scalar; of a step also arrays by layer

@@ -19,8 +19,8 @@ from jaxmoe.config import Config, ConfigError, to_json
 CHANGEABLE_KEYS = (
     "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
     "data.reward_timeout_s", "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
-    "critic.lr", "router.lr_scale", "rollout.reply_timeout_s", "rollout.patience_s",
-    "rollout.reply_threads",
+    "critic.lr", "router.lr_scale", "router.instruments", "rollout.reply_timeout_s",
+    "rollout.patience_s", "rollout.reply_threads",
     # the same sums, in other microbatches
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",

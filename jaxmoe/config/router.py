@@ -37,6 +37,7 @@ class RouterConfig:
     freeze: bool = False  # train everything but the routers
     lr_scale: float = 1.0  # learning rate of the routers in RL, relative to the other parameters
     record: str = ""  # arrays for the loss: "record_router_logits", or "module:function + …"
+    instruments: bool = False  # log margins, loads, switches by layer: router.jsonl, plots/router
 
     def __post_init__(self) -> None:
         likely = self.replay.strip().upper()
@@ -105,6 +106,13 @@ def check_router_config(cfg: "Config") -> None:
     _check_route(cfg)
     _check_noise(cfg)
     _check_replay(cfg)
+    m = cfg.model
+    require(
+        not cfg.router.instruments or m == CHECKPOINT_MODEL or m.experts_per_token < m.n_experts,
+        f"router.instruments=True needs a model that chooses among experts; all {m.n_experts} "
+        f"(model.n_experts) are active (model.experts_per_token={m.experts_per_token}). Try --set "
+        "router.instruments=False.",
+    )
     require(
         "router_kl" not in cfg.router.term_weights or cfg.loss.updates > 1,
         "router.terms: router_kl compares with the routing before the first update of a batch, "

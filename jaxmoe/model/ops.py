@@ -123,7 +123,7 @@ def _ops_with_router(
     ops = replace(
         with_kernels(plain_ops(), impls),
         router=router,
-        record=record_from_config(cfg.router),
+        record=record_from_config(cfg.router, cfg.model.experts_per_token),
         remat=remat_fn(cfg.optim),
     )
     check_router(ops.router, cfg.model)

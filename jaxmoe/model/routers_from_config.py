@@ -21,6 +21,7 @@ from jaxmoe.model.router import (
     takes_parameter,
 )
 from jaxmoe.model.router_noise import NOISES, route_with_noise
+from jaxmoe.model.router_statistics import record_router_statistics
 from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straight_through
 from jaxmoe.shapes import Params
 
@@ -60,16 +61,18 @@ def engine_router_from_config(cfg: RouterConfig, seed: int) -> Callable[..., Any
     return route_top_k if cfg.is_top_k and cfg.is_dense else None
 
 
-def record_from_config(cfg: RouterConfig) -> Callable[..., dict[str, Array]]:
+def record_from_config(cfg: RouterConfig, active: int) -> Callable[..., dict[str, Array]]:
     """Return the `Ops.record` of a config: the experts, what `router.record` names, the logits if
-    `router.terms` take them, and with R3 the experts that are not used because others are replayed.
-    """
+    `router.terms` take them, with R3 the experts that are not used because others are replayed, and
+    statistics of the `active` experts for `router.instruments`."""
     functions = parse_functions(cfg.record, "router.record", RECORD_ARRAYS, RECORDS)
     if cfg.term_weights and record_router_logits not in functions:
         functions = (*functions, record_router_logits)
     # A custom router's choice is not known while it replays others.
     if cfg.replay == "R3" and cfg.is_top_k:
         functions = (*functions, record_chosen_experts)
+    if cfg.instruments:
+        functions = (*functions, partial(record_router_statistics, active=active))
     return partial(record_all, functions) if functions else record_experts
 
 

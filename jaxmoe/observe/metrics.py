@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write metrics to metrics.jsonl, samples.jsonl and TensorBoard. Next: progress.py, plots.py.
+"""Write metrics.jsonl, router.jsonl, samples.jsonl and TensorBoard's files. Next: plots.py.
 
 One line per step, written at once. If an evaluation failed, the resumed run repeats it and writes
 a separate line. A resumed run first drops the lines after its checkpoint, so that no step is
@@ -73,6 +73,8 @@ class MetricsLog:
             # be the old one.
             _drop_lines_after(path, last)
         self._metrics, self._samples = (self._until_closed(open_to_append(f)) for f in files)
+        self._layers, self._layers_path = None, directory / "router.jsonl"
+        _drop_lines_after(self._layers_path, last)
         make_folder(directory / "tensorboard")
         # The stages have separate folders, because a purge hides all tags of its folder.
         for i, name in enumerate(STAGES):
@@ -130,6 +132,18 @@ class MetricsLog:
         line |= {"alerts": alerts} if alerts else {}
         append_bytes(self._metrics, (json.dumps(line, allow_nan=False) + "\n").encode())
         self._trackers.log(stage, step, metrics)
+
+    def write_layers(self, stage: str, step: int, layers: Mapping[str, Sequence[float]]) -> None:
+        """Write the metrics by layer of one step to router.jsonl; nothing if there are none.
+
+        Raises: RunFolderError if the file cannot be written.
+        """
+        if not self._enabled or not layers:
+            return
+        if self._layers is None:
+            self._layers = self._until_closed(open_to_append(self._layers_path))
+        line = json.dumps({"stage": stage, "step": step, **layers}, allow_nan=False)
+        append_bytes(self._layers, (line + "\n").encode())
 
     def _to_board(self, stage: str, step: int, metrics: Mapping[str, float]) -> list[str]:
         if not self._boards:

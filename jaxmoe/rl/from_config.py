@@ -133,7 +133,7 @@ def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
     def record(layer: Params) -> dict[str, jax.Array]:
         h_BTD = jnp.zeros((B, T, m.d_model), m.dtype)
         routing_BTA = jnp.zeros((B, T, m.experts_per_token))
-        fn = record_from_config(cfg.router)
+        fn = record_from_config(cfg.router, m.experts_per_token)
         recorded = fn(h_BTD, layer, routing_BTA.astype(jnp.int32), routing_BTA)
         check_recorded(recorded, h_BTD, fn)
         stacked = {name: jnp.stack(m.n_layers * [x]) for name, x in recorded.items()}

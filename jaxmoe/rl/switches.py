@@ -16,20 +16,21 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 
 
-def find_switches(
-    experts_BTLA: Integer[Array, "B T L A"], other_experts_BTLA: Integer[Array, "B T L A"]
-) -> tuple[Bool[Array, "B T L"], Bool[Array, "B T L"]]:
-    """Return where the sets of experts differ, and where the other forward's are known.
+def sort_experts(experts_BTLA: Integer[Array, "B T L A"]) -> Integer[Array, "B T L A"]:
+    """Return the experts of each token in ascending order, so that equal sets are equal."""
+    return jnp.sort(jnp.asarray(experts_BTLA).astype(jnp.int32), axis=-1)
 
-    The order of experts is ignored. Only the engine's can be unknown.
-    """
-    sorted_BTLA, other_sorted_BTLA = (
-        jnp.sort(jnp.asarray(x).astype(jnp.int32), axis=-1)
-        for x in (experts_BTLA, other_experts_BTLA)
-    )
-    differs_BTL = jnp.any(sorted_BTLA != other_sorted_BTLA, axis=-1)
-    # After sorting, a negative index of an unknown expert comes first.
-    return differs_BTL, other_sorted_BTLA[..., 0] >= 0
+
+def find_switches(
+    sorted_BTLA: Integer[Array, "B T L A"], other_sorted_BTLA: Integer[Array, "B T L A"]
+) -> Bool[Array, "B T L"]:
+    """Return where the sets of sorted experts differ."""
+    return jnp.any(sorted_BTLA != other_sorted_BTLA, axis=-1)
+
+
+def move_switches(switched_BTL: Bool[Array, "B T L"]) -> Bool[Array, "B T"]:
+    """Return True at each token whose predicting position t − 1 has a switch in any layer."""
+    return move_to_next_token(jnp.any(switched_BTL, axis=-1))
 
 
 def find_switches_of_loss(
@@ -64,8 +65,9 @@ def find_switched_tokens(
     """
     if experts_BTLA is None or other_experts_BTLA is None:
         return None
-    differs_BTL, is_known_BTL = find_switches(experts_BTLA, other_experts_BTLA)
-    return move_to_next_token(jnp.any(differs_BTL & is_known_BTL, axis=-1))
+    sorted_BTLA, other_BTLA = map(sort_experts, (experts_BTLA, other_experts_BTLA))
+    # After sorting, a negative index of an unknown expert comes first. Only the engine's can be.
+    return move_switches(find_switches(sorted_BTLA, other_BTLA) & (other_BTLA[..., 0] >= 0))
 
 
 def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:

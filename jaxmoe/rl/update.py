@@ -30,17 +30,17 @@ from jaxmoe.rl.loss import (
     needs_late_normalization,
     sum_terms,
 )
-from jaxmoe.rl.metrics import (
-    UpdateMetrics,
-    count_expert_tokens,
-    engine_gap,
-    expert_load,
-    expert_switches,
-    replay_agreement,
-    update_metrics,
-)
+from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, update_metrics
 from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, map_microbatches
 from jaxmoe.rl.minibatches import Minibatches
+from jaxmoe.rl.router_metrics import (
+    count_expert_tokens,
+    expert_load,
+    expert_switches,
+    measure_router,
+    replay_agreement,
+    router_rows,
+)
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.rl.step import apply_gradients, mean_metrics, share_scalars
@@ -117,7 +117,10 @@ def rl_step(
     load = expert_load(counts_LE)
     if minibatches is None:
         state, metrics, logp_BT = update(state, batch)
-        return state, metrics.to_dict() | load, TokenStats(logp_BT, batch.advantages_BT)
+        values = metrics.to_dict() | load
+        if metrics.rows:
+            values |= measure_router(metrics.rows, batch, scorer.model.n_experts)
+        return state, values, TokenStats(logp_BT, batch.advantages_BT)
 
     def next_update(
         state: TrainState, part: Minibatches
@@ -136,8 +139,16 @@ def rl_step(
         row_order_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
         logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, length))
-    stats = TokenStats(logp_BT, batch.advantages_BT)
-    return state, metrics.reduce_updates().to_dict() | load, stats
+    stats, values = (
+        TokenStats(logp_BT, batch.advantages_BT),
+        metrics.reduce_updates().to_dict() | load,
+    )
+    if metrics.rows:
+        # All updates together, since no quantile is a mean of the updates' quantiles.
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics.rows)
+        all_rows = map_rows(lambda x: x[minibatches.rows_UB.reshape(-1)], batch)
+        values |= measure_router(rows, all_rows, scorer.model.n_experts)
+    return state, values, stats
 
 
 def score_batch(
@@ -150,6 +161,7 @@ def score_batch(
     replays them or a function of the loss takes them. The reference of adapters is the base alone.
     """
     params, replays_old = scorer.full_params(state.params, state.frozen), scorer.replay == "R2"
+    routing = scorer.model.n_experts, scorer.model.experts_per_token
     # Before the first update there are no old experts: this forward chooses them.
     scorer = replace(scorer, replay="") if replays_old else scorer
 
@@ -165,7 +177,8 @@ def score_batch(
         scores = {n: x for n, x in out.items() if n in names}
         if a.takes_array("old_router_logits_BTLE") and "router_logits_BTLE" in out:
             scores["router_logits_BTLE"] = out["router_logits_BTLE"]
-        if replays_old or (a.needs_old_experts and "experts_BTLA" in out):
+        is_measured = policy and bool(router_rows(out, out["logp_BT"], *routing))
+        if replays_old or is_measured or (a.needs_old_experts and "experts_BTLA" in out):
             scores["experts_BTLA"] = out["experts_BTLA"].astype(
                 expert_dtype(scorer.model.n_experts)
             )
@@ -241,9 +254,11 @@ def update_minibatch(
         metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
     metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
     if "experts_BTLA" in aux.rows:
-        metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
+        metrics |= UpdateMetrics(expert_switches(aux.rows["experts_BTLA"], batch))
     if "chosen_experts_BTLA" in aux.rows:
-        metrics |= replay_agreement(aux.rows["chosen_experts_BTLA"], batch, scorer.model.n_experts)
+        chosen_BTLA = aux.rows["chosen_experts_BTLA"]
+        metrics |= UpdateMetrics(replay_agreement(chosen_BTLA, batch, scorer.model.n_experts))
+    metrics |= UpdateMetrics(rows=aux.rows.get("router", {}))
     closed = is_gate_closed(metrics.means, gate)
     metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
     # Without a gate there is no condition, so none is compiled into the step.
@@ -282,4 +297,7 @@ def policy_loss(
         aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
     if scorer.replay == "R3" and "chosen_experts_BTLA" in out:
         aux.rows["chosen_experts_BTLA"] = lax.stop_gradient(out["chosen_experts_BTLA"])
+    m = scorer.model
+    if router := router_rows(out, out["logp_BT"], m.n_experts, m.experts_per_token):
+        aux.rows["router"] = lax.stop_gradient(router)
     return loss, aux

@@ -22,6 +22,8 @@ from jaxmoe.rl.presets import apply_preset
 from jaxmoe.run.kernels import describe_kernels
 from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
 
+RARE_PARTS = ("packed", "frozen", "rows", "table", "routing")  # printed only if a run has them
+
 
 def dry_run(cfg: Config, *stages: str) -> None:
     """Print the plan, and a summary of data, tokenizer and checkpoint.
@@ -69,7 +71,8 @@ def format_plan(cfg: Config) -> str:
         *(
             f"  {kinds.get(name, name):<13}{format_bytes(value)}"
             for name, value in vars(mem).items()
-            if name != "host" and (value or name not in ("packed", "frozen", "rows", "table"))
+            if name != "host"
+            and (value or name not in ("packed", "frozen", "rows", "table", "routing"))
         ),
         f"  {'training':<13}{format_bytes(mem.training)}   (all but the cache)",
         f"  {'sampling':<13}{format_bytes(mem.sampling)}   "
@@ -192,6 +195,7 @@ def _describe_router(cfg: Config) -> str:
         f"lr x {r.lr_scale:g}": r.lr_scale != 1.0,
         f"terms {r.terms}": r.terms,
         f"recording {r.record}": r.record,
+        "instruments": r.instruments,
         f"{cfg.computed_experts} experts per token in training": r.is_dense,
     }
     return ", ".join(text for text, is_set in parts.items() if is_set)

@@ -9,7 +9,7 @@ from jaxmoe.shapes import Metrics
 
 def check_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
     """Raise ConfigError if a metric of the step is not finite."""
-    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
     if bad:
         name, lr = rate
         raise ConfigError(

@@ -33,13 +33,15 @@ from jaxmoe.observe.alerts import (
     count_logged_bad_steps,
     find_alerts,
 )
-from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.metrics import MetricsLog, read_metrics, read_samples
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
+from jaxmoe.observe.router_plot import plot_router
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
+from jaxmoe.rl.router_metrics import LAYERS
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
@@ -65,6 +67,7 @@ class Job:
     n_reported_incidents: int = 0  # number of the engine's incidents that are logged
     bad_steps: dict[str, int] = field(init=False)  # steps in a row, by metric
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
+    layer_metrics: dict[str, list[float]] = field(default_factory=dict)  # of the last step
     progress: Progress | None = None  # the progress bar on the terminal
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
@@ -130,12 +133,17 @@ class Job:
     ) -> Metrics:
         """Wait for the step, and return its metrics as Python numbers.
 
-        Raises ConfigError if one is not finite.
+        Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite.
         """
         # One transfer for all metrics. It also waits for the step, so that an error on the device
         # is raised in its own step.
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        check_finite(values, step, rate=rate)
+        fetched = jax.device_get(metrics)
+        values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
+        layers = {name: value for name, value in fetched.items() if np.ndim(value)}
+        check_finite(values | layers, step, rate=rate)
+        self.layer_metrics = {
+            name.removeprefix(LAYERS): value.tolist() for name, value in layers.items()
+        }
         assert_compiled_once(step_fn, step - self.first_step)
         return values
 
@@ -233,6 +241,7 @@ class Job:
             yield
         except Exception:
             self.log.write("rl", self.position.step, metrics | self.times)
+            self.log.write_layers("rl", self.position.step, self.layer_metrics)
             raise
 
     def report_step(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
@@ -249,6 +258,7 @@ class Job:
         self.log.write(
             "rl", step, metrics, alerts=[*step_alerts.values(), *collapse_repeats(incidents)]
         )
+        self.log.write_layers("rl", step, self.layer_metrics)
         progress.alert(step, step_alerts)
         progress.update(
             step, reward=metrics["reward/mean"],
@@ -267,6 +277,8 @@ class Job:
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
         try:
             self.parts.plot_run(rows, self.work, panels=last, score=self.parts.task.score_name)
+            if self.cfg.router.instruments:
+                plot_router(read_samples(self.work / "router.jsonl"), self.work)
         # Plots can be drawn again from metrics.jsonl, so a run does not end for them.
         except RunFolderError as error:
             print(f"! no plots: {error}", file=sys.stderr, flush=True)

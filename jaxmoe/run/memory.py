@@ -21,6 +21,7 @@ from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.from_config import find_recorded_sizes
+from jaxmoe.run.routing_memory import routing_bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Memory:
     gradients: int  # with microbatches including their float32 sum
     update: int  # the optimizer's updates
     activations: int  # of one microbatch, forward and backward
+    routing: int  # what the router did, for all tokens of a batch
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
     host: int  # in host memory: moments, inputs of layer pairs, an embedding
@@ -55,6 +57,7 @@ class Memory:
                 "gradients",
                 "update",
                 "activations",
+                "routing",
                 "ahead",
             ),
             "sampling": (*resident, "table", "cache"),
@@ -129,7 +132,7 @@ def plan_memory(cfg: Config) -> Memory:
     # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
     recorded = (
         sum(math.prod(x) for x in find_recorded_sizes(cfg).values())
-        if cfg.router.record or cfg.router.term_weights
+        if cfg.router.record or cfg.router.term_weights or cfg.router.instruments
         else 0
     )
     saved_activations += 3 * 4 * recorded * tokens
@@ -152,6 +155,7 @@ def plan_memory(cfg: Config) -> Memory:
         update=trained * weight_bytes,
         activations=saved_activations * (2 if own_backbone else 1)
         + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
+        routing=routing_bytes(cfg),
         cache=engine.cache,
         ahead=engine.cache + engine.weights + (table if has_host_table else 0)
         if samples_ahead

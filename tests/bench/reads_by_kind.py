@@ -23,7 +23,7 @@ import numpy as np
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import make_ops
 from jaxmoe.rl.batch import rollout_batch
-from jaxmoe.rl.metrics import expert_switches
+from jaxmoe.rl.router_metrics import expert_switches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from tests.bench.compare_numerics import FAST, Bench, Line
@@ -67,7 +67,7 @@ def by_kind(bench: Bench) -> dict[str, tuple[float, ...]]:
         read: Any = jax.jit(scorer.score_policy)(Trained(bench.trained), batch)
         drawn = np.asarray(batch.loss_mask_BT)
         d = (np.asarray(read["logp_BT"]) - np.asarray(batch.rollout_logp_BT))[drawn].astype(float)
-        other = expert_switches(read["experts_BTLA"], batch).means["router/expert_switches"]
+        other = expert_switches(read["experts_BTLA"], batch)["router/expert_switches"]
         return tuple(
             float(x) for x in (abs(d).mean(), abs(d).max(), np.mean(np.expm1(d) - d), other)
         )

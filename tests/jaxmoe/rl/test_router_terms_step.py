@@ -20,8 +20,8 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.metrics import count_expert_tokens
 from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.router_metrics import count_expert_tokens
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.terms import Term

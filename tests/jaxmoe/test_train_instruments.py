@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with instruments of the router: its files, a resume, and the numbers of one without."""
+
+import jax
+import numpy as np
+import pytest
+from scripted import lines
+
+from jaxmoe import train
+from jaxmoe.config_file import load_config
+from jaxmoe.observe.metrics import read_samples
+
+SMALL = (
+    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=2",
+    "eval.every_steps=2", "data.train_rows=16", "data.held_out_rows=4", "save.every_steps=1",
+    "rollout.max_gen_batches=1", "loss.minibatches=2", "loss.old_logp=recomputed",
+    "rollout.compare_experts=True",
+)  # fmt: skip
+
+
+def run(work, *changes):
+    sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        assert train.main(["--config", "tiny.py", "--workdir", str(work), *sets]) == 0
+    return [row for row in lines(work) if row.get("grad/norm") is not None]
+
+
+@pytest.mark.slow
+def test_instruments_write_layers_draw_them_and_change_no_number(tmp_path):
+    plain = run(tmp_path / "plain")
+    assert not (tmp_path / "plain/router.jsonl").exists()
+    # The second step is a resume, which may turn instruments on.
+    run(tmp_path / "run", "steps=1")
+    measured = run(tmp_path / "run", "router.instruments=True")
+    for row, expected in zip(measured, plain, strict=True):
+        for name, value in expected.items():
+            if not name.startswith(("time/", "tokens_per_s", "optim/lr")):
+                assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    m = load_config("tiny.py").model
+    (layers,) = read_samples(tmp_path / "run/router.jsonl")
+    assert (layers["stage"], layers["step"]) == ("rl", 2)
+    for name, values in layers.items():
+        if name not in ("stage", "step"):
+            assert len(values) == m.n_layers and np.isfinite(values).all()
+            assert f"router/{name}" in measured[-1]
+    assert (tmp_path / "run/plots/router.png").is_file()
+    again = run(tmp_path / "run", "router.instruments=True", "steps=3")
+    assert [row["step"] for row in read_samples(tmp_path / "run/router.jsonl")] == [2, 3]
+    assert 0.0 <= again[-1]["router/boundary_mass"] <= 1.0
