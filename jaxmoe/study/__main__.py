@@ -46,7 +46,7 @@ def make_study_parser() -> argparse.ArgumentParser:
     exact = studies.add_parser(
         "router_exact", help="bias and deviation of every router remedy, all answers enumerated"
     )
-    exact.add_argument("--models", type=int, default=32, metavar="N", help="number of models")
+    exact.add_argument("--models", type=int, default=24, metavar="N", help="number of models")
     exact.add_argument("--out", type=Path, default=Path("runs/router_exact"), metavar="FOLDER",
                        help="folder of the results; the same folder continues")  # fmt: skip
     exact.set_defaults(run=run_exact_command)
@@ -91,7 +91,7 @@ def run_trained_command(args: argparse.Namespace) -> int:
 
 def run_exact_command(args: argparse.Namespace) -> int:
     """Measure the models and write router_exact.md and .png; return the exit status."""
-    require(args.models > 0, f"--models must be at least 1, got {args.models}. Try --models 32.")
+    require(args.models > 0, f"--models must be at least 1, got {args.models}. Try --models 24.")
     folder, start = make_folder(args.out), time.perf_counter()
     try:
         results = run_router_exact(folder, args.models, RouterStudy(MicroSizes()), show_line)
