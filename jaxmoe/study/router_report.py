@@ -40,7 +40,11 @@ ENGINE_GAP = GAP | {"gap_replayed": "… under R3", "gap_soft": "… under soft 
 UPDATE_GAP = GAP | {
     "value_change": "change of the expected reward J",
     "surrogate_error_current": "error of the surrogate's value",
-    "surrogate_error_replayed": "… of the surrogate under R2",
+    "surrogate_error_replayed": "error of the surrogate's value under R2",
+}
+SOFT_GAP = {
+    "value_change_soft": "change of J under soft routing",
+    "surrogate_error_soft": "error of the surrogate's value under soft routing",
 }
 TABLES = (
     TableSpec("selection", "An engine with noise on its router's logits, in selection alone",
@@ -50,9 +54,7 @@ TABLES = (
     TableSpec("forward", "On-policy samples, old log-probs from another, noisy forward", "noise",
               GAP, "ppo_clip"),
     TableSpec("update", "Several updates on one batch, the router trained", "step",
-              UPDATE_GAP | {"value_change_soft": "change of J under soft routing",
-                            "surrogate_error_soft": "… of the surrogate under soft routing"},
-              "ppo_clip"),
+              UPDATE_GAP | SOFT_GAP, "ppo_clip"),
     TableSpec("frozen", "Several updates on one batch, the router frozen", "step", UPDATE_GAP,
               "ppo_clip"),
 )  # fmt: skip
