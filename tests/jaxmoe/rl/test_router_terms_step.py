@@ -37,7 +37,7 @@ ROUTED = Algorithm(terms=TERMS)
 
 def make_scorer(ops=OPS):
     # The engine's experts give the load; the trainer routes by itself.
-    return Scorer(CFG, ops, replay_experts=False)
+    return Scorer(CFG, ops)
 
 
 @pytest.fixture(scope="module")
