@@ -20,7 +20,7 @@ from jaxmoe.study.micro_tables import MicroModel, Routing
 N_SAMPLED = 16  # answers whose gradient the updates follow
 
 
-def find_switches(a_BTLA: np.ndarray, b_BTLA: np.ndarray) -> np.ndarray:
+def mark_switched_layers(a_BTLA: np.ndarray, b_BTLA: np.ndarray) -> np.ndarray:
     """Return True [B, T, L] where two forwards selected different sets of experts."""
     return (np.sort(a_BTLA, axis=-1) != np.sort(b_BTLA, axis=-1)).any(axis=-1)
 
@@ -41,7 +41,9 @@ def make_scenario(
     shape = model.answers.tokens_BT.shape
     mask_BT = add_prompt(np.ones(shape, bool))
     switched_BT, old_switched_BT = (
-        add_prompt(np.asarray(find_switches(current.experts_BTLA, x.experts_BTLA).any(axis=-1)))
+        add_prompt(
+            np.asarray(mark_switched_layers(current.experts_BTLA, x.experts_BTLA).any(axis=-1))
+        )
         for x in (engine, old)
     )
     arrays = {
@@ -214,7 +216,7 @@ def describe_gap(
     reference: Routing,
 ) -> dict[str, float]:  # fmt: skip
     """Return how far two forwards are apart, averaged over sampled answers."""
-    switched_BTL = find_switches(routing.experts_BTLA, reference.experts_BTLA)
+    switched_BTL = mark_switched_layers(routing.experts_BTLA, reference.experts_BTLA)
     gap_BT = logp_BT - reference_logp_BT
     shares = {
         "switched": switched_BTL.mean(axis=(1, 2)),
