@@ -15,7 +15,12 @@ from jaxmoe.losses.kl import k3_from_log_ratio
 from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.records import UNKNOWN_EXPERT, expert_dtype
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.switches import engine_read_mask, find_switches, move_switches, sort_experts
+from jaxmoe.rl.switches import (
+    compare_expert_sets,
+    engine_read_mask,
+    move_switches,
+    sort_expert_sets,
+)
 from jaxmoe.shapes import Metrics
 
 LAYERS = "router_layers/"  # begins the name of a metric that is an array [L]
@@ -72,8 +77,8 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Metric
 
     The trainer's router is compared with the engine's; the order of experts is ignored.
     """
-    trainer_BTLA, engine_BTLA = map(sort_experts, (experts_BTLA, batch.routed_experts_BTLA))
-    switched_BTL = find_switches(trainer_BTLA, engine_BTLA)
+    trainer_BTLA, engine_BTLA = map(sort_expert_sets, (experts_BTLA, batch.routed_experts_BTLA))
+    switched_BTL = compare_expert_sets(trainer_BTLA, engine_BTLA)
     # After sorting, a negative index of an unknown expert comes first.
     is_known_BTL = engine_read_mask(batch)[:, :, None] & (engine_BTLA[..., 0] >= 0)
     switched_BM, is_known_BM = (x.reshape(len(x), -1) for x in (switched_BTL, is_known_BTL))
@@ -144,13 +149,13 @@ def measure_router(rows: Mapping[str, Array], batch: Batch, n_experts: int) -> M
         "expert": (batch.routed_experts_BTLA, batch.rollout_logp_BT, engine_read_mask(batch)),
         "old": (batch.old_experts_BTLA, batch.old_logp_BT, token_mask_BT),
     }
-    for name, (other_BTLA, other_logp_BT, mask_BT) in comparisons.items():
-        if other_BTLA is None or other_logp_BT is None:
+    for name, (compared_BTLA, other_logp_BT, mask_BT) in comparisons.items():
+        if compared_BTLA is None or other_logp_BT is None:
             continue
-        other_BTLA = other_BTLA[..., : experts_BTLA.shape[-1]]
-        sorted_BTLA, other_BTLA = map(sort_experts, (experts_BTLA, other_BTLA))
-        is_known_BTL = mask_BT[:, :, None] & (other_BTLA[..., 0] >= 0)
-        switched_BTL = find_switches(sorted_BTLA, other_BTLA) & is_known_BTL
+        compared_BTLA = compared_BTLA[..., : experts_BTLA.shape[-1]]
+        sorted_BTLA, compared_BTLA = map(sort_expert_sets, (experts_BTLA, compared_BTLA))
+        is_known_BTL = mask_BT[:, :, None] & (compared_BTLA[..., 0] >= 0)
+        switched_BTL = compare_expert_sets(sorted_BTLA, compared_BTLA) & is_known_BTL
         layers[f"{name}_switches"] = mean_by_layer(switched_BTL, is_known_BTL)
         log_ratio_BT = log_ratios(rows["logp_BT"], other_logp_BT, batch.loss_mask_BT)
         difference = split_by_switch(log_ratio_BT, move_switches(switched_BTL), batch.loss_mask_BT)

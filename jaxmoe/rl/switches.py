@@ -16,12 +16,12 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 
 
-def sort_experts(experts_BTLA: Integer[Array, "B T L A"]) -> Integer[Array, "B T L A"]:
+def sort_expert_sets(experts_BTLA: Integer[Array, "B T L A"]) -> Integer[Array, "B T L A"]:
     """Return the experts of each token in ascending order, so that equal sets are equal."""
     return jnp.sort(jnp.asarray(experts_BTLA).astype(jnp.int32), axis=-1)
 
 
-def find_switches(
+def compare_expert_sets(
     sorted_BTLA: Integer[Array, "B T L A"], other_sorted_BTLA: Integer[Array, "B T L A"]
 ) -> Bool[Array, "B T L"]:
     """Return where the sets of sorted experts differ."""
@@ -65,9 +65,11 @@ def find_switched_tokens(
     """
     if experts_BTLA is None or other_experts_BTLA is None:
         return None
-    sorted_BTLA, other_BTLA = map(sort_experts, (experts_BTLA, other_experts_BTLA))
+    sorted_BTLA, compared_BTLA = map(sort_expert_sets, (experts_BTLA, other_experts_BTLA))
     # After sorting, a negative index of an unknown expert comes first. Only the engine's can be.
-    return move_switches(find_switches(sorted_BTLA, other_BTLA) & (other_BTLA[..., 0] >= 0))
+    return move_switches(
+        compare_expert_sets(sorted_BTLA, compared_BTLA) & (compared_BTLA[..., 0] >= 0)
+    )
 
 
 def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
