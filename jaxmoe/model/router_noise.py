@@ -63,9 +63,11 @@ def hash_uniform(
     Other bits of h, such as those of another batch in fast numerics, give other noise.
     """
     bits_BTD = lax.bitcast_convert_type(h_BTD.astype(jnp.float32), jnp.uint32)
-    odd_D = jnp.arange(h_BTD.shape[-1], dtype=jnp.uint32) * np.uint32(2654435761) | np.uint32(1)
+    multipliers_D = jnp.arange(h_BTD.shape[-1], dtype=jnp.uint32) * np.uint32(
+        2654435761
+    ) | np.uint32(1)
     # A sum of integers that wraps around is the same in any order.
-    hashed_BT = jnp.sum(mix_bits(bits_BTD) * odd_D[None, None], axis=-1, dtype=jnp.uint32)
+    hashed_BT = jnp.sum(mix_bits(bits_BTD) * multipliers_D[None, None], axis=-1, dtype=jnp.uint32)
     for salt in salts:
         hashed_BT = mix_bits(hashed_BT ^ mix_bits(jnp.asarray(salt).astype(jnp.uint32)))
     counter_E2 = jnp.arange(2 * n_experts, dtype=jnp.uint32).reshape(n_experts, 2)

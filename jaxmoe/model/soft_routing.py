@@ -30,7 +30,7 @@ def route_softly(
     `active` has no effect: the policy is another one than that of a top-k model with the same
     weights, and stays so at the end of training.
     """
-    logits_BTE, indices_BTE = sort_experts(h_BTD, layer, product)
+    logits_BTE, indices_BTE = rank_experts(h_BTD, layer, product)
     return indices_BTE, jax.nn.softmax(logits_BTE, axis=-1)
 
 
@@ -48,7 +48,7 @@ def route_annealed(
     """
     if steps <= 0:
         raise ValueError(f"route_annealed: steps must be positive, got {steps}. Try steps=100.")
-    logits_BTE, indices_BTE = sort_experts(h_BTD, layer, product)
+    logits_BTE, indices_BTE = rank_experts(h_BTD, layer, product)
     share = jnp.maximum(0.0, 1.0 - context.step.astype(jnp.float32) / steps)
     # The logarithm of 0 would make the gradient of the branch that is not selected NaN.
     log_share = jnp.log(jnp.where(share > 0.0, share, 1.0))
@@ -72,7 +72,7 @@ def route_straight_through(
     the router's own choice.
     Source: the straight-through estimator, arXiv:1308.3432.
     """
-    logits_BTE, indices_BTE = sort_experts(h_BTD, layer, product)
+    logits_BTE, indices_BTE = rank_experts(h_BTD, layer, product)
     if indices_BTA is not None:
         logits_BTE, indices_BTE = _sort_replayed_first(
             logits_BTE,
@@ -85,7 +85,7 @@ def route_straight_through(
     return indices_BTE, hard_BTE + (soft_BTE - lax.stop_gradient(soft_BTE))
 
 
-def sort_experts(
+def rank_experts(
     h_BTD: Float[Array, "B T D"], layer: Params, product: Callable[..., Array] = router_dot
 ) -> tuple[Float[Array, "B T E"], Int[Array, "B T E"]]:
     """Return the logits of all experts from the largest to the smallest, and their experts."""

@@ -105,8 +105,8 @@ def _check_router_trains(cfg: Config, trained: Params) -> None:
         return
     train = "lora.modules_to_save=router" if cfg.lora.ranks else "'optim.trainable=.*'"
     for key in (key for key, is_set in needed.items() if is_set):
-        value, off = settings[key]
+        value, default = settings[key]
         raise ConfigError(
             f"{key}={value} needs routers that train, and this run trains none of their "
-            f"parameters. Try --set {train}, or --set {key}={off}."
+            f"parameters. Try --set {train}, or --set {key}={default}."
         )

@@ -9,7 +9,7 @@
 
 A contender is a list of `--set` changes of the bed's config. Everything is made from that config by
 the functions that `python -m jaxmoe.train` calls; only the task, the noise and the old weights are
-the study's. Next: jaxmoe/study/router.py lists the contenders.
+the study's. Next: jaxmoe/study/router_trained.py lists the contenders.
 """
 
 import time
@@ -52,7 +52,7 @@ from jaxmoe.run.programs import rl_program
 from jaxmoe.shapes import Metrics, Params
 from jaxmoe.study.automaton import Automaton
 
-HELD_OUT = 256  # prompts
+N_EVAL_PROMPTS = 256  # prompts
 WARM_STEPS, WARM_ROWS, WARM_LR = 1500, 64, 3e-3
 WARM_LOSS = 0.15  # nats per token at which the warm start ends
 
@@ -104,7 +104,7 @@ def bed_config(steps: int, *settings: str) -> Config:
     return override(cfg, *settings)
 
 
-def warm_start(seed: int, steps: int = WARM_STEPS) -> tuple[Params, float]:
+def train_warm_start(seed: int, steps: int = WARM_STEPS) -> tuple[Params, float]:
     """Train on right answers until the mean loss of ten steps is below WARM_LOSS; return the
     weights and that loss."""
     cfg = bed_config(1)
@@ -125,12 +125,12 @@ def warm_start(seed: int, steps: int = WARM_STEPS) -> tuple[Params, float]:
 
 
 def load_warm_start(seed: int, folder: Path) -> Params:
-    """Return the weights of `warm_start`, which are stored in `folder`."""
+    """Return the weights of `train_warm_start`, which are stored in `folder`."""
     path, tree = folder / f"warm_start_{seed}.npz", init_shapes()
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in leaves]
     if not path.is_file():
-        params, _ = warm_start(seed)
+        params, _ = train_warm_start(seed)
         folder.mkdir(parents=True, exist_ok=True)
         partial_path = path.with_suffix(".partial.npz")
         np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
@@ -156,8 +156,8 @@ def route_disturbed(
     )
     if indices_BTA is None:
         return indices, weights
-    known_BTA = jnp.where(indices_BTA < 0, indices, indices_BTA)
-    return replay_routing(h_BTD, layer, active=active, indices_BTA=known_BTA)
+    selected_BTA = jnp.where(indices_BTA < 0, indices, indices_BTA)
+    return replay_routing(h_BTD, layer, active=active, indices_BTA=selected_BTA)
 
 
 def disturb(ops: Ops, scale: float) -> Ops:
@@ -230,7 +230,7 @@ def train_on_bed(
 ) -> Metrics:  # fmt: skip
     """Train from `params` at a learning rate; return held-out shares and what happened.
 
-    start, end: mean score of sampled answers on HELD_OUT prompts, by the clean policy.
+    start, end: mean score of sampled answers on N_EVAL_PROMPTS prompts, by the clean policy.
     grad_norm_p99, ratio_max: over the steps. step_cpu_s: median CPU seconds of a step.
     switches: share of (token, layer) whose expert set differs between engine and trainer, where the
         bed compares them.
@@ -238,7 +238,7 @@ def train_on_bed(
     cfg = programs.cfg
     state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, programs.optimizer(rate))
     rng = np.random.default_rng((seed, 2))
-    held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), HELD_OUT)
+    held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), N_EVAL_PROMPTS)
     sampling = Sampling(TASK.length, (), explores=True)
     policies: deque[Params] = deque(maxlen=programs.bed.staleness + 1)
     rows: list[Metrics] = []

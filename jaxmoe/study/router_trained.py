@@ -54,7 +54,12 @@ REMEDIES: dict[str, tuple[str, ...]] = {
     "R3 + frozen router": ("router.freeze=True", *_R3),
 }
 # The noise of a bed is that of top-k routers, so other routers do not meet it.
-_OTHER_ROUTERS = ("straight-through", "soft", "soft → hard in 20 steps", "noise in rollouts + R3")
+_ROUTERS_WITHOUT_NOISE = (
+    "straight-through",
+    "soft",
+    "soft → hard in 20 steps",
+    "noise in rollouts + R3",
+)
 
 
 def bed_contenders(bed: Bed, rates: Sequence[float]) -> list[Contender]:
@@ -63,7 +68,7 @@ def bed_contenders(bed: Bed, rates: Sequence[float]) -> list[Contender]:
     return [
         Contender(name, settings, tuple(rates))
         for name, settings in REMEDIES.items()
-        if not (disturbed and name in _OTHER_ROUTERS)
+        if not (disturbed and name in _ROUTERS_WITHOUT_NOISE)
     ]
 
 

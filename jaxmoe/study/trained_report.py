@@ -78,14 +78,14 @@ def plot_trained(results: Results, path: Path) -> None:
     figure = Figure(figsize=(4.2 * len(results), 7.5), layout="constrained")
     axes = figure.subplots(1, len(results), sharey=False, squeeze=False)[0]
     for ax, (bed, comparisons) in zip(axes, results.items(), strict=True):
-        others = [c for c in comparisons if c.difference is not None]
-        for y, c in enumerate(reversed(others)):
+        compared = [c for c in comparisons if c.difference is not None]
+        for y, c in enumerate(reversed(compared)):
             assert c.difference is not None
             mean, low, high = c.difference
             color = "tab:green" if low > 0 else "tab:red" if high < 0 else "tab:gray"
             ax.plot([low, high], [y, y], color=color)
             ax.plot([mean], [y], "o", color=color)
-        ax.set_yticks(range(len(others)), [c.contender.name for c in reversed(others)])
+        ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])
         ax.axvline(0.0, color="black", linewidth=0.8)
         ax.set_title(f"{bed}: nothing ends at {np.mean(comparisons[0].values):.2f}")
         ax.set_xlabel("difference of the held-out share, 95 %")
