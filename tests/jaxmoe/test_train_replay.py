@@ -2,22 +2,21 @@
 """Runs with router.replay=R3 and an engine that reports experts it did not use."""
 
 import sys
-from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 from scripted import lines
 
 from jaxmoe import doctor, train
-from jaxmoe.rollout.native_description import describe_native
 
-pytestmark = pytest.mark.slow  # half a minute: every run compiles an engine and a step
-SMALL = (
-    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=1", "eval.every_steps=1",
-    "data.train_rows=16", "data.held_out_rows=16", "rollout.max_gen_batches=1", "router.replay=R3",
-)  # fmt: skip
+pytestmark = pytest.mark.slow  # every run compiles an engine and a step
+# A file of its own: a run reads the source of an engine and of everything that it imports.
+ENGINE = """
+from dataclasses import replace
+
+import numpy as np
+
+from jaxmoe.rollout.native_description import describe_native
 
 
 def zero_answers(r):
@@ -26,17 +25,13 @@ def zero_answers(r):
     return experts
 
 
-FAULTS = {
-    "zeros": zero_answers,
-    "shifted": lambda r: np.roll(r.routed_experts, 1, axis=0),
-}  # fmt: skip
+def shift(r):
+    return np.roll(r.routed_experts, 1, axis=0)
 
 
 class FaultyEngine:
-    """The native engine, whose record of experts has a fault."""
-
     def __init__(self, engine, fault):
-        self._engine, self._fault = engine, FAULTS[fault]
+        self._engine, self._fault = engine, {"zeros": zero_answers, "shifted": shift}[fault]
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -46,31 +41,43 @@ class FaultyEngine:
         return [replace(r, routed_experts=self._fault(r)) for r in rollouts]
 
 
-def describe_faulty(cfg, *, fault):
+def describe(cfg, *, fault):
     native = describe_native(cfg)
-
-    def open_faulty(*args):
-        return FaultyEngine(native.open(*args), fault)
-
-    return replace(native, open=open_faulty)
-
-
-def run_command(command, work, fault):
-    sets = [*SMALL, f"rollout.engine={__name__}:describe_faulty(fault='{fault}')"]
-    words = [word for change in sets for word in ("--set", change)]
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        return command(["--config", "tiny.py", "--workdir", str(work), *words])
+    return replace(native, open=lambda *args: FaultyEngine(native.open(*args), fault))
+"""
+SMALL = (
+    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=1", "eval.every_steps=1",
+    "data.train_rows=16", "data.held_out_rows=16", "rollout.max_gen_batches=1", "router.replay=R3",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+def faulty_engine(tmp_path, monkeypatch):
+    (tmp_path / "faulty_engine.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("faulty_engine", None)
+
+
+def run_command(command, work, fault):
+    sets = [*SMALL, f"rollout.engine=faulty_engine:describe(fault='{fault}')"]
+    words = [word for change in sets for word in ("--set", change)]
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        return command(["--config", "tiny.py", "--workdir", str(work), *words])
 
 
 def test_a_run_stops_before_it_trains_on_answers_without_experts(tmp_path, capsys):
     assert run_command(train.main, tmp_path / "run", "zeros") == 1
     assert "those of 100% of the sampled tokens are unknown" in capsys.readouterr().err
     assert all(row["stage"] != "rl" or not row["step"] for row in lines(tmp_path / "run"))
+
+
+def test_experts_of_the_token_before_are_an_alert(tmp_path):
+    assert run_command(train.main, tmp_path / "run", "shifted") == 0
+    (row,) = [row for row in lines(tmp_path / "run") if "router/replay_agreement" in row]
+    assert row["router/replay_agreement"] < 0.5 and row["router/unknown_experts_frac"] == 0.0
+    assert "router/replay_agreement" in str(row["alerts"])
 
 
 @pytest.mark.extended  # it compiles the doctor's recomputations
