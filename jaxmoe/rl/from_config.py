@@ -21,13 +21,13 @@ from jaxmoe.config.function_specs import (
     split_calls,
 )
 from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
-from jaxmoe.model.check_ops import check_recorded
+from jaxmoe.model.check_ops import check_recorded, function_name
 from jaxmoe.model.params import abstract_params
 from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.rl.scorer import recorded_rows
-from jaxmoe.rl.terms import Term, entropy_term, kl_term, missing_array, value_term
+from jaxmoe.rl.terms import Function, Term, entropy_term, kl_term, missing_array, value_term
 from jaxmoe.rl.validate import check_algorithm, check_old_arrays, check_staleness
 from jaxmoe.shapes import Params
 
@@ -83,12 +83,23 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         for name in array_parameters(fn):
             if not available.get(name, True):
                 raise missing_array(fn, name)
+            _check_switches_exist(fn, name, cfg.router.replay)
     m = cfg.model
     routing = (m.n_layers, m.n_experts, m.experts_per_token)
     check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
     check_old_arrays(algorithm)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
+
+
+def _check_switches_exist(fn: Function, name: str, replay: str) -> None:
+    """Raise ConfigError for a function of switches between forwards that use the same experts."""
+    same_experts = {"R3": ("switched_BT", "old_switched_BT"), "R2": ("old_switched_BT",)}
+    require(
+        name not in same_experts.get(replay, ()),
+        f"loss: {function_name(fn)} acts where experts switch, and with router.replay={replay} "
+        "none do: both forwards use the same. Try --set router.replay='', or another function.",
+    )
 
 
 def router_terms_from_config(cfg: RouterConfig) -> list[Term]:

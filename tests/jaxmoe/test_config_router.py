@@ -125,6 +125,22 @@ def test_a_frozen_router_is_no_longer_trained_whatever_else_is():
     assert count_trained(experts)[0] == only_down
 
 
+@pytest.mark.parametrize(
+    ("replay", "setting"),
+    [
+        ("R3", "loss.rollout_correction=mask_switched"),
+        ("R3", "loss.objective=switch_aware_clip"),
+        ("R2", "loss.objective=switch_aware_clip"),
+    ],
+)
+def test_a_function_of_switches_is_refused_where_replay_leaves_none(replay, setting):
+    cfg = override(TINY, setting, *UPDATES, f"router.replay={replay}")
+    with pytest.raises(ConfigError, match="acts where experts switch, and with router.replay"):
+        algorithm_from_config(cfg)
+    compared = override(cfg, "router.replay=", "rollout.compare_experts=True")
+    algorithm_from_config(compared)
+
+
 @pytest.mark.parametrize("setting", ["router.lr_scale=0.1", "router.terms=z_loss(1e-3)"])
 def test_settings_of_a_router_that_does_not_train_are_refused_and_each_advice_works(setting):
     lora = override(load_config("tiny_lora.py"), setting)
