@@ -22,6 +22,9 @@ ASSEMBLED = (
     "time/",
     "stop/",
     "reward/env/",
+    *(f"router/{x}" for x in ("trainer_", "engine_", "old_", "margin_p", "boundary_mass")),
+    "router/entropy",
+    "router/top_k_mass",
 )
 
 

@@ -339,7 +339,7 @@ def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
     cfg = replace(CFG, dtype="bfloat16")
     loaded = {}
     native = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
-    native._prefill = lambda params, tokens, lengths, step: loaded.update(params) or 1 / 0
+    native._prefill = lambda params, *arguments: loaded.update(params) or 1 / 0
     native.load(weights(), 3)
     with pytest.raises(ZeroDivisionError):
         native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
