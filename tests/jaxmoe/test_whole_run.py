@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
 
 import jax
@@ -68,6 +69,7 @@ def counting(ops: Ops, calls: Counter) -> Ops:
     def counted(name):
         piece = getattr(ops, name)
 
+        @wraps(piece)  # a router is asked for its parameters
         def call(*args, **options):
             calls[name] += 1
             calls["experts were given"] += "indices_BTA" in options
@@ -161,7 +163,8 @@ def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(run):
 def test_no_module_but_one_makes_ops():
     for path in (ROOT / "jaxmoe").rglob("*.py"):
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
-        if path.name != "ops.py":
+        # A study's micro models have ops of their own; its runs have those of their config.
+        if path.name not in ("ops.py", "micro_model.py"):
             assert not re.search(r"\b(Ops|plain_ops)\(", code), path
     assert open_engine.__annotations__["ops"] is Ops
 
