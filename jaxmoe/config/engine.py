@@ -137,7 +137,8 @@ def check_engine(cfg: "Config") -> None:
     require(
         engine.reports_experts or not cfg.records_experts,
         f"rollout.engine={r.engine} does not report experts, which router.replay=R3, "
-        "rollout.compare_experts and model.numerics=invariant need. Try --set router.replay='' "
-        "--set rollout.compare_experts=False --set model.numerics=fast.",
+        "rollout.compare_experts, load_balance in router.terms and model.numerics=invariant need. "
+        "Try --set router.replay='' --set rollout.compare_experts=False --set router.terms='' "
+        "--set model.numerics=fast.",
     )
     engine.check(cfg)

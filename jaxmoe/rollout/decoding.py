@@ -74,9 +74,8 @@ def prefill_prompts(
     """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
 
     `step` is the number of RL steps behind the params, `exploration` the scale of the router's
-    noise. With `slots_per_row` the next tokens of a
-    row are written over its padding, as `append_tokens` needs it; else behind the padding of all
-    rows.
+    noise. With `slots_per_row` the next tokens of a row are written over its padding, as
+    `append_tokens` needs it; else behind the padding of all rows.
     """
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)

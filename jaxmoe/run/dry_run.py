@@ -71,8 +71,7 @@ def format_plan(cfg: Config) -> str:
         *(
             f"  {kinds.get(name, name):<13}{format_bytes(value)}"
             for name, value in vars(mem).items()
-            if name != "host"
-            and (value or name not in ("packed", "frozen", "rows", "table", "routing"))
+            if name != "host" and (value or name not in RARE_PARTS)
         ),
         f"  {'training':<13}{format_bytes(mem.training)}   (all but the cache)",
         f"  {'sampling':<13}{format_bytes(mem.sampling)}   "

@@ -59,7 +59,7 @@ WARM_LOSS = 0.15  # nats per token at which the warm start ends
 
 @dataclass(frozen=True)
 class Bed:
-    """What disturbs the router, and the settings that all contenders share."""
+    """A disturbance of the router, and the settings that all contenders share."""
 
     name: str
     settings: tuple[str, ...] = ()

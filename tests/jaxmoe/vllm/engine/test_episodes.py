@@ -8,18 +8,17 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from board import as_processes
+from episode_cases import CONTEXT, LONG, STOPS, compare_with_trainer, open_loaded
 from expert_switches import SWITCHES
 from stand_in import StandIn
 from turn_replies import Replies
 from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, open_engine, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
-from jaxmoe.model import forward
 from jaxmoe.model.router import replay_routing
 from jaxmoe.records import Sampling, StopReason
 from jaxmoe.rl.algorithm import Algorithm
@@ -29,31 +28,6 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
-
-CONTEXT = 96
-STOPS = tuple(range(5, 45))  # turns of two or three tokens
-LONG = Sampling(NEW, STOPS, max_turns=5)
-
-
-def compare_with_trainer(rollouts, versions=None, experts=True):
-    """Largest |Δlogp| over the policy's tokens; asserts that the experts are the trainer's."""
-    largest = 0.0
-    for r in rollouts:
-        ids = [*r.prompt.tokens, *r.tokens.tolist()]
-        padded = np.zeros((1, CONTEXT), np.int32)
-        padded[0, : len(ids)] = ids
-        for version in np.unique(r.weight_versions):
-            params = weights((versions or {3: 0})[int(version)])
-            logp = np.asarray(TRAINER_LOGPS(params, jnp.asarray(padded), cfg=CFG, ops=OPS))[0]
-            gap = np.abs(r.rollout_logp - logp[len(r.prompt.tokens) : len(ids)])
-            selected = r.sampled_mask & (r.weight_versions == version)
-            largest = max(largest, float(gap[selected].max(initial=0)))
-        if experts:
-            recorded = forward(weights(0), jnp.asarray(padded), CFG, OPS)[2]["experts_BTA"]
-            own = np.sort(np.moveaxis(np.asarray(recorded)[:, 0], 0, 1), axis=-1)[: len(ids) - 1]
-            assert np.array_equal(np.sort(r.routed_experts, axis=-1), own)
-    return largest
 
 
 def assert_equal_episodes(a, b):
@@ -89,12 +63,6 @@ def server():
     server = StandIn(CFG, context=CONTEXT + 1)
     yield server
     server.crash()
-
-
-def open_loaded(server, work, **changes):
-    opened = open_engine(server.url, work, max_context=CONTEXT, **changes)
-    opened.load(weights(0), 3)
-    return opened
 
 
 def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
@@ -291,51 +259,6 @@ def test_a_sync_between_turns_is_in_the_versions(server, tmp_path, mode):
     assert compare_with_trainer(out, {3: 0, 4: 1}, experts=False) < limit
 
 
-class Caching(StandIn):
-    """Claims experts of zeros for tokens that an earlier request read, as a prefix cache may."""
-
-    def __init__(self, *args, **options):
-        self.read = []
-        super().__init__(*args, **options)
-
-    def do_generate(self, body, query):
-        prompt = body["token_ids"]
-        n_cached = max((_common(prompt, ids) for ids in self.read), default=0)
-        self.n_cached = n_cached
-        answer = super().do_generate(body, query)
-        for choice in answer["choices"]:
-            self.read.append([*prompt, *choice["token_ids"][:-1]])
-            choice["routed_experts"] = _zero_experts(choice["routed_experts"], n_cached)
-        return answer
-
-
-def _common(a, b):
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
-    return int(differs[0]) if differs.size else n
-
-
-def _zero_experts(encoded, n):
-    import base64
-    import io
-
-    array = np.load(io.BytesIO(base64.b64decode(encoded))).copy()
-    array[:n] = 0
-    file = io.BytesIO()
-    np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def test_experts_are_those_of_the_request_that_read_a_token_first(tmp_path):
-    server = Caching(CFG, context=CONTEXT + 1)
-    with closing(open_loaded(server, tmp_path)) as opened:
-        server.read.clear()
-        out = opened.generate(prompts(3), LONG, seed=1, environment=Replies())
-    assert server.n_cached > 0 and max(len(r.turns) for r in out) > 2
-    assert compare_with_trainer(out) < 5e-5  # and the experts of all read tokens
-    server.crash()
-
-
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}])
 def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
     with closing(open_loaded(server, tmp_path)) as opened:
@@ -349,27 +272,6 @@ def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
         type(r)(**(vars(r) | {"rollout_logp": r.rollout_logp + r.log_kept})) for r in out
     ]  # fmt: skip
     assert compare_with_trainer(full) < 5e-5
-
-
-def test_turns_go_to_the_server_that_has_the_episode_in_its_cache(tmp_path):
-    servers = [StandIn(CFG, context=CONTEXT + 1) for _ in range(2)]
-    urls = ",".join(server.url for server in servers)
-    with closing(open_engine(urls, tmp_path, max_context=CONTEXT)) as opened:
-        opened.load(weights(0), 3)
-        first, second = opened._pool.replicas
-
-        def act(episode, turn):
-            # A little more work there does not move the episode, much more does.
-            first.in_flight = 1 if turn < 3 else 1000
-
-        for server in servers:
-            server.requests.clear()
-        (episode,) = opened.generate(prompts(1), LONG, seed=1, environment=Replies(act=act))
-        first.in_flight = second.in_flight = 0
-    assert len(episode.turns) == 5
-    assert [len(server.requests) for server in servers] == [3, 2]
-    for server in servers:
-        server.crash()
 
 
 def test_a_context_that_the_servers_do_not_have_is_refused(server, tmp_path):
