@@ -37,6 +37,7 @@ from jaxmoe.envs.demonstrations import (
     make_warm_start_batch,
     warm_start_target,
 )
+from jaxmoe.envs.reward_checks import print_unmeasured
 from jaxmoe.envs.tasks import digest_contents
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
@@ -92,6 +93,8 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     first = jax.process_index() == 0
     if task.overlong is not None and first:
         print(f"rows     {task.overlong}", flush=True)
+    if first:
+        print_unmeasured(task)
     if position.stage == "warmup" and position.step < cfg.warmup.steps:
         check_targets(task, cfg.context)
     with (

@@ -41,7 +41,7 @@ CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
 COMMANDS = {
     "train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main,
 }  # fmt: skip
-OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "own_engine")
+OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "my_graders", "own_engine")
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -94,6 +94,8 @@ def example(tmp_path, monkeypatch):
     tools, environment, _ = fences((ROOT / "docs/agents.md").read_text(), "python")
     (tmp_path / "my_tools.py").write_text(tools)
     (tmp_path / "my_env.py").write_text(environment)
+    (grader,) = fences((ROOT / "docs/reward_hacking.md").read_text(), "python")
+    (tmp_path / "my_graders.py").write_text(grader)
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
     more = [{"prompt": f"{n}+1=", "answer": n + 1, "unit": ""} for n in range(10, 1400)]
     (tmp_path / "sums.jsonl").write_text(rows + "\n".join(map(json.dumps, more)))

@@ -18,7 +18,8 @@ from jaxmoe.config import Config, ConfigError, to_json
 # Settings that a resumed run may change: the numbers so far do not depend on them.
 CHANGEABLE_KEYS = (
     "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
-    "data.reward_timeout_s", "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
+    "data.reward_timeout_s", "data.swapped_share", "data.second_grader", "data.second_grader_share",
+    "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
     "critic.lr", "router.lr_scale", "router.instruments", "rollout.reply_timeout_s",
     "rollout.patience_s", "rollout.reply_threads",
     # the same sums, in other microbatches

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.config.errors import check_fields, require
+from jaxmoe.config.errors import SHARE, check_fields, require
 
 EFFORTS = ("low", "medium", "high")
 OVERLONG = ("refuse", "drop")
@@ -26,6 +26,12 @@ class DataConfig:
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's scorer
     # limit of one call of the rewards, in a separate process; 0: in this process, without a limit
     reward_timeout_s: float = 300.0
+    # share of the answers that are graded against another row too (reward/swapped); 0: none. It
+    # costs that share of the time of grading
+    swapped_share: float = 0.25
+    # a stricter grader of a share of the answers, in the form of `rewards`; never trained on
+    second_grader: str = ""
+    second_grader_share: float = 0.25
     # replies to the policy in episodes of several turns: "module:class(option=1)", "skyrl:NAME" or
     # "openenv:URL"; empty: only the tools reply
     environment: str = ""
@@ -50,6 +56,7 @@ class DataConfig:
         )
         check_fields(
             "data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512),
+            swapped_share=(*SHARE, 0.25), second_grader_share=(*SHARE, 0.25),
             reward_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 300.0),
         )  # fmt: skip
         require(

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from jaxmoe.data.exact_number import read_last_number, read_number
@@ -18,6 +19,7 @@ from jaxmoe.data.exact_number import read_last_number, read_number
 PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
 # None of these is a correct answer to any question; a scorer that accepts one is unreliable.
 GARBAGE = ("zzz", "qwx vjk 7#?", "None", "0 zzz 1 [", "{}")
+_MAX_MARKS = 100  # marked answers of a response that are counted
 _MAX_RESPONSE_CHARS = 10_000  # characters of a response that an evaluating scorer may see
 # Bounds on a formula that sympy may expand and simplify. They were determined by attacks on the
 # scorers; correct answers stay well within them.
@@ -73,6 +75,24 @@ def score_text(response: str, gold: str) -> float:
         _, _, last = stated.rpartition("=")
         return float(read_number(last, units=True) == value)
     return float(read_last_number(response) == value)
+
+
+def answer_key(gold: str) -> Fraction | str:
+    """A key that is equal for stored answers which `score_text` takes for the same answer."""
+    text = _text_after_hashes(gold) if "####" in gold else gold.strip()
+    value = read_number(text)
+    return text.casefold() if value is None else value
+
+
+def marks_several_answers(response: str) -> bool:
+    """True if a response marks different answers, each after "####" or in \\boxed{}.
+
+    Only the last one is graded, so it cannot pay here; but other graders may take any.
+    """
+    boxes = [match.end() for match in re.finditer(r"\\boxed\{", response[:_MAX_RESPONSE_CHARS])]
+    texts = [_read_box(response, start) for start in boxes[:_MAX_MARKS]]
+    texts += [text.strip().partition("\n")[0].strip() for text in response.split("####")[1:]]
+    return len({answer_key(text) for text in texts[: 2 * _MAX_MARKS] if text}) > 1
 
 
 def score_checked(
@@ -213,9 +233,11 @@ def _find_marked_answer(response: str) -> str | None:
     if "####" in response:
         return _text_after_hashes(response)
     start = response.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
+    return None if start < 0 else _read_box(response, start + len("\\boxed{"))
+
+
+def _read_box(response: str, start: int) -> str | None:
+    """The text from `start` to the brace that closes the box."""
     depth = 1
     for end in range(start, len(response)):
         depth += {"{": 1, "}": -1}.get(response[end], 0)

@@ -11,8 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from jaxmoe.data.rows import Source
+from jaxmoe.envs.reward_checks import plan_checks, score_and_check
 from jaxmoe.envs.rewards import ReportProgress, ignore_progress, mean_part_metrics
-from jaxmoe.envs.scores import score_rollouts, select_scored
+from jaxmoe.envs.scores import print_fault, score_rollouts, select_scored
 from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rollout.check_rollouts import check_masks, check_order
@@ -56,7 +57,9 @@ def evaluate_held_out(
     check_order(sampled, prompts, samples=samples)
     check_masks([*rollouts, *sampled])
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
-    scores = score_rollouts(sampled, task.held_out, task, report, step=version)
+    checked = plan_checks(sampled, task.held_out, task, samples=samples)
+    scores = score_and_check(checked, task.held_out, task, report, step=version)
+    print_fault(scores)
     parts = {f"eval/{name}": value for name, value in mean_part_metrics(scores.parts).items()}
     metrics = {
         "eval/accuracy": _mean_reward(scores.rewards, task),

@@ -5,6 +5,8 @@ The process starts with the first call and is reused. If it was killed, the next
 one. Next: jaxmoe/envs/rewards.py.
 """
 
+import functools
+import math
 import os
 import pickle
 import signal
@@ -45,18 +47,35 @@ def run_inline(
         raise
 
 
+class LateError(ConfigError):
+    """A reward function was late too often to go on."""
+
+
+def call_limit_s(function: Callable[..., Any]) -> float:
+    """The time limit of a call that a function sets itself, as its attribute `call_limit_s`.
+
+    It is infinite for other functions. A function with a limit needs a process that can be killed.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return float(getattr(function, "call_limit_s", math.inf))
+
+
 class RewardProcess:
     """A Runner that calls functions in a separate process, with a time limit.
 
     A call that takes longer than timeout_s is killed, and its outcome is ("late", None). The
-    third late call in a row raises ConfigError, and so does a crash of the process.
+    third late call in a row raises LateError, and a crash of the process ConfigError. If a
+    function sets a shorter limit itself, late calls are expected, and any number is accepted.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         # An evaluation and the thread of the rollouts may both score.
         self._lock = threading.Lock()
-        self._late_calls: dict[str, int] = {}  # calls in a row, by function
+        # Calls in a row, by label and function: jaxmoe/envs/swapped_rewards.py calls the same
+        # functions by another label, and its late calls must not end the run.
+        self._late_calls: dict[tuple[str, str], int] = {}
         self._loaded: set[str] = set()
         self._connection: Connection | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -71,10 +90,9 @@ class RewardProcess:
             self._import_function(label, key, path, options)
             # Several calls at once are asynchronous, and the process itself cancels those that are
             # late. The extra time lets it report the others before it would be killed.
-            limit_s = self._timeout_s + (_GRACE_S if len(calls) > 1 else 0.0)
-            answer = self._request(
-                label, (key, path, options, calls, self._timeout_s), limit_s, rows
-            )
+            timeout_s = min(self._timeout_s, call_limit_s(function))
+            limit_s = timeout_s + (_GRACE_S if len(calls) > 1 else 0.0)
+            answer = self._request(label, (key, path, options, calls, timeout_s), limit_s, rows)
         if answer is None:
             outcomes: list[Outcome] = [("late", None)] * len(calls)
         else:
@@ -82,10 +100,14 @@ class RewardProcess:
             if kind == "raised":
                 raise self._rebuild_error(label, content, rows)
             outcomes = content
+        if timeout_s < self._timeout_s:
+            return outcomes
+        counter = (label, key)
         for (kind, _), row in zip(outcomes, rows, strict=True):
-            self._late_calls[key] = self._late_calls.get(key, 0) + 1 if kind == "late" else 0
-            if self._late_calls[key] == _MAX_LATE_CALLS:
-                raise ConfigError(
+            n_late = self._late_calls.get(counter, 0) + 1 if kind == "late" else 0
+            self._late_calls[counter] = n_late % _MAX_LATE_CALLS
+            if n_late == _MAX_LATE_CALLS:
+                raise LateError(
                     f"{label} must return within data.reward_timeout_s ({self._timeout_s:g}) "
                     f"seconds; {_MAX_LATE_CALLS} calls in a row did not, the last on {row}. "
                     f"Try --set data.reward_timeout_s={2 * self._timeout_s:g}."

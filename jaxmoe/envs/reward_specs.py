@@ -16,12 +16,14 @@ from jaxmoe.config.calls import import_attribute
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
+def import_reward(path: str, options: dict[str, Any], key: str) -> Callable[..., Any]:
     """Import a function or callable object and bind its options; it may be async.
+
+    key: the config key that names it, for error messages.
 
     Raises: ConfigError if it cannot be imported, is not written in Python, or lacks an option.
     """
-    function = import_attribute(path, "data.rewards", "a reward function")
+    function = import_attribute(path, key, "a reward function")
     if not _is_written_in_python(function):
         name = path.partition(":")[2]
         kind = "a class" if isinstance(function, type) else type(function).__name__
@@ -29,10 +31,10 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
             f"{name} = {name}(), and name that" if isinstance(function, type) else "a def around it"
         )
         raise ConfigError(
-            f"data.rewards: {path} must be a reward function written in Python, or an object with "
+            f"{key}: {path} must be a reward function written in Python, or an object with "
             f"__call__, got {kind}. Write {hint}."
         )
-    _check_options(path, function, options)
+    _check_options(path, function, options, key)
     return functools.partial(function, **options) if options else function
 
 
@@ -74,7 +76,9 @@ def _find_call_method(target: Any) -> Any:
     )  # fmt: skip
 
 
-def _check_options(path: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+def _check_options(
+    path: str, function: Callable[..., Any], options: dict[str, Any], key: str
+) -> None:  # fmt: skip
     parameters = inspect.signature(function).parameters
     option_names = [name for name, p in parameters.items() if p.kind in _NAMED]
     takes_any = not option_names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -87,4 +91,4 @@ def _check_options(path: str, function: Callable[..., Any], options: dict[str, A
                 else f"Known: {', '.join(option_names) or 'none'}."
             )
             name = path.rpartition(":")[2]
-            raise ConfigError(f"data.rewards: {name} has no option {option!r}. {hint}")
+            raise ConfigError(f"{key}: {name} has no option {option!r}. {hint}")

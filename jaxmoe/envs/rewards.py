@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,12 +19,13 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import parse_call
 from jaxmoe.config.function_specs import split_calls
 from jaxmoe.envs.conventions import TRL_CONVENTION, Convention, Sample, detect_convention
-from jaxmoe.envs.reward_process import Runner, run_inline
+from jaxmoe.envs.reward_process import LateError, Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
 ReportProgress = Callable[..., None]  # (activity, number done, total)
+FAULTS = ("late", "bad_value", "raised")  # how a call of a function can fail
 _WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*(.*)", re.DOTALL)
 
 
@@ -38,6 +39,11 @@ class Reward:
     convention: Convention
     path: str  # "module:function"
     options: dict[str, Any]
+    key: str = "data.rewards"  # the config key that names it, in messages
+
+    @property
+    def label(self) -> str:
+        return f"{self.key}: {self.name}"
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,19 @@ class BatchRewards:
 
     rewards: np.ndarray  # float32; NaN if every function returned None for the sample
     parts: list[dict[str, float]]  # of each sample, by metric name; a metric is the mean of them
+    # of each sample: "" or how a function failed on it, one of FAULTS; empty if none failed
+    faults: list[str] = field(default_factory=list)
+    first_fault: str = ""  # one sentence about the first of them
 
 
-def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
+def read_rewards(
+    text: str, columns: Sequence[str], key: str = "data.rewards"
+) -> tuple[Reward, ...]:
     """Parse "0.9 * module:function(option=1) + module:other"; () for an empty text.
 
     columns: the columns of the rows; functions of TRL's convention take them by name.
     A name that occurs twice is numbered in metrics: "score", "score_2".
+    key: the config key of the text, for error messages.
 
     Raises: ConfigError for a function that cannot be parsed, imported or called.
     """
@@ -63,21 +75,21 @@ def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
         weight, spec = (float(match[1]), match[2]) if match else (1.0, part)
         path, options = "", {}
         if ":" in spec and math.isfinite(weight):
-            path, options = parse_call(spec, "data.rewards")
+            path, options = parse_call(spec, key)
         if ":" not in path:
             raise ConfigError(
-                "data.rewards must be functions of yours, each with a finite weight or none, got "
-                f'{part.strip()!r}. Try --set "data.rewards=0.9 * module:function + 0.1 * '
+                f"{key} must be functions of yours, each with a finite weight or none, got "
+                f'{part.strip()!r}. Try --set "{key}=0.9 * module:function + 0.1 * '
                 'module:other".'
             )
-        function = import_reward(path, options)
+        function = import_reward(path, options, key)
         # An option takes precedence over a column of the same name.
         free_columns = [name for name in columns if name not in options]
-        call = detect_convention(f"data.rewards: {path}", function, free_columns)
+        call = detect_convention(f"{key}: {path}", function, free_columns)
         names.append(path.rpartition(":")[2].rpartition(".")[2])
         number = names.count(names[-1])
         label = f"{names[-1]}_{number}" if number > 1 else names[-1]
-        rewards.append(Reward(label, weight, function, call, path, options))
+        rewards.append(Reward(label, weight, function, call, path, options, key))
     return tuple(rewards)
 
 
@@ -99,85 +111,130 @@ def score_samples(
     *,
     run: Runner = run_inline,
     state: SimpleNamespace | None = None,
+    count_errors: bool = False,
 ) -> BatchRewards:
     """Reward of each sample: Σ weight · value over the functions that score it, as in TRL.
 
-    run: calls a function. If a call times out, its function is skipped for that sample, so slow
-        answers are neither rewarded nor penalized.
-    Raises: ConfigError that names function and row for a value that is not a finite number.
+    A sample for which a call was late, or a value is not a finite number, has no reward: a policy
+    can cause both, and must be neither paid nor punished for them. They are counted by function.
+    run: calls a function.
+    count_errors: True to count errors of a function too, and never to raise one.
+
+    Raises: ConfigError that names function and row if a function returned no finite number at all.
     """
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
+    faults, first_fault = [""] * len(samples), ""
     for reward in rewards:
-        label = f"data.rewards: {reward.name}"
-        values, is_late = _call_reward(
-            label, reward, samples, report, run, state or SimpleNamespace()
+        values, kinds, error = _call_reward(
+            reward, samples, report, run, state or SimpleNamespace(), count_errors
         )
+        if error is not None:
+            first_fault = first_fault or f"{reward.label} failed: {error}"
         leaves_out = reward.convention is TRL_CONVENTION or not all(values)
+        is_bad = [False] * len(samples)
+        first_bad: str | None = None
         for i, (sample, values_of_sample) in enumerate(zip(samples, values, strict=True)):
             metrics = parts[i]
             if leaves_out:
                 metrics[f"reward/{reward.name}/none_frac"] = float(not values_of_sample)
-            if any(is_late):
-                metrics[f"reward/{reward.name}/late_frac"] = float(is_late[i])
+            if "late" in kinds:
+                metrics[f"reward/{reward.name}/late_frac"] = float(kinds[i] == "late")
+            if kinds[i]:
+                faults[i] = faults[i] or kinds[i]
+                first_fault = first_fault or f"{reward.label}: {kinds[i]} on {sample.label}"
             if not values_of_sample:
                 continue
             value = _to_float(values_of_sample["score"])
-            if value is not None:
-                totals[i] += reward.weight * value
-                scored[i] = True
+            total = math.nan if value is None else totals[i] + reward.weight * value
             # Rewards are float32 on the device. NaN fails the comparison too.
-            if value is None or not abs(totals[i]) <= np.finfo(np.float32).max:
-                raise ConfigError(
-                    f"{label} must return a finite number, or a dict with one as its score, got "
-                    f"{values_of_sample['score']!r:.60} (weight {reward.weight:g}) on "
-                    f"{sample.label}."
+            if value is None or not abs(total) <= np.finfo(np.float32).max:
+                is_bad[i] = True
+                faults[i] = faults[i] or "bad_value"
+                first_bad = first_bad or (
+                    f"{reward.label} must return a finite number, or a dict with one as its score, "
+                    f"got {values_of_sample['score']!r:.60} (weight {reward.weight:g}) on "
+                    f"{sample.label}"
                 )
+                continue
+            totals[i] = total
+            scored[i] = True
             metrics[f"reward/{reward.name}/mean"] = value
             for name, part in values_of_sample.items():
                 number = _to_float(part)
                 if name != "score" and number is not None:
                     metrics[f"reward/{reward.name}/{name}/mean"] = number
+        if first_bad is not None:
+            # One bad value may be the policy's doing; a function without a good one is wrong.
+            if sum(is_bad) == sum(map(bool, values)) and not count_errors:
+                raise ConfigError(f"{first_bad}.")
+            first_fault = first_fault or first_bad
+            for metrics, bad in zip(parts, is_bad, strict=True):
+                metrics[f"reward/{reward.name}/bad_value_frac"] = float(bad)
+    scored &= np.array([not fault for fault in faults], bool)
     if any(reward.convention is TRL_CONVENTION for reward in rewards) or not scored.all():
         for metrics, is_scored in zip(parts, scored, strict=True):
             metrics["reward/left_out_frac"] = float(not is_scored)
-    return BatchRewards(np.where(scored, totals, np.nan).astype(np.float32), parts)
+    if any(faults):
+        for metrics, fault in zip(parts, faults, strict=True):
+            metrics["reward/faulty_frac"] = float(bool(fault))
+    totals_or_nan = np.where(scored, totals, np.nan).astype(np.float32)
+    return BatchRewards(totals_or_nan, parts, faults if any(faults) else [], first_fault)
 
 
 def _call_reward(
-    label: str, reward: Reward, samples: Sequence[Sample], report: ReportProgress, run: Runner,
-    state: SimpleNamespace,
-) -> tuple[list[dict[str, Any]], list[bool]]:  # fmt: skip
-    """(parts that a function returned for each sample, True for each sample that timed out)."""
+    reward: Reward, samples: Sequence[Sample], report: ReportProgress, run: Runner,
+    state: SimpleNamespace, count_errors: bool,
+) -> tuple[list[dict[str, Any]], list[str], Exception | None]:  # fmt: skip
+    """(parts that a function returned for each sample, "" or the fault of each, the first error).
+
+    An error is returned only if errors are counted.
+    """
     names = [sample.label for sample in samples]
+    label, name, is_batch = reward.label, reward.name, reward.convention.batch
     calls = reward.convention.make_calls(reward.function, samples, state)
-    name = reward.name
-    if reward.convention.batch:
+
+    def run_calls(calls: list[dict[str, Any]], rows: list[str]) -> list[tuple[str, Any]]:
+        try:
+            outcomes = run(label, reward.path, reward.options, reward.function, calls, rows)
+            if is_batch and outcomes[0][0] == "late":
+                raise LateError(
+                    f"{label} must return within data.reward_timeout_s seconds; it did not, on "
+                    f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
+                )
+            if is_batch:
+                # Parsed here, because a list of another length is an error of the call.
+                returned = [value for _, value in outcomes]
+                return [("parsed", reward.convention.parse_values(label, returned, samples))]
+            return outcomes
+        except Exception as error:
+            if not count_errors:
+                raise
+            return [("late" if isinstance(error, LateError) else "raised", error)] * len(calls)
+
+    # All async calls at once, because they wait for I/O.
+    if is_batch or is_async(reward.function):
         report(f"scoring {len(samples)} answers by {name}")
         suffix = f" and the {len(samples) - 1} rows with it" if len(samples) > 1 else ""
-        rows = [names[0] + suffix]
-        outcomes = run(label, reward.path, reward.options, reward.function, calls, rows)
-        if outcomes[0][0] == "late":
-            raise ConfigError(
-                f"{label} must return within data.reward_timeout_s seconds; it did not, on "
-                f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
-            )
-    # All at once, because such calls wait for I/O.
-    elif is_async(reward.function):
-        report(f"scoring {len(samples)} answers by {name}")
-        outcomes = run(label, reward.path, reward.options, reward.function, calls, names)
+        outcomes = run_calls(calls, [names[0] + suffix] if is_batch else names)
     else:
-        outcomes = [
-            run(label, reward.path, reward.options, reward.function, [call], [row])[0]
-            for call, row in iterate_with_progress(
-                list(zip(calls, names, strict=True)), f"scoring by {name}", report
-            )
-        ]
-    is_late = [outcome == "late" for outcome, _ in outcomes]
-    if reward.convention.batch:
-        is_late = is_late * len(samples)
-    returned = [value for _, value in outcomes]
-    return reward.convention.parse_values(label, returned, samples), is_late
+        outcomes = []
+        for call, row in iterate_with_progress(
+            list(zip(calls, names, strict=True)), f"scoring by {name}", report
+        ):
+            # A function that ends its process, or is late three times in a row, costs too much to
+            # be tried on the rest.
+            gave_up = bool(outcomes) and isinstance(outcomes[-1][1], ConfigError)
+            outcomes += outcomes[-1:] if gave_up else run_calls([call], [row])
+    errors = [value for kind, value in outcomes if isinstance(value, Exception) and kind in FAULTS]
+    error = errors[0] if errors else None
+    kinds = [kind if kind in FAULTS else "" for kind, _ in outcomes]
+    if is_batch:
+        kind, value = outcomes[0]
+        values = value if kind == "parsed" else [{} for _ in samples]
+        return values, kinds * len(samples), error
+    returned = [None if kind in FAULTS else value for kind, value in outcomes]
+    return reward.convention.parse_values(label, returned, samples), kinds, error
 
 
 def mean_part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:

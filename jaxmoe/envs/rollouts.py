@@ -17,8 +17,9 @@ import numpy as np
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
+from jaxmoe.envs.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, mean_part_metrics
-from jaxmoe.envs.scores import score_rollouts, select_scored
+from jaxmoe.envs.scores import print_fault, select_scored
 from jaxmoe.envs.tasks import Task
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.records import Rollout
@@ -78,6 +79,7 @@ def collect_rollouts(
         scores = score_across_processes(
             rollouts, task, report, rollout_cfg.samples_per_prompt, step
         )
+        print_fault(scores)
         parts.extend(scores.parts)
         seconds["time/rollout_s"] += answered - start
         seconds["time/reward_s"] += time.perf_counter() - answered
@@ -132,14 +134,22 @@ def open_rollouts(
 def score_across_processes(
     rollouts: list[Rollout], task: Task, report: ReportProgress, samples: int, step: int
 ) -> BatchRewards:
-    """Score training rollouts; each process scores a share of the prompts."""
+    """Score and check training rollouts; each process scores a share of the prompts."""
+    # Planned for the complete batch, since an answer is also graded against a row of another share.
+    checked = plan_checks(rollouts, task.train, task, samples=samples)
 
-    def score_share(share: Sequence[Rollout]) -> dict[str, Any]:
-        scores = score_rollouts(share, task.train, task, report, step=step)
-        return {"rewards": scores.rewards.tolist(), "parts": scores.parts}
+    def score_share(share: Sequence[CheckedRollout]) -> dict[str, Any]:
+        scores = score_and_check(share, task.train, task, report, step=step)
+        return {
+            "rewards": scores.rewards.tolist(), "parts": scores.parts, "fault": scores.first_fault
+        }  # fmt: skip
 
     if jax.process_count() == 1:
-        return score_rollouts(rollouts, task.train, task, report, step=step)
-    shares = map_shares(rollouts, score_share, group_size=samples)
+        return score_and_check(checked, task.train, task, report, step=step)
+    shares = map_shares(checked, score_share, group_size=samples)
     rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
-    return BatchRewards(rewards, [part for share in shares for part in share["parts"]])
+    faults = [share["fault"] for share in shares if share["fault"]]
+    return BatchRewards(
+        rewards, [part for share in shares for part in share["parts"]],
+        first_fault=faults[0] if faults else "",
+    )  # fmt: skip

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import ParsedResponse, read_response
 from jaxmoe.data.rows import Source
+from jaxmoe.data.scoring import marks_several_answers
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.rewards import (
     BatchRewards,
@@ -24,6 +26,7 @@ from jaxmoe.envs.rewards import (
     score_samples,
 )
 from jaxmoe.envs.tasks import Task
+from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.records import Rollout, StopReason
 
 
@@ -45,7 +48,7 @@ def _answer_start(rollout: Rollout) -> int:
     return rollout.turns[-1][0] if rollout.policy_mask is not None else 0
 
 
-def _parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
+def parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
     """Parse the last turn of the policy, behind everything before it."""
     ids, start = _answer_ids(rollout, task), _answer_start(rollout)
     before = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
@@ -55,6 +58,27 @@ def _parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
     if rollout.stop is StopReason.PARSE_ERROR:
         return replace(parsed, text="", has_final=False)
     return parsed
+
+
+def make_samples(
+    rollouts: Sequence[Rollout], numbers: Sequence[int], source: Source, task: Task
+) -> list[Sample]:
+    """The rollouts as reward functions get them, each as an answer to the row of its number."""
+    return [
+        Sample(number, source[number], parse_answer(rollout, task), rollout.tokens.tolist())
+        for number, rollout in zip(numbers, rollouts, strict=True)
+    ]
+
+
+def trainer_state(task: Task, step: int) -> SimpleNamespace:
+    """TRL's trainer_state."""
+    return SimpleNamespace(global_step=step, max_steps=task.steps)
+
+
+def print_fault(scores: BatchRewards) -> None:
+    """Print one line if a reward function failed; its answers are left out and counted."""
+    if scores.first_fault and jax.process_index() == 0:
+        print(f"! {escape_unprintable(scores.first_fault)}", flush=True)
 
 
 def score_rollouts(
@@ -74,16 +98,15 @@ def score_rollouts(
     The answer of an episode is the last turn of the policy.
     If the prompt uses channels, the final one is the answer. Without a final channel, the source
     gives 0, and reward functions receive an empty text.
-    Raises: ConfigError for a value that is not a finite number.
+    Raises: ConfigError if a function returns no finite number at all, or the source a value that
+    is none.
     """
-    responses = [_parse_answer(r, task) for r in rollouts]
+    responses = [parse_answer(r, task) for r in rollouts]
     numbers = [r.prompt.id for r in rollouts]
     if task.rewards:
-        scores = score_samples(task.rewards, [
-            Sample(n, source[n], parsed, r.tokens.tolist())
-            for n, parsed, r in zip(numbers, responses, rollouts, strict=True)
-        ], report, run=task.run_rewards,
-            state=SimpleNamespace(global_step=step, max_steps=task.steps))  # fmt: skip
+        samples = make_samples(rollouts, numbers, source, task)
+        state = trainer_state(task, step)
+        scores = score_samples(task.rewards, samples, report, run=task.run_rewards, state=state)
     elif task.episodes is not None and task.episodes.earns:
         scores = BatchRewards(np.zeros(len(rollouts), np.float32), [{} for _ in rollouts])
     else:
@@ -103,6 +126,10 @@ def score_rollouts(
     for metrics, parsed in zip(scores.parts, responses, strict=True):
         if parsed.uses_channels:
             metrics["reward/no_final_frac"] = float(not parsed.has_final)
+    several = [marks_several_answers(parsed.text) for parsed in responses]
+    if any(several):
+        for metrics, has_several in zip(scores.parts, several, strict=True):
+            metrics["hack/several_answers"] = float(has_several)
     if task.episodes is None:
         return scores
     paid = np.array([math.fsum(r.env_rewards.values()) for r in rollouts], np.float32)

@@ -4,6 +4,7 @@
 Next: jaxmoe/envs/rollouts.py samples; jaxmoe/envs/scores.py scores.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from jaxmoe.envs.demonstration_specs import read_demonstrations
 from jaxmoe.envs.environment import check_rows
 from jaxmoe.envs.environment_specs import read_environment
 from jaxmoe.envs.episodes import Episodes, EpisodeSettings, sample_rollouts
-from jaxmoe.envs.reward_process import RewardProcess, Runner, run_inline
+from jaxmoe.envs.reward_process import RewardProcess, Runner, call_limit_s, run_inline
 from jaxmoe.envs.rewards import (
     Reward,
     read_rewards,
@@ -61,6 +62,10 @@ class Task:
     episodes: EpisodeSettings | None = None  # None: single answers
     # The messages of an episode that a warm start imitates; None: it trains on stored answers.
     demonstrate: Callable[[Row], Sequence[Message]] | None = None
+    swapped_share: float = 0.0  # of the answers: graded against another row too
+    second_grader: tuple[Reward, ...] = ()  # never trained on
+    second_grader_share: float = 0.0  # of the answers
+    run_second_grader: Runner = run_inline
 
     @property
     def score_name(self) -> str:
@@ -143,9 +148,10 @@ def open_task(cfg: Config) -> Task:
         eval_size=cfg.data.held_out_rows, seed=cfg.seed,
         answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
     )  # fmt: skip
-    rewards = read_rewards(cfg.data.rewards, _list_columns(train, held_out))
-    limit_s = cfg.data.reward_timeout_s
-    run_rewards = RewardProcess(limit_s) if rewards and limit_s else run_inline
+    columns, limit_s = _list_columns(train, held_out), cfg.data.reward_timeout_s
+    rewards = read_rewards(cfg.data.rewards, columns)
+    second_grader = read_rewards(cfg.data.second_grader, columns, "data.second_grader")
+    _check_call_limits((*rewards, *second_grader), limit_s)
     r = cfg.rollout
     sampling = Sampling(
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
@@ -154,11 +160,26 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
     task = Task(
         tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong, run_rewards, cfg.steps, cfg.data.shuffle, _open_episodes(cfg, tools),
-        read_demonstrations(cfg.warmup.demonstrations),
+        overlong, steps=cfg.steps, shuffle=cfg.data.shuffle, episodes=_open_episodes(cfg, tools),
+        run_rewards=RewardProcess(limit_s) if rewards and limit_s else run_inline,
+        demonstrate=read_demonstrations(cfg.warmup.demonstrations),
+        swapped_share=cfg.data.swapped_share, second_grader=second_grader,
+        second_grader_share=cfg.data.second_grader_share,
+        # A process of its own, so that a grader that hangs delays nothing else.
+        run_second_grader=RewardProcess(limit_s) if second_grader and limit_s else run_inline,
     )  # fmt: skip
     check_episode_start(task)
     return task
+
+
+def _check_call_limits(rewards: Sequence[Reward], timeout_s: float) -> None:
+    for reward in rewards:
+        if math.isfinite(call_limit_s(reward.function)) and not timeout_s:
+            raise ConfigError(
+                f"{reward.label} must run in a process that can be killed, because some answers "
+                "would take for ever; got data.reward_timeout_s=0. "
+                "Try --set data.reward_timeout_s=300."
+            )
 
 
 def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None:

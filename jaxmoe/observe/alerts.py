@@ -21,10 +21,16 @@ class Rule:
     """A metric, its bound, and what to check first if it is out of bounds."""
 
     metric: str
-    is_bad: Callable[[float], bool]
+    is_bad: Callable[..., bool]  # of the metric's value and those in `needs`
     bound: str
     suspect: str
     steps: int = 1  # the alert comes when the metric is out of bounds in this many steps in a row
+    needs: tuple[str, ...] = ()  # other metrics that the bound depends on
+
+    def is_broken(self, metrics: Mapping[str, float]) -> bool:
+        """True if the metrics contain all that the rule needs, and are out of bounds."""
+        names = (self.metric, *self.needs)
+        return all(n in metrics for n in names) and self.is_bad(*(metrics[n] for n in names))
 
 
 _ENGINE_WEIGHTS = "the engine's weights: does it run the newest weights, in the same dtype?"
@@ -52,6 +58,17 @@ RULES = (
     Rule("reward/zero_std_groups_frac", lambda x: x > 0.9, "> 0.9",
          "python -m jaxmoe.samples: rows that are too hard or too easy give no gradient; "
          "rollout.max_gen_batches > 1 samples other rows", steps=3),
+    Rule("reward/swapped", lambda x, mean: x > max(0.1, 0.3 * mean),
+         "> 0.1, and > 0.3 of reward/mean",
+         "python -m jaxmoe.samples: answers are paid for whatever is asked. See "
+         "docs/reward_hacking.md", steps=2, needs=("reward/mean",)),
+    Rule("reward/second_grader_disagrees", lambda x: x > 0.1, "> 0.1 of the answers",
+         "python -m jaxmoe.samples: what one grader pays and the other does not. See "
+         "docs/reward_hacking.md", steps=2),
+    Rule("reward/second_grader_failed_frac", lambda x: x > 0.1, "> 0.1 of its answers",
+         "reward/second_grader_late_frac, _bad_value_frac and _raised_frac"),
+    Rule("reward/faulty_frac", lambda x: x > 0.05, "> 0.05 of the answers",
+         "reward/NAME/late_frac and reward/NAME/bad_value_frac: these answers have no reward"),
     Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",
          "python -m jaxmoe.samples: the policy stops almost at once"),
     Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",
@@ -83,9 +100,7 @@ def count_bad_steps(metrics: Mapping[str, float], previous: Mapping[str, int]) -
     `previous` are the counts of the step before; a metric that this step lacks begins again.
     """
     return {
-        rule.metric: previous.get(rule.metric, 0) + 1
-        for rule in RULES
-        if rule.metric in metrics and rule.is_bad(metrics[rule.metric])
+        rule.metric: previous.get(rule.metric, 0) + 1 for rule in RULES if rule.is_broken(metrics)
     }
 
 

@@ -12,6 +12,7 @@ from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.demonstrations import check_targets
+from jaxmoe.envs.reward_checks import describe_checks
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model.params import count_params
 from jaxmoe.model.routers_from_config import router_from_config
@@ -179,7 +180,8 @@ def _check_task(cfg: Config) -> str:
         f"  rows         {len(task.train):,} to train on, {len(task.held_out):,} held out; the "
         f"longest prompt read has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
         f"{dropped}"
-        f"  tokenizer    {text}, {tokens:,} ids"
+        + "".join(f"  {name:<13}{line}\n" for name, line in describe_checks(task).items())
+        + f"  tokenizer    {text}, {tokens:,} ids"
     )
 
 

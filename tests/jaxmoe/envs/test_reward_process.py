@@ -41,6 +41,14 @@ def hangs(response):
                 pass
     return float(response)
 
+class Limited:
+    call_limit_s = 0.3
+
+    def __call__(self, response):
+        return hangs(response)
+
+limited = Limited()
+
 def batch(completions, **columns):
     time.sleep(60)
 
@@ -133,6 +141,34 @@ def test_a_call_that_never_returns_leaves_its_sample_out_and_is_counted(run):
     np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan, 2.0], np.float32))
     metrics = mean_part_metrics(scores.parts)
     assert metrics["reward/hangs/late_frac"] == metrics["reward/left_out_frac"] == 1 / 3
+
+
+def test_an_answer_that_one_of_two_functions_is_late_on_is_not_scored_by_the_other_alone(run):
+    """The sum of the others would punish it as a wrong answer."""
+    samples = [
+        Sample(i, Row("q", "4"), ParsedResponse(t), [1]) for i, t in enumerate(["1", "hang"])
+    ]
+    rewards = read_rewards("worker_rewards:hangs + 0.1 * worker_rewards:alarmed", [])
+    scores = score_samples(rewards, samples, run=run)
+    np.testing.assert_allclose(scores.rewards, [1.1, np.nan], rtol=1e-6)
+    assert scores.faults == ["", "late"]
+
+
+def test_a_function_with_a_limit_of_its_own_may_be_late_any_number_of_times(run):
+    scores = score_in_process(run, "limited", *["hang"] * 4, "1")
+    assert np.isnan(scores.rewards[:4]).all() and scores.rewards[4] == 1.0
+    assert mean_part_metrics(scores.parts)["reward/limited/late_frac"] == 0.8
+
+
+def test_late_calls_that_are_counted_end_after_the_third_and_do_not_count_for_the_run(run):
+    samples = [Sample(i, Row("q", "4"), ParsedResponse("hang"), [1]) for i in range(8)]
+    rewards = read_rewards("worker_rewards:hangs", [], "data.second_grader")
+    start = time.monotonic()
+    for _ in range(2):
+        scores = score_samples(rewards, samples, run=run, count_errors=True)
+        assert scores.faults == ["late"] * 8
+    assert time.monotonic() - start < 30.0
+    assert np.isnan(score_in_process(run, "hangs", "hang").rewards[0])  # not the third in a row
 
 
 def test_a_function_that_never_returns_is_named(run):

@@ -88,7 +88,7 @@ def returns(prompt, response, row, *, value=None):
 
 def batch(completions, *, value=None, **columns):
     return {"short": [1.0], "number": 1.0, "text": "ab", "dict": {0: 1, 1: 1}, "nan": [1, math.nan],
-            "strings": ["1", "2"]}.get(value)  # fmt: skip
+            "strings": ["1", "2"], "mixed": [1, "2"]}.get(value)  # fmt: skip
 
 
 def none_at_all(completions, **columns):
@@ -287,13 +287,37 @@ def test_verls_batch_convention_gets_lists():
         ("some_rewards:batch", "must return a list of 2 rewards, one per completion, got None"),
         *((f"some_rewards:batch(value={value!r})", "must return a list of 2 rewards")
           for value in ("short", "number", "text", "dict")),
-        ("some_rewards:batch(value='nan')", "batch must return a finite.*got nan.*on row 1 .a:2"),
         ("some_rewards:batch(value='strings')", "got '1'"),
     ],
 )  # fmt: skip
 def test_what_is_no_reward_is_refused_by_function_and_row(text, message):
     with pytest.raises(ConfigError, match=message):
         score_texts(text, "2", "3")
+
+
+@pytest.mark.parametrize("value", ["nan", "mixed"])
+def test_a_value_that_is_no_number_leaves_its_answer_out_and_is_counted_by_name(value):
+    """A policy can cause one, so it must not end a run; and 0 would punish a right answer."""
+    scores = score_texts(
+        f"some_rewards:batch(value='{value}') + 0.1 * some_rewards:constant", *"23"
+    )
+    np.testing.assert_allclose(scores.rewards, [1.2, np.nan], rtol=1e-6)
+    metrics = mean_part_metrics(scores.parts)
+    assert metrics["reward/batch/bad_value_frac"] == 0.5 == metrics["reward/faulty_frac"]
+    assert metrics["reward/batch/mean"] == 1.0 and metrics["reward/left_out_frac"] == 0.5
+    assert scores.faults == ["", "bad_value"] and "on row 1 (a:2)" in scores.first_fault
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("raises", "raised"), ("leaves", "raised"), ("batch(value='short')", "raised"),
+     ("returns(value='nan')", "bad_value"), ("batch(value='strings')", "bad_value")],
+)  # fmt: skip
+def test_errors_that_are_counted_name_their_kind_for_each_answer(name, fault):
+    rewards = read_rewards(f"some_rewards:{name}", COLUMNS, "data.second_grader")
+    scores = score_samples(rewards, make_samples("2", "3"), count_errors=True)
+    assert np.isnan(scores.rewards).all() and scores.faults == [fault] * 2
+    assert scores.first_fault.startswith("data.second_grader: ")
 
 
 def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():

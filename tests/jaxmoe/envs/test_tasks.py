@@ -141,6 +141,7 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     assert metrics == {
         "eval/accuracy": 0.25, "eval/accuracy_greedy": 1.0,
         "eval/pass@2": 0.5, "eval/pass@4": 1.0,
+        "eval/reward/swapped": 0.0, "eval/reward/swapped_share": 0.25,
     }  # fmt: skip
     assert len(rollouts) == N_HELD_OUT and rewards.tolist() == [1.0] * N_HELD_OUT
     assert {(t, n) for t, n, _ in engine.requests} == {(0.0, 1), (1.0, 4)}

@@ -31,6 +31,10 @@ CASES = [
     ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
     ("policy/kl_ref", 0.05, 1.0, UP, "> 1 nat per token", "loss.kl_coef and optim.lr"),
     ("reward/zero_std_groups_frac", 0.57, 0.9, UP, "> 0.9", "python -m jaxmoe.samples: rows"),
+    ("reward/swapped", 0.0, 0.1, UP, "> 0.1, and > 0.3 of reward/mean", "python -m jaxmoe.samples"),
+    ("reward/second_grader_disagrees", 0.0, 0.1, UP, "> 0.1 of the answers", "python -m jaxmoe.s"),
+    ("reward/second_grader_failed_frac", 0.0, 0.1, UP, "> 0.1 of its answers", "reward/second_gra"),
+    ("reward/faulty_frac", 0.0, 0.05, UP, "> 0.05 of the answers", "reward/NAME/late_frac and"),
     ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
     ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
     ("stop/env_error_frac", 0.0, 0.05, UP, "> 0.05", "python -m jaxmoe.samples: the environment"),
@@ -46,7 +50,7 @@ CASES = [
 
 def alerts_of(metrics, steps=3):
     """The alerts of the last of several steps with the same metrics."""
-    bad_steps = {}
+    bad_steps, metrics = {}, {"reward/mean": 0.2} | metrics
     for _ in range(steps):
         bad_steps = count_bad_steps(metrics, bad_steps)
     return find_alerts(metrics, bad_steps)
@@ -74,6 +78,19 @@ def test_only_what_is_out_of_bounds_and_was_measured_is_told():
     assert list(alerts_of(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
         "policy/clip_frac", "gate/closed",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mean", "last"), [(0.2, 0.1), (-1.0, 0.1), (0.5, 0.3 * 0.5), (1.0, 0.3), (10.0, 3.0)]
+)
+def test_the_bound_of_swapped_rewards_depends_on_the_mean_reward(mean, last):
+    def alerts(swapped):
+        return alerts_of({"reward/mean": mean, "reward/swapped": swapped})
+
+    assert alerts(last) == {} and list(alerts(math.nextafter(last, UP))) == ["reward/swapped"]
+    bad = {"reward/swapped": 1.0}
+    assert count_bad_steps(bad, {}) == {}, "a rule needs all of its metrics"
+    assert alerts_of({"reward/mean": 1.0, "reward/swapped": 1.0}, steps=1) == {}
 
 
 def test_a_share_that_varies_from_batch_to_batch_alerts_in_the_third_step_in_a_row():

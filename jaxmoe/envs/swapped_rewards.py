@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`reward/swapped`: mean reward of answers that are graded as the answers of another row.
+
+An honest answer is wrong there, so it is about 0. It rises when the reward pays whatever is asked:
+edited tests, a judge that was talked to, a constant answer. It needs no labels and no list of
+tricks. It cannot see an answer that was copied from the stored one; jaxmoe/envs/second_grader.py
+is for those. Next: jaxmoe/envs/reward_checks.py chooses the answers.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxmoe.data.json_columns import CHAT_COLUMNS
+from jaxmoe.data.rows import Row, Source
+from jaxmoe.data.scoring import answer_key
+from jaxmoe.envs.rewards import ReportProgress, ignore_progress, score_samples
+from jaxmoe.envs.scores import make_samples, parse_answer, trainer_state
+from jaxmoe.envs.tasks import Task
+from jaxmoe.records import Rollout
+
+NO_ROW = -1
+# Two rows of a batch have the same answer more often than this: chance alone would pay.
+MAX_CHANCE = 0.05
+FAILED = "reward/swapped_failed_frac"
+
+
+def find_swap_problem(task: Task, rows: Sequence[Row]) -> str | None:
+    """Return the reason why `reward/swapped` cannot be measured for rows like these, or None."""
+    if not task.swapped_share:
+        return "data.swapped_share is 0"
+    if not task.rewards and task.episodes is not None and task.episodes.earns:
+        return "the environment pays, and it cannot be asked about another row"
+    if not any(_gold_keys(row, bool(task.rewards)) for row in rows):
+        return "the rows have no stored answer"
+    return None
+
+
+def find_other_rows(rows: Sequence[Row], *, by_columns: bool) -> list[int]:
+    """For each row of a batch the index of the one half a batch on, against which it is graded too.
+
+    It is NO_ROW if one of the two has no stored answer, or both have the same answer or question;
+    and for all rows if equal answers are frequent, as with multiple choice.
+    by_columns: True if the columns of a row without an answer also tell how to grade it.
+    """
+    golds = [_gold_keys(row, by_columns) for row in rows]
+    n, half = len(rows), len(rows) // 2
+    counts = Counter(key for keys in golds for key in keys)
+    n_equal_pairs = sum(count * (count - 1) for count in counts.values())
+    if n < 2 or n_equal_pairs > MAX_CHANCE * n * (n - 1):
+        return [NO_ROW] * n
+    partners = [(i + half) % n for i in range(n)]
+    return [
+        j
+        if golds[i] and golds[j] and not golds[i] & golds[j]
+        and rows[i].identity != rows[j].identity
+        else NO_ROW
+        for i, j in enumerate(partners)
+    ]  # fmt: skip
+
+
+def _gold_keys(row: Row, by_columns: bool) -> frozenset[Hashable]:
+    """Keys of the correct answers of a row; rows with a common key have the same answer."""
+    if row.answer is not None:
+        return frozenset(answer_key(text) for text in (row.answer, *row.other_answers))
+    columns = {name: value for name, value in row.columns.items() if name not in CHAT_COLUMNS}
+    return frozenset([repr(columns)]) if by_columns and columns else frozenset()
+
+
+def swapped_rewards(
+    rollouts: Sequence[Rollout], other_rows: Sequence[int], source: Source, task: Task,
+    report: ReportProgress = ignore_progress, *, step: int = 0,
+) -> list[dict[str, float]]:  # fmt: skip
+    """The metrics of each rollout, graded as an answer to its other row.
+
+    Functions get the columns of the other row, and the answer as it is. Rewards of an environment
+    are not part of it. Faults are counted and never end the run.
+    """
+    if task.rewards:
+        rewards = [replace(r, key=f"{r.key} (another row's answer)") for r in task.rewards]
+        scores = score_samples(
+            rewards, make_samples(rollouts, other_rows, source, task), report,
+            run=task.run_rewards, state=trainer_state(task, step), count_errors=True,
+        )  # fmt: skip
+        faults = scores.faults or [""] * len(rollouts)
+        parts = [
+            {f"reward/swapped/{r.name}": metrics[name] for r in rewards
+             if len(rewards) > 1 and (name := f"reward/{r.name}/mean") in metrics}
+            for metrics in scores.parts
+        ]  # fmt: skip
+        values = scores.rewards.tolist()
+    else:
+        parsed = [parse_answer(rollout, task) for rollout in rollouts]
+        faults, parts = [""] * len(rollouts), [{} for _ in rollouts]
+        values = [
+            source.score(answer.text, number) if answer.has_final else 0.0
+            for answer, number in zip(parsed, other_rows, strict=True)
+        ]
+    for metrics, value, fault in zip(parts, values, faults, strict=True):
+        if np.isfinite(value):
+            metrics["reward/swapped"] = value
+        if any(faults):
+            metrics[FAILED] = float(bool(fault))
+    return parts
