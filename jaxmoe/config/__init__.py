@@ -30,12 +30,13 @@ from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.optim import OptimConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 from jaxmoe.config.router import RouterConfig, check_router_config
+from jaxmoe.config.sandbox import SandboxConfig, check_sandbox, names_sandbox
 
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
     "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
     "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig",
-    "RouterConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine",
+    "RouterConfig", "SandboxConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine",
     "require", "to_json",
 ]  # fmt: skip
 
@@ -256,6 +257,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     lora: LoraConfig = LoraConfig()
     router: RouterConfig = RouterConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
 
     def __post_init__(self) -> None:
@@ -295,6 +297,7 @@ class Config:
         check_lora(self)
         check_numerics(self)
         check_router_config(self)
+        check_sandbox(self)
         matches = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
             self.kernels in KERNELS,
@@ -357,6 +360,12 @@ class Config:
     def has_environment(self) -> bool:
         """True if an environment, or tools, reply to the policy."""
         return bool(self.data.environment.strip() or self.data.tools.strip())
+
+    @property
+    def uses_sandbox(self) -> bool:
+        """True if programs of the policy run, in tools or in rewards."""
+        data = self.data
+        return any(map(names_sandbox, (data.tools, data.rewards, data.second_grader)))
 
     def _smaller_context(self) -> str:
         """Settings for a context that the model has."""

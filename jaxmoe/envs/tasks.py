@@ -33,6 +33,7 @@ from jaxmoe.envs.rewards import (
     Reward,
     read_rewards,
 )
+from jaxmoe.envs.sandbox_rewards import bind_sandbox
 from jaxmoe.envs.tool_specs import read_tools
 from jaxmoe.envs.tools import Tool
 from jaxmoe.records import Prompt, Rollout, Sampling
@@ -132,7 +133,7 @@ def open_task(cfg: Config) -> Task:
     tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     _check_tokenizer_choice(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
-    tools = read_tools(cfg.data.tools)
+    tools = read_tools(cfg.data.tools, cfg.sandbox)
     template = Template(
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
         load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
@@ -149,8 +150,10 @@ def open_task(cfg: Config) -> Task:
         answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
     )  # fmt: skip
     columns, limit_s = _list_columns(train, held_out), cfg.data.reward_timeout_s
-    rewards = read_rewards(cfg.data.rewards, columns)
-    second_grader = read_rewards(cfg.data.second_grader, columns, "data.second_grader")
+    rewards = bind_sandbox(read_rewards(cfg.data.rewards, columns), cfg.sandbox)
+    second_grader = bind_sandbox(
+        read_rewards(cfg.data.second_grader, columns, "data.second_grader"), cfg.sandbox
+    )
     _check_call_limits((*rewards, *second_grader), limit_s)
     r = cfg.rollout
     sampling = Sampling(

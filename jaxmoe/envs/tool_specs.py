@@ -15,10 +15,12 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_attribute, parse_call
 from jaxmoe.config.function_specs import split_calls
+from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
 from jaxmoe.data.harmony_tools import check_tools
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.envs.arithmetic import evaluate_arithmetic
 from jaxmoe.envs.async_loop import wait_for_result
+from jaxmoe.envs.sandbox_tool import make_sandbox_tool
 from jaxmoe.envs.tool_schema import describe_function, restore_enums
 from jaxmoe.envs.tools import Tool
 from jaxmoe.envs.verl_tools import (
@@ -43,15 +45,21 @@ def make_python_tool() -> Tool:
     return Tool(description, evaluate_arithmetic, recipient="python", takes_text=True)
 
 
-BUILTIN_TOOLS: Mapping[str, Callable[..., Tool]] = {"python": make_python_tool}
+def builtin_tools(sandbox: SandboxConfig) -> Mapping[str, Callable[[], Tool]]:
+    """The tools that are named without a module."""
+    return {"python": make_python_tool, TOOL_NAME: lambda: make_sandbox_tool(sandbox)}
 
 
-def read_tools(text: str) -> tuple[Tool, ...]:
+def read_tools(text: str, sandbox: SandboxConfig | None = None) -> tuple[Tool, ...]:
     """Parse calls joined by "+"; () for an empty text.
+
+    sandbox: of the tool python_sandbox; None means the default.
 
     Raises: ConfigError for a tool that cannot be imported or described, or that occurs twice.
     """
-    tools = [_read_tool(call) for call in split_calls(text)] if text.strip() else []
+    builtin = builtin_tools(sandbox or SandboxConfig())
+    calls = split_calls(text) if text.strip() else []
+    tools = [_read_tool(call, builtin) for call in calls]
     addresses = [tool.address for tool in tools]
     repeated = [address for address in addresses if addresses.count(address) > 1]
     if repeated:
@@ -111,10 +119,10 @@ def _take_code(description: ToolDescription, call: Callable[..., Any], label: st
     return Tool(description, lambda code: call(**{names[0]: code}), takes_text=True)
 
 
-def _read_tool(call: str) -> Tool:
+def _read_tool(call: str, builtin: Mapping[str, Callable[[], Tool]]) -> Tool:
     path, options = parse_call(call, KEY)
     if ":" not in path:
-        return _make_builtin(path, options)
+        return _make_builtin(path, options, builtin)
     target: Any = import_attribute(path, KEY, "a tool")
     label = f"{KEY}: {path}"
     if isinstance(target, Tool):
@@ -139,15 +147,17 @@ def _read_tool(call: str) -> Tool:
     return tool_from_function(target, label, options)
 
 
-def _make_builtin(name: str, options: Mapping[str, Any]) -> Tool:
-    if name not in BUILTIN_TOOLS:
-        close = difflib.get_close_matches(name, BUILTIN_TOOLS, 1)
-        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(BUILTIN_TOOLS)};"
+def _make_builtin(
+    name: str, options: Mapping[str, Any], builtin: Mapping[str, Callable[[], Tool]]
+) -> Tool:
+    if name not in builtin:
+        close = difflib.get_close_matches(name, builtin, 1)
+        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(builtin)};"
         custom = "" if close else " a tool of your own is module:function."
         raise ConfigError(f"{KEY}: there is no tool {name!r}. {hint}{custom}")
-    make = BUILTIN_TOOLS[name]
+    make = builtin[name]
     _check_option_names(f"{KEY}: {name}", make, options)
-    return make(**options)
+    return make()
 
 
 def _check_option_names(

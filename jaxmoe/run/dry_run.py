@@ -13,6 +13,7 @@ from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.demonstrations import check_targets
 from jaxmoe.envs.reward_checks import describe_checks
+from jaxmoe.envs.sandbox.probe import describe_sandbox
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model.params import count_params
 from jaxmoe.model.routers_from_config import router_from_config
@@ -38,7 +39,12 @@ def dry_run(cfg: Config, *stages: str) -> None:
     print(f"  kernels      {describe_kernels(cfg)}")
     errors: list[ConfigError] = []
     # All checks run, so that one dry run shows every mistake.
-    for check in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
+    for check in (
+        _check_checkpoint,
+        _check_sandbox,
+        _check_task,
+        lambda cfg: check_memory(cfg, *stages),
+    ):
         try:
             if text := check(cfg):
                 print(text)
@@ -167,6 +173,10 @@ def _check_checkpoint(cfg: Config) -> str:
     check_checkpoint_model(cfg.model, Path(cfg.init.checkpoint))
     load_initial_adapters(cfg)
     return f"  config.json  {cfg.init.checkpoint}: the model above"
+
+
+def _check_sandbox(cfg: Config) -> str:
+    return f"  sandbox      {describe_sandbox(cfg.sandbox)}" if cfg.uses_sandbox else ""
 
 
 def _check_task(cfg: Config) -> str:

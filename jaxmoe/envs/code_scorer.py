@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward of code: 1 if it passes the tests of its row, in sandboxes that nothing ran in before.
+
+`data.rewards=jaxmoe.envs.code_scorer:score_code` for rows with the columns `test` and
+`entry_point`, and `prompt` if helpers are defined there. Next: jaxmoe/envs/grading.py.
+"""
+
+import ast
+import asyncio
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.envs.grading import Grade, GradeStatus, grade_code
+from jaxmoe.envs.sandbox.pool import SandboxPool
+from jaxmoe.envs.sandbox.probe import choose_sandbox
+
+_FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
+
+
+async def score_code(
+    prompt: Any, response: str, row: Mapping[str, Any], *, timeout_s: float = 10.0,
+    sandbox: Mapping[str, Any] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """1.0 if the function that the row asks for passes the row's tests, else 0.0.
+
+    The code is the response's last block in ```, or all of it; a response that continues the
+    prompt's function is read behind the prompt. Each way to fail is counted by name.
+
+    timeout_s: for one answer, all tests together.
+    sandbox: fields of SandboxConfig; a run passes those of its config.
+    Raises: ConfigError for a row without tests, and if no sandbox starts.
+    """
+    tests, entry_point = row.get("test"), row.get("entry_point")
+    if not isinstance(tests, str) or not isinstance(entry_point, str):
+        raise ConfigError(
+            "score_code needs rows with the texts test and entry_point, such as HumanEval's; got "
+            f"the columns {', '.join(row) or 'none'}. Rename columns, or use another reward."
+        )
+    setup = row["prompt"] if isinstance(row.get("prompt"), str) else ""
+    setup = setup if _parse_code(setup) is not None else ""
+    code = extract_code(response, entry_point, str(row.get("prompt") or ""))
+    pool = _open_pool(tuple(sorted((sandbox or {}).items())))
+    if code is None:
+        return _count_grade(Grade(GradeStatus.RAISED, "SyntaxError"), has_code=False)
+    # In threads: a grade waits for other processes.
+    grade = await asyncio.to_thread(
+        grade_code, pool, code, entry_point, tests, setup=setup, timeout_s=timeout_s
+    )
+    return _count_grade(grade)
+
+
+def extract_code(response: str, entry_point: str, prompt: str = "") -> str | None:
+    """The program of a response that defines a function; None if no part of it does.
+
+    Tried in this order: the last block in ```, the text, each of them behind the prompt.
+    """
+    blocks: list[str] = _FENCE.findall(response)
+    texts = [*blocks[-1:], response]
+    for text in (*texts, *(prompt + text for text in texts), *(prompt + "\n" + t for t in texts)):
+        tree = _parse_code(text)
+        if tree is not None and _defines_name(tree, entry_point):
+            return text
+    return None
+
+
+def _parse_code(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _defines_name(tree: ast.Module, name: str) -> bool:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+            return True
+        if isinstance(node, ast.ImportFrom | ast.Import) and any(
+            (alias.asname or alias.name) == name for alias in node.names
+        ):
+            return True
+    return False
+
+
+def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:
+    counts = {status.value: float(has_code and status is grade.status) for status in _COUNTED}
+    passed = float(grade.status is GradeStatus.PASSED)
+    return {"score": passed, "no_code": float(not has_code)} | counts
+
+
+@functools.lru_cache(maxsize=2)
+def _open_pool(fields: tuple[tuple[str, Any], ...]) -> SandboxPool:
+    """The pool of this process; sandboxes of earlier answers must not be started for each."""
+    config = SandboxConfig(**dict(fields))
+    return SandboxPool(choose_sandbox(config), config.warm)
