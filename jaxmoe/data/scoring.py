@@ -19,6 +19,7 @@ from jaxmoe.data.exact_number import read_last_number, read_number
 PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
 # None of these is a correct answer to any question; a scorer that accepts one is unreliable.
 GARBAGE = ("zzz", "qwx vjk 7#?", "None", "0 zzz 1 [", "{}")
+_BOX = "\\boxed{"
 _MAX_MARKS = 100  # marked answers of a response that are counted
 _MAX_RESPONSE_CHARS = 10_000  # characters of a response that an evaluating scorer may see
 # Bounds on a formula that sympy may expand and simplify. They were determined by attacks on the
@@ -57,29 +58,37 @@ def score_text(response: str, gold: str) -> float:
     Gold is the text after "####", if it has that mark. Equal text always counts. An equal number
     counts too, compared exactly: the marked answer (after "####", in \\boxed{}, or after "the
     answer is") must be that number and nothing else except a unit; if nothing is marked, the
-    last number of the response must be it.
+    last number of the response must be it. A stored number with a unit may be answered without it.
     """
-    gold = _text_after_hashes(gold) if "####" in gold else gold.strip()
+    gold = strip_gold(gold)
     if not gold:
         return 0.0
-    marked = _find_marked_answer(response)
-    stated = _find_stated_answer(response) if marked is None else None
+    marked = find_marked_answer(response)
+    stated = find_stated_answer(response) if marked is None else None
     if gold in (response.strip(), marked, stated):
         return 1.0
     value = read_number(gold)
+    # A unit may be left out, but another one is wrong: 5 cm are not 5 m.
+    units = value is not None
+    value = read_number(gold, units=True) if value is None else value
     if value is None:
         return 0.0
     if marked is not None:
-        return float(read_number(marked, units=True) == value)
+        return float(read_number(marked, units=units) == value)
     if stated is not None and any(digit in stated for digit in "0123456789"):
         _, _, last = stated.rpartition("=")
-        return float(read_number(last, units=True) == value)
+        return float(read_number(last, units=units) == value)
     return float(read_last_number(response) == value)
+
+
+def strip_gold(gold: str) -> str:
+    """The stored answer without the solution before it: the text after "####", if it has that."""
+    return _text_after_hashes(gold) if "####" in gold else gold.strip()
 
 
 def answer_key(gold: str) -> Fraction | str:
     """A key that is equal for stored answers which `score_text` takes for the same answer."""
-    text = _text_after_hashes(gold) if "####" in gold else gold.strip()
+    text = strip_gold(gold)
     value = read_number(text)
     return text.casefold() if value is None else value
 
@@ -228,12 +237,21 @@ def _text_after_hashes(text: str) -> str:
     return text.rpartition("####")[2].strip().partition("\n")[0].strip()
 
 
-def _find_marked_answer(response: str) -> str | None:
+def find_marked_answer(response: str) -> str | None:
     """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked."""
     if "####" in response:
         return _text_after_hashes(response)
-    start = response.rfind("\\boxed{")
-    return None if start < 0 else _read_box(response, start + len("\\boxed{"))
+    marked, position = None, 0
+    while (start := response.find(_BOX, position)) >= 0:
+        text = _read_box(response, start + len(_BOX))
+        if text is None:  # an unclosed box marks nothing, and a closed one inside it does
+            return _read_box(response, response.rfind(_BOX) + len(_BOX))
+        marked, position = text, start + len(_BOX) + len(text)
+    # A box around another one and nothing else marks the same answer.
+    is_nested = marked is not None and marked.startswith(_BOX) and marked.endswith("}")
+    return (
+        find_marked_answer(marked) if marked and is_nested and marked.count(_BOX) == 1 else marked
+    )
 
 
 def _read_box(response: str, start: int) -> str | None:
@@ -246,7 +264,7 @@ def _read_box(response: str, start: int) -> str | None:
     return None  # an unclosed box marks nothing
 
 
-def _find_stated_answer(response: str) -> str | None:
+def find_stated_answer(response: str) -> str | None:
     """The text after the last "the answer is", to the end of its sentence; None without it."""
     ends = [match.end() for match in _ANSWER_PHRASE.finditer(response)]
     if not ends:

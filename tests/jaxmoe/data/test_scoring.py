@@ -8,10 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+from answer_cheats import NUMBER_CHEATS, OTHER_CHEATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.data.scoring import is_safe_to_evaluate, score_checked, score_text
+from jaxmoe.data.scoring import (
+    is_safe_to_evaluate,
+    marks_several_answers,
+    score_checked,
+    score_text,
+)
 
 PLAIN = {"runs_code": False, "runs_sympy": False}
 
@@ -83,6 +89,34 @@ def test_a_part_of_a_larger_expression_is_not_paid(response, gold):
 )  # fmt: skip
 def test_a_number_counts_however_it_is_written(response, gold):
     assert score_text(response, gold) == 1.0
+
+
+@pytest.mark.parametrize(("response", "gold"), NUMBER_CHEATS + OTHER_CHEATS)
+def test_a_cheat_is_not_paid(response, gold):
+    assert score_text(response, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "score"),
+    [
+        (r"\boxed{90}", r"90^\circ", 1.0), ("It is 15.", r"15\mbox{ cm}^2", 1.0),
+        (r"\boxed{15\text{ m}}", r"15\mbox{ cm}^2", 0.0), (r"\boxed{\boxed{7}}", "7", 1.0),
+        (r"\boxed{8} so \boxed{7}", "7", 1.0), (r"\boxed{\boxed{7}, 8}", "7", 0.0),
+        (r"\boxed{oops \boxed{7}", "7", 1.0),
+    ],
+)  # fmt: skip
+def test_units_of_stored_answers_may_be_left_out_and_the_outer_box_counts(response, gold, score):
+    assert score_text(response, gold) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "is_several"),
+    [(r"\boxed{7} or \boxed{8}", True), ("#### 7\n#### 8", True), (r"\boxed{7} #### 8", True),
+     (r"\boxed{7}, so \boxed{7.0}", False), ("#### 7", False), ("7 or 8", False),
+     (r"\boxed{7" * 500, False)],
+)  # fmt: skip
+def test_answers_that_mark_several_answers_are_counted(response, is_several):
+    assert marks_several_answers(response) is is_several
 
 
 SENTENCES = (
