@@ -99,10 +99,11 @@ def example(tmp_path, monkeypatch):
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
     more = [{"prompt": f"{n}+1=", "answer": n + 1, "unit": ""} for n in range(10, 1400)]
     (tmp_path / "sums.jsonl").write_text(rows + "\n".join(map(json.dumps, more)))
-    problem = {
-        "prompt": "def f(x):\n", "entry_point": "f", "test": "def check(f):\n    assert f(1) == 1",
-    }  # fmt: skip
-    (tmp_path / "problems.jsonl").write_text("\n".join([json.dumps(problem)] * 3))
+    problems = [
+        {"prompt": f"def f{i}(x):\n", "entry_point": f"f{i}", "test": f"assert f{i}(1) == 1"}
+        for i in range(3)
+    ]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
     (tmp_path / "my_questions.jsonl").write_text("\n".join(map(json.dumps, more)))
     shown = {"stage": "rl", "step": 4, "kind": "held_out", "prompt": "abc", "response": "cba"}
     for run in ("runs/tiny", "runs/tiny_tool"):  # what the commands above them leave

@@ -40,17 +40,17 @@ class SandboxPool:
     def acquire(self) -> Sandbox:
         """A sandbox that nothing ran in; the caller must `release` it. Raises SandboxError."""
         for tries_left in reversed(range(_START_TRIES)):
-            sandbox = self._pop_idle() or self._starter.submit(self._state.launcher.start).result()
+            sandbox = self._pop_idle() or self._start_sandbox()
             with self._state.lock:
                 self._state.in_use.add(sandbox)
                 is_closed = self._state.is_closed
-            self._starter.submit(lambda state=self._state: _fill_pool(state))
             try:
                 if is_closed:
                     raise SandboxError("the pool is closed")
+                self._starter.submit(lambda state=self._state: _fill_pool(state))
                 sandbox.wait_ready()
                 return sandbox
-            except SandboxError:
+            except RuntimeError:  # SandboxError, or closed in the meantime
                 self.release(sandbox)
                 if not tries_left or is_closed:
                     raise
@@ -65,6 +65,12 @@ class SandboxPool:
     def close(self) -> None:
         """End all sandboxes, also those in use."""
         self._end()
+
+    def _start_sandbox(self) -> Sandbox:
+        try:
+            return self._starter.submit(self._state.launcher.start).result()
+        except RuntimeError as error:
+            raise SandboxError(str(error)) from error
 
     def _pop_idle(self) -> Sandbox | None:
         while True:

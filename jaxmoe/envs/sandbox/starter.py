@@ -19,6 +19,8 @@ class StarterThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
         # Of the queue alone, so that the owner of this object can be collected.
         thread = threading.Thread(
             target=_run_jobs, args=(self._jobs,), name="sandbox-starter", daemon=True
@@ -26,14 +28,19 @@ class StarterThread:
         thread.start()
 
     def submit(self, function: Callable[[], Any]) -> "Future[Any]":
-        """Call a function in the thread."""
+        """Call a function in the thread. Raises RuntimeError after `close`."""
         future: Future[Any] = Future()
-        self._jobs.put((function, future))
+        with self._lock:
+            if self._is_closed:  # nothing would ever answer
+                raise RuntimeError("the thread that starts sandboxes has ended")
+            self._jobs.put((function, future))
         return future
 
     def close(self) -> None:
         """End the thread after its current job, and with it all that it started."""
-        self._jobs.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
 
 
 def _run_jobs(jobs: "queue.SimpleQueue[_Job | None]") -> None:

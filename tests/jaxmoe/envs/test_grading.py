@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code is paid for right values and for nothing else; each other outcome has a name."""
+
+import asyncio
+
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.envs.code_scorer import extract_code, score_code
+from jaxmoe.envs.grading import GradeStatus, grade_code
+from jaxmoe.envs.sandbox.launch import Launcher
+from jaxmoe.envs.sandbox.pool import SandboxPool
+from tests.jaxmoe.envs.sandbox.kinds import first_kind
+
+PROMPT = "import math\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''Double x.'''\n"
+TESTS = """
+def check(candidate):
+    assert candidate(2) == 4
+    assert candidate([1]) == [1, 1]
+    assert candidate(helper(2)) == 6
+"""
+FIND = "import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
+CHEATS = {
+    "the right value for the first test": ("def f(x): return 4", "failed"),
+    "a value that is equal to all": (
+        "class Yes(int):\n    def __eq__(self, o): return True\n    "
+        "def __ne__(self, o): return False\ndef f(x): return Yes(0)", "failed"),
+    "an object that is equal to all": (
+        "class Yes:\n    def __eq__(self, o): return True\ndef f(x): return Yes()", "not_plain"),
+    "exit with success": ("import sys\ndef f(x): sys.exit(0)", "raised"),
+    "exit of the process": ("import os\ndef f(x): os._exit(0)", "crashed"),
+    "exit while it is read": ("import os\nos._exit(0)\ndef f(x): 0", "crashed"),
+    "tests replaced": ("def check(c): pass\ndef f(x): return 0", "failed"),
+    "assertions switched off": (
+        "import builtins\nbuiltins.AssertionError = KeyError\ndef f(x): return 0", "failed"),
+    "comparison replaced": (
+        "import builtins, operator\noperator.eq = lambda a, b: True\ndef f(x): return 0", "failed"),
+    "tests read from memory": (
+        "import gc\ndef f(x):\n    t = [o for o in gc.get_objects() if 'candidate' in str(o)[:9999]"
+        " and 'assert' in str(o)[:9999]]\n    return t and 4", "failed"),
+    "a verdict printed": ("def f(x): print('passed'); return 0", "failed"),
+    "a forged reply": (
+        "import os\ndef f(x):\n    for i in range(3, 64):\n        try: os.write(i, b'{}\\n')\n"
+        "        except OSError: pass", "forged"),
+    "no end": ("def f(x):\n    while True: pass", "timeout"),
+    "no end while it is read": ("while True: pass\ndef f(x): 0", "timeout"),
+    "an error": ("def f(x): return 1 / 0", "raised"),
+    "the tests' error": ("def f(x): raise AssertionError", "failed"),
+    "nothing": ("def f(x): pass", "failed"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SandboxPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
+    yield pool
+    pool.close()
+
+
+def grade(pool, code, tests=TESTS, timeout_s=20.0):
+    return grade_code(pool, code, "f", tests, setup=PROMPT, timeout_s=timeout_s)
+
+
+def test_right_code_passes(pool):
+    assert grade(pool, "def f(x): return 2 * x").status is GradeStatus.PASSED
+    assert grade(pool, "f = lambda x: math.floor(2) * x").status is GradeStatus.PASSED
+    plain = "assert f(2) == 4\nassert candidate(1) == 2"
+    assert grade(pool, "def f(x): return 2 * x", plain).status is GradeStatus.PASSED
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_not_paid_and_has_a_name(pool, name):
+    code, status = CHEATS[name]
+    timeout_s = 1.5 if status == "timeout" else 20.0
+    assert grade(pool, code, timeout_s=timeout_s).status == status
+
+
+def test_tests_that_catch_exceptions_hide_no_crash(pool):
+    tests = "try: f(1)\nexcept Exception: pass"
+    assert grade(pool, "import os\ndef f(x): os._exit(0)", tests).status is GradeStatus.CRASHED
+    assert grade(pool, "def f(x): return 1 / 0", tests).status is GradeStatus.PASSED
+
+
+def test_tests_that_call_nothing_or_are_broken_are_not_the_answer_s_fault(pool):
+    right = "def f(x): return 2 * x"
+    for tests in ("pass", "def check(c): pass", "1 +", "undefined()"):
+        assert grade(pool, right, tests).status is GradeStatus.BAD_TEST
+
+
+def test_code_is_found_in_blocks_and_behind_the_prompt():
+    whole = "def f(x): return 1"
+    assert extract_code(f"So:\n```python\n{whole}\n```\nDone.", "f") == whole
+    assert extract_code(f"```\nx = 1\n```\n```py\n{whole}\n```", "f") == whole
+    assert extract_code("    return 2 * x\n", "f", PROMPT) == PROMPT + "    return 2 * x\n"
+    assert extract_code("I do not know.", "f", "text") is None
+    assert extract_code("```python\ndef g(x): return 1\n```", "f") is None
+
+
+def score(response, row, **options):
+    return asyncio.run(score_code(row.get("prompt"), response, row, **options))
+
+
+def test_the_reward_counts_each_outcome_by_name():
+    first_kind()
+    row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
+    right = score("```python\ndef f(x):\n    return 2 * x\n```", row)
+    assert right["score"] == 1.0 and not any(x for name, x in right.items() if name != "score")
+    late = score("def f(x):\n    while True: pass", row, timeout_s=1.0)
+    assert late["score"] == 0.0 and late["timeout"] == 1.0
+    none = score("I cannot.", {**row, "prompt": "Write f."})
+    assert none["no_code"] == 1.0 and sum(none.values()) == 1.0
+
+
+def test_a_row_without_tests_is_refused():
+    with pytest.raises(ConfigError, match="test and entry_point"):
+        score("x", {"prompt": "p", "answer": "3"})
