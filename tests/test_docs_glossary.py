@@ -22,6 +22,8 @@ ASSEMBLED = (
     "time/",
     "stop/",
     "reward/env/",
+    "reward/score_by_judge/",
+    "reward/score_instructions/",
     *(f"router/{x}" for x in ("trainer_", "engine_", "old_", "margin_p", "boundary_mass")),
     "router/entropy",
     "router/top_k_mass",

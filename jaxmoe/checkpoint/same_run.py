@@ -33,7 +33,13 @@ SPLIT_KEYS = (
     "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
 )  # fmt: skip
 # If too long prompts are dropped, these settings decide which ones.
-LENGTH_KEYS = ("data.max_prompt_tokens", "data.template", "data.system", "init.tokenizer")
+LENGTH_KEYS = (
+    "data.max_prompt_tokens",
+    "data.map_rows",
+    "data.template",
+    "data.system",
+    "init.tokenizer",
+)
 
 
 @dataclass(frozen=True)

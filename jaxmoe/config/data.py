@@ -21,6 +21,8 @@ class DataConfig:
     # a text with "{question}", "chat" (the tokenizer's chat template) or "harmony" (GPT-OSS's
     # format); auto: chat for rows that are chats, the plain text for others
     template: str = "auto"
+    # "module:function(option=1)": from a row of the task to the row that is asked; empty: as it is
+    map_rows: str = ""
     system: str = ""  # system prompt of rows without one; the template's {system}
     reasoning_effort: str = "medium"  # harmony's: low, medium or high
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's scorer

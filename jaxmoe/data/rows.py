@@ -5,7 +5,7 @@ Sources have random access: row i is a pure function of (task, options, seed, si
 resumed run or another process sees the same rows. Next: jaxmoe/data/sources.py opens them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,3 +105,20 @@ class Subset:
 
     def score(self, response: str, index: int) -> float:
         return self.source.score(response, self.indices[index])
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """A source whose rows are changed by a function when they are read; its scorer stays."""
+
+    source: Source
+    function: Callable[[Row], Row]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.function(self.source[index])
+
+    def score(self, response: str, index: int) -> float:
+        return self.source.score(response, index)

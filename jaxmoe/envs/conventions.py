@@ -50,7 +50,9 @@ class Sample:
         return f"row {self.number}" + (f" ({self.row.location})" if self.row.location else "")
 
 
-# For each sample: "score" and other parts; an empty dict if the function returned None for it.
+# For each sample: "score" and other parts; an empty dict if the function returned None for it. The
+# score is UNDECIDED if the function returned a dict with the score None.
+UNDECIDED = object()
 Values = list[dict[str, Any]]
 
 
@@ -201,12 +203,18 @@ def _check_list(label: str, returned: Any, count: int) -> list[Any]:
     return values
 
 
+def is_undecided(values: Mapping[str, Any]) -> bool:
+    """True if a function could not decide the score of a sample, and said so in a dict."""
+    return values.get("score") is UNDECIDED
+
+
 def _parse_score(returned: Any) -> dict[str, Any]:
-    if isinstance(returned, Mapping):
-        return {str(name): value for name, value in returned.items()} | {
-            "score": returned.get("score")
-        }
-    return {"score": returned}
+    if not isinstance(returned, Mapping):
+        return {"score": returned}
+    score = UNDECIDED if "score" in returned and returned["score"] is None else None
+    return {str(name): value for name, value in returned.items()} | {
+        "score": score or returned.get("score")
+    }
 
 
 def _select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

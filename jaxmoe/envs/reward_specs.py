@@ -7,12 +7,14 @@ Next: jaxmoe/envs/conventions.py decides how they are called.
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_attribute
+from jaxmoe.data.rows import Row
 
+F = TypeVar("F", bound=Callable[..., Any])
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -36,6 +38,32 @@ def import_reward(path: str, options: dict[str, Any], key: str) -> Callable[...,
         )
     _check_options(path, function, options, key)
     return functools.partial(function, **options) if options else function
+
+
+def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
+    """Decorator of a reward function that needs more than its arguments, such as a key.
+
+    check(rows, **options) is called with rows of the task before the work of a command starts. It
+    raises ConfigError for what the function could not score.
+    """
+
+    def set_check(function: F) -> F:
+        function.check_before_run = check  # type: ignore[attr-defined]
+        return function
+
+    return set_check
+
+
+def has_check(function: Callable[..., Any]) -> bool:
+    """True if a reward function was decorated with `checked_by`."""
+    return hasattr(_unwrap_function(function), "check_before_run")
+
+
+def check_before_run(function: Callable[..., Any], rows: Sequence[Row]) -> None:
+    """Call the check of a reward function with its options, if it has one; see `checked_by`."""
+    if has_check(function):
+        check = _unwrap_function(function).check_before_run
+        check(rows, **getattr(function, "keywords", {}))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

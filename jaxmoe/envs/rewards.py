@@ -18,7 +18,13 @@ import numpy as np
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import parse_call
 from jaxmoe.config.function_specs import split_calls
-from jaxmoe.envs.conventions import TRL_CONVENTION, Convention, Sample, detect_convention
+from jaxmoe.envs.conventions import (
+    TRL_CONVENTION,
+    Convention,
+    Sample,
+    detect_convention,
+    is_undecided,
+)
 from jaxmoe.envs.reward_process import LateError, Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
 from jaxmoe.shapes import Metrics
@@ -117,6 +123,7 @@ def score_samples(
 
     A sample for which a call was late, or a value is not a finite number, has no reward: a policy
     can cause both, and must be neither paid nor punished for them. They are counted by function.
+    Nor has one for which a function returned a dict with the score None, which cannot tell.
     run: calls a function.
     count_errors: True to count errors of a function too, and never to raise one.
 
@@ -131,19 +138,30 @@ def score_samples(
         )
         if error is not None:
             first_fault = first_fault or f"{reward.label} failed: {error}"
-        leaves_out = reward.convention is TRL_CONVENTION or not all(values)
+        is_none = [not x or is_undecided(x) for x in values]
+        leaves_out = reward.convention is TRL_CONVENTION or any(is_none)
         is_bad = [False] * len(samples)
         first_bad: str | None = None
         for i, (sample, values_of_sample) in enumerate(zip(samples, values, strict=True)):
             metrics = parts[i]
             if leaves_out:
-                metrics[f"reward/{reward.name}/none_frac"] = float(not values_of_sample)
+                metrics[f"reward/{reward.name}/none_frac"] = float(is_none[i])
             if "late" in kinds:
                 metrics[f"reward/{reward.name}/late_frac"] = float(kinds[i] == "late")
             if kinds[i]:
                 faults[i] = faults[i] or kinds[i]
                 first_fault = first_fault or f"{reward.label}: {kinds[i]} on {sample.label}"
-            if not values_of_sample:
+            numbers = {
+                f"reward/{reward.name}/{name}/mean": number
+                for name, part in values_of_sample.items()
+                if name != "score" and (number := _to_float(part)) is not None
+            }
+            if is_none[i]:
+                metrics |= numbers
+                if is_undecided(values_of_sample):
+                    # Without this part, the sum would rank the sample below others of its group.
+                    faults[i] = faults[i] or "undecided"
+                    first_fault = first_fault or f"{reward.label}: undecided on {sample.label}"
                 continue
             value = _to_float(values_of_sample["score"])
             total = math.nan if value is None else totals[i] + reward.weight * value
@@ -159,14 +177,10 @@ def score_samples(
                 continue
             totals[i] = total
             scored[i] = True
-            metrics[f"reward/{reward.name}/mean"] = value
-            for name, part in values_of_sample.items():
-                number = _to_float(part)
-                if name != "score" and number is not None:
-                    metrics[f"reward/{reward.name}/{name}/mean"] = number
+            metrics |= {f"reward/{reward.name}/mean": value} | numbers
         if first_bad is not None:
             # One bad value may be the policy's doing; a function without a good one is wrong.
-            if sum(is_bad) == sum(map(bool, values)) and not count_errors:
+            if sum(is_bad) == is_none.count(False) and not count_errors:
                 raise ConfigError(f"{first_bad}.")
             first_fault = first_fault or first_bad
             for metrics, bad in zip(parts, is_bad, strict=True):

@@ -20,19 +20,20 @@ from jaxmoe.data.overlong import PromptLengthFilter
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.data.pipeline import make_prompt as render_row
 from jaxmoe.data.pipeline import stream_prompts as prompt_stream
-from jaxmoe.data.rows import Message, Row, Source, Subset
+from jaxmoe.data.rows import MappedRows, Message, Row, Source, Subset
 from jaxmoe.data.sources import open_split
 from jaxmoe.data.templates import AUTO, CHAT, Template
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
-from jaxmoe.envs.demonstration_specs import read_demonstrations
 from jaxmoe.envs.environment import check_rows
 from jaxmoe.envs.environment_specs import read_environment
 from jaxmoe.envs.episodes import Episodes, EpisodeSettings, sample_rollouts
 from jaxmoe.envs.reward_process import RewardProcess, Runner, call_limit_s, run_inline
+from jaxmoe.envs.reward_specs import check_before_run, has_check
 from jaxmoe.envs.rewards import (
     Reward,
     read_rewards,
 )
+from jaxmoe.envs.row_functions import read_demonstrations, read_row_map
 from jaxmoe.envs.sandbox_rewards import bind_sandbox
 from jaxmoe.envs.tool_specs import read_tools
 from jaxmoe.envs.tools import Tool
@@ -138,10 +139,12 @@ def open_task(cfg: Config) -> Task:
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
         load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
     )  # fmt: skip
+    map_row = read_row_map(cfg.data.map_rows, cfg.seed)
     overlong = None
     if cfg.data.overlong_prompts == "drop":
         overlong = PromptLengthFilter(
-            lambda row: len(template.render(row, tokenizer)[1]), cfg.data.max_prompt_tokens
+            lambda row: len(template.render(map_row(row) if map_row else row, tokenizer)[1]),
+            cfg.data.max_prompt_tokens,
         )
     train, held_out = open_split(
         cfg.data.task, cfg.data.options,
@@ -149,6 +152,8 @@ def open_task(cfg: Config) -> Task:
         eval_size=cfg.data.held_out_rows, seed=cfg.seed,
         answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
     )  # fmt: skip
+    if map_row is not None:
+        train, held_out = MappedRows(train, map_row), MappedRows(held_out, map_row)
     columns, limit_s = _list_columns(train, held_out), cfg.data.reward_timeout_s
     rewards = bind_sandbox(read_rewards(cfg.data.rewards, columns), cfg.sandbox)
     second_grader = bind_sandbox(
@@ -171,6 +176,7 @@ def open_task(cfg: Config) -> Task:
         # A process of its own, so that a grader that hangs delays nothing else.
         run_second_grader=RewardProcess(limit_s) if second_grader and limit_s else run_inline,
     )  # fmt: skip
+    check_rewards(task)
     check_episode_start(task)
     return task
 
@@ -195,6 +201,18 @@ def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None
         ReplyThreads(r.reply_threads), r.reply_timeout_s, r.patience_s, r.max_reply_tokens,
         earns=bool(cfg.data.environment.strip()),
     )  # fmt: skip
+
+
+def check_rewards(task: Task) -> None:
+    """Let the reward functions check the rows that are checked before a run, if they want to.
+
+    Raises: ConfigError for what a function could not score.
+    """
+    if any(has_check(reward.function) for reward in task.rewards):
+        rows = [source[i] for source in (task.train, task.held_out)
+                for i in task.rows_to_check(source)]  # fmt: skip
+        for reward in task.rewards:
+            check_before_run(reward.function, rows)
 
 
 def check_episode_start(task: Task) -> None:
@@ -234,6 +252,7 @@ def digest_contents(cfg: Config, task: Task) -> dict[str, str]:
         # Only rows of files can change between two starts. A procedural task is a function of its
         # options.
         is_configured = key == "data.task" or "held_out" in cfg.data.options
+        source = source.source if isinstance(source, MappedRows) else source
         if is_configured and isinstance(source, Subset) and isinstance(source.source, FileSource):
             digests[key] = source.source.digest
     folder = Path(cfg.init.checkpoint)

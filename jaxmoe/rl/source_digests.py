@@ -29,7 +29,7 @@ def source_digests(cfg: Config) -> dict[str, str]:
     """Digest of each source file of the config's functions, by "source of MODULE"."""
     functions = (*vars(cfg.loss).values(), *vars(cfg.router).values())
     data = cfg.data
-    texts = [data.rewards, data.environment, data.tools, cfg.warmup.demonstrations]
+    texts = [data.map_rows, data.rewards, data.environment, data.tools, cfg.warmup.demonstrations]
     texts += [cfg.rollout.engine, *functions]
     digests: dict[str, str] = {}
     waiting = list(named_modules(text for text in texts if isinstance(text, str)))

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function of `warmup.demonstrations`. Next: jaxmoe/envs/demonstrations.py calls it."""
+"""Functions of a row that a config names: `warmup.demonstrations` and `data.map_rows`.
+
+Next: jaxmoe/envs/demonstrations.py and jaxmoe/envs/tasks.py call them.
+"""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_function, parse_call
@@ -16,9 +20,35 @@ def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
 
     None for an empty text. Raises: ConfigError if it cannot be imported or called.
     """
+    return _read_row_function(text, "warmup.demonstrations")
+
+
+def read_row_map(text: str, seed: int) -> Callable[[Row], Row] | None:
+    """Parse "module:function(option=1)"; the function takes a row, or a row and a seed.
+
+    seed: the run's. None for an empty text. Raises: ConfigError if it cannot be imported or called;
+    the returned function also if the result is not a row.
+    """
+    function = _read_row_function(text, "data.map_rows", seed=seed)
+    if function is None:
+        return None
+
+    def map_row(row: Row) -> Row:
+        mapped = function(row)
+        if not isinstance(mapped, Row):
+            raise ConfigError(
+                f"data.map_rows must return a jaxmoe.data.rows.Row; {text.strip()} returned "
+                f"{mapped!r:.80}. Try return dataclasses.replace(row, question=…)."
+            )
+        return mapped
+
+    return map_row
+
+
+def _read_row_function(text: str, key: str, **available: Any) -> Callable[[Row], Any] | None:
+    """The function of a call, its options bound, and those of `available` that it takes."""
     if not text.strip():
         return None
-    key = "warmup.demonstrations"
     path, options = parse_call(text, key)
     function = import_function(path, key)
     signature = inspect.signature(function)
@@ -29,6 +59,7 @@ def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
             close = difflib.get_close_matches(option, names, 1)
             hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
             raise ConfigError(f"{key}: {path} has no option {option!r}. {hint}")
+    options = {name: value for name, value in available.items() if name in names} | options
     try:
         signature.bind(None, **options)
     except TypeError as error:
