@@ -13,6 +13,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import jaxmoe.study.__main__ as study
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
+from jaxmoe.envs.instructions.checkers import INSTALL
 from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
@@ -173,6 +175,8 @@ def dry(args: list[str]) -> None:
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
         cfg = load_config(rest[rest.index("--config") + 1])
+        if "instructions" in f"{cfg.data.rewards} {rest}" and find_spec("if_verifiable") is None:
+            pytest.skip(INSTALL)
         with tempfile.TemporaryDirectory() as folder:
             released = at_hand(cfg, Path(folder)) if cfg.init.checkpoint else []
             assert main([*rest, *released, "--dry-run"]) == 0

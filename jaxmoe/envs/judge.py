@@ -27,9 +27,9 @@ FAILURES = ("down", "slow", "http_error", "malformed", "unclear")
 
 
 def check_judge(
-    rows: Sequence[Row], *, url: str = "", model: str = "", key_env: str = "",
-    criteria: str = CRITERIA, timeout_s: float = 60.0, deadline_s: float = 240.0,
-    retries: int = 2, concurrency: int = 32, extra: Mapping[str, Any] | None = None,
+    rows: Sequence[Row], *, url: Any = "", model: Any = "", key_env: str = "",
+    criteria: Any = CRITERIA, timeout_s: Any = 60.0, deadline_s: Any = 240.0,
+    retries: Any = 2, concurrency: Any = 32, extra: Any = None,
 ) -> None:  # fmt: skip
     """Raise ConfigError for options that cannot work, and for a key that is not set."""
     example = "score_by_judge(url='http://localhost:8000/v1', model='NAME')"

@@ -54,15 +54,19 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
     return set_check
 
 
-def has_check(function: Callable[..., Any]) -> bool:
-    """True if a reward function was decorated with `checked_by`."""
-    return hasattr(_unwrap_function(function), "check_before_run")
+def find_check(function: Callable[..., Any]) -> Callable[..., None] | None:
+    """The check of a reward function that was decorated with `checked_by`, else None."""
+    while function is not None:
+        if hasattr(function, "check_before_run"):
+            return function.check_before_run
+        is_partial = isinstance(function, functools.partial)
+        function = function.func if is_partial else getattr(function, "__wrapped__", None)
+    return None
 
 
 def check_before_run(function: Callable[..., Any], rows: Sequence[Row]) -> None:
     """Call the check of a reward function with its options, if it has one; see `checked_by`."""
-    if has_check(function):
-        check = _unwrap_function(function).check_before_run
+    if check := find_check(function):
         check(rows, **getattr(function, "keywords", {}))
 
 

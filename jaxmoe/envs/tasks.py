@@ -28,7 +28,7 @@ from jaxmoe.envs.environment import check_rows
 from jaxmoe.envs.environment_specs import read_environment
 from jaxmoe.envs.episodes import Episodes, EpisodeSettings, sample_rollouts
 from jaxmoe.envs.reward_process import RewardProcess, Runner, call_limit_s, run_inline
-from jaxmoe.envs.reward_specs import check_before_run, has_check
+from jaxmoe.envs.reward_specs import check_before_run, find_check
 from jaxmoe.envs.rewards import (
     Reward,
     read_rewards,
@@ -208,7 +208,7 @@ def check_rewards(task: Task) -> None:
 
     Raises: ConfigError for what a function could not score.
     """
-    if any(has_check(reward.function) for reward in task.rewards):
+    if any(find_check(reward.function) for reward in task.rewards):
         rows = [source[i] for source in (task.train, task.held_out)
                 for i in task.rows_to_check(source)]  # fmt: skip
         for reward in task.rewards:

@@ -72,9 +72,12 @@ def run_judge(reply) -> Iterator[JudgeServer]:
             self.end_headers()
             self.wfile.write(body)
 
-    http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request, client_address):
+            pass  # clients leave before a late or long reply
+
+    http_server = Server(("127.0.0.1", 0), Handler)
     http_server.daemon_threads = True
-    http_server.handle_error = lambda *_: None  # clients leave before a late or long reply
     server = JudgeServer(f"http://127.0.0.1:{http_server.server_port}/v1")
     thread = threading.Thread(target=http_server.serve_forever, args=(0.02,))
     thread.start()

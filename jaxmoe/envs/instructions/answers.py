@@ -24,35 +24,35 @@ def write_answer(text: str, instructions: Sequence[Instruction]) -> str:
 
     text: an answer to the question, such as one word; it must not break the instructions itself.
     """
-    asked: dict[str, dict[str, Any]] = {x.id: dict(x.kwargs) for x in instructions}
-    if "detectable_format:json_format" in asked:
+    kwargs_by_id: dict[str, dict[str, Any]] = {x.id: dict(x.kwargs) for x in instructions}
+    if "detectable_format:json_format" in kwargs_by_id:
         return json.dumps(text)
-    if {"change_case:english_capital", "change_case:english_lowercase"} & asked.keys():
+    if {"change_case:english_capital", "change_case:english_lowercase"} & kwargs_by_id.keys():
         text = f"{text} {_ENGLISH}"
-    parts = [text, *_plain_parts(asked), *_star_parts(text, asked)]
-    if "detectable_content:postscript" in asked:
+    parts = [text, *_plain_parts(kwargs_by_id), *_star_parts(text, kwargs_by_id)]
+    if "detectable_content:postscript" in kwargs_by_id:
         parts.append("P.S. ok")
-    if "startend:end_checker" in asked:
-        parts.append(asked["startend:end_checker"]["end_phrase"])
-    if "length_constraints:number_words" in asked:
-        missing = asked["length_constraints:number_words"]["num_words"] - _count_words(parts)
+    if "startend:end_checker" in kwargs_by_id:
+        parts.append(kwargs_by_id["startend:end_checker"]["end_phrase"])
+    if "length_constraints:number_words" in kwargs_by_id:
+        missing = kwargs_by_id["length_constraints:number_words"]["num_words"] - _count_words(parts)
         parts[0] += " ok" * missing
-    answer = ("" if "format:no_whitespace" in asked else " ").join(parts)
+    answer = ("" if "format:no_whitespace" in kwargs_by_id else " ").join(parts)
     # A line that begins a bullet list ends in no space, and the text behind one is a line.
     answer = re.sub(r" ?\n ?", "\n", answer)
-    if "punctuation:no_comma" in asked:
+    if "punctuation:no_comma" in kwargs_by_id:
         answer = answer.replace(",", "")
-    if "change_case:english_capital" in asked:
+    if "change_case:english_capital" in kwargs_by_id:
         answer = answer.upper()
-    if "change_case:english_lowercase" in asked:
+    if "change_case:english_lowercase" in kwargs_by_id:
         answer = answer.lower()
-    return f'"{answer}"' if "startend:quotation" in asked else answer
+    return f'"{answer}"' if "startend:quotation" in kwargs_by_id else answer
 
 
-def _plain_parts(asked: dict[str, dict[str, Any]]) -> list[str]:
+def _plain_parts(kwargs_by_id: dict[str, dict[str, Any]]) -> list[str]:
     """What instructions ask for at any place of an answer."""
     parts: list[str] = []
-    for name, kwargs in asked.items():
+    for name, kwargs in kwargs_by_id.items():
         match name:
             case "keywords:existence":
                 parts += kwargs["keywords"]
@@ -71,9 +71,9 @@ def _plain_parts(asked: dict[str, dict[str, Any]]) -> list[str]:
     return parts
 
 
-def _star_parts(text: str, asked: dict[str, dict[str, Any]]) -> list[str]:
+def _star_parts(text: str, kwargs_by_id: dict[str, dict[str, Any]]) -> list[str]:
     """What instructions about the layout ask for; an answer has at most one of them."""
-    for name, kwargs in asked.items():
+    for name, kwargs in kwargs_by_id.items():
         match name:
             case "detectable_format:number_highlighted_sections":
                 return ["*x*"] * kwargs["num_highlights"]

@@ -29,7 +29,7 @@ _NEEDS_DOWNLOAD = (
     "format:title_case", "ratio:stop_words", "words:keywords_specific_position",
     "words:start_verb", "words:words_position",
 )  # fmt: skip
-LEFT_OUT = dict.fromkeys(_NEEDS_DOWNLOAD, "it needs data that nltk would download")
+UNAVAILABLE = dict.fromkeys(_NEEDS_DOWNLOAD, "it needs data that nltk would download")
 _DETECT_LANGUAGE = (
     "language:response_language", "change_case:english_capital", "change_case:english_lowercase",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def checker_classes() -> Mapping[str, Callable[[str], Any]]:
     """The available checkers by instruction id. Raises ConfigError without the package."""
     registries = _import_registries()
     classes = {k: v for registry in registries for k, v in registry.INSTRUCTION_DICT.items()}
-    return {name: classes[name] for name in sorted(classes) if name not in LEFT_OUT}
+    return {name: classes[name] for name in sorted(classes) if name not in UNAVAILABLE}
 
 
 def check_instruction(instruction: Instruction) -> None:
@@ -96,16 +96,16 @@ def follows_instruction(text: str, instruction: Instruction) -> bool | None:
         return None
 
 
-def unknown_checker_error(name: str, known: Sequence[str], key: str = "") -> ConfigError:
-    """The error for an instruction id that is not one of `known`."""
+def unknown_checker_error(name: str, names: Sequence[str], key: str = "") -> ConfigError:
+    """The error for an instruction id that is not one of `names`."""
     prefix = f"{key}: " if key else ""
-    if name in LEFT_OUT:
+    if name in UNAVAILABLE:
         return ConfigError(
-            f"{prefix}{name} is not available; {LEFT_OUT[name]}. Remove it, or name another: "
-            f"{', '.join(known)}."
+            f"{prefix}{name} is not available; {UNAVAILABLE[name]}. Remove it, or name another: "
+            f"{', '.join(names)}."
         )
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names)}."
     return ConfigError(f"{prefix}there is no checker {name!r}. {hint}")
 
 

@@ -14,7 +14,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.json_columns import CHAT_COLUMNS
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.instructions.checkers import (
-    LEFT_OUT,
+    UNAVAILABLE,
     Instruction,
     checker_classes,
     unknown_checker_error,
@@ -90,8 +90,8 @@ _LAYOUTS = (
     "detectable_format:number_highlighted_sections", "length_constraints:number_paragraphs",
 )  # fmt: skip
 _CASES = ("change_case:english_capital", "change_case:english_lowercase")
-# The others write more than one word, or English text.
-_WITHOUT_WHITESPACE = (
+# The others write several words, or lines.
+_SINGLE_WORDS = (
     "detectable_content:number_placeholders", "detectable_format:title", "format:parentheses",
     "keywords:existence", "keywords:forbidden_words", "keywords:frequency",
     "keywords:letter_frequency", "punctuation:no_comma", "startend:quotation",
@@ -103,7 +103,7 @@ def in_conflict(a: str, b: str) -> bool:
     if a == b or "detectable_format:json_format" in (a, b):
         return True
     if "format:no_whitespace" in (a, b):
-        return not {a, b} - {"format:no_whitespace"} <= {*_WITHOUT_WHITESPACE}
+        return not {a, b} - {"format:no_whitespace"} <= {*_SINGLE_WORDS}
     # Stars mark all four.
     return any({a, b} <= {*group} for group in (_LAYOUTS, _CASES))
 
@@ -180,7 +180,7 @@ def _check_options(types: Sequence[str], at_least: int, at_most: int) -> None:
         if name in _CHOICES:
             continue
         error = unknown_checker_error(name, CHOICES, key)
-        if name not in LEFT_OUT and name in checker_classes():
+        if name not in UNAVAILABLE and name in checker_classes():
             error = ConfigError(
                 f"{key}: add_instructions cannot choose {name}; answers to rows that have it can "
                 f"be scored. It chooses from {', '.join(CHOICES)}."

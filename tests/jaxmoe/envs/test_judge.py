@@ -13,7 +13,7 @@ from jaxmoe import train
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
-from jaxmoe.envs import judge, judge_client
+from jaxmoe.envs import judge, judge_client, tasks
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.judge import FAILURES, check_judge, read_verdict, score_by_judge, write_messages
 from jaxmoe.envs.reward_process import RewardProcess
@@ -213,7 +213,8 @@ def test_options_that_cannot_work_are_refused_in_one_line(options, message, monk
     assert "\n" not in str(caught.value)
 
 
-def test_a_judge_without_its_key_is_refused_before_work_starts(tmp_path, capsys):
+def test_a_judge_without_its_key_is_refused_before_work_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     spec = "jaxmoe.envs.judge:score_by_judge(url='http://a/v1', model='m', key_env='NO_SUCH_KEY')"
     command = ["--config", "tiny.py", "--workdir", str(tmp_path / "run")]
     assert train.main([*command, "--set", f"data.rewards={spec}"]) == 2

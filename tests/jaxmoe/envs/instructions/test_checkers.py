@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxmoe.config import ConfigError
 from jaxmoe.envs.instructions import checkers
 from jaxmoe.envs.instructions.checkers import (
-    LEFT_OUT,
+    UNAVAILABLE,
     Instruction,
     check_instruction,
     checker_classes,
@@ -62,7 +62,7 @@ def instructions():
 
 @needs_package
 def test_all_but_those_that_download_are_available(instructions):
-    assert len(instructions) == 76 and not checker_classes().keys() & LEFT_OUT.keys()
+    assert len(instructions) == 76 and not checker_classes().keys() & UNAVAILABLE.keys()
     for instruction in instructions:
         check_instruction(instruction)
 

@@ -11,6 +11,7 @@ from jaxmoe import train
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
+from jaxmoe.envs import tasks
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.instructions import checkers, score_instructions
 from jaxmoe.envs.instructions.reward import check_reward, read_instructions
@@ -95,7 +96,8 @@ def test_a_run_on_rows_that_have_instructions_logs_both_levels(tmp_path):
          "Did you mean types?"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line_before_work_starts(changes, message, tmp_path, capsys):
+def test_mistakes_are_one_line_before_work_starts(changes, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     command = ["--config", "tiny.py", "--workdir", str(tmp_path / "run")]
     command += [x for change in changes for x in ("--set", change)]
     assert train.main(command) == 2
