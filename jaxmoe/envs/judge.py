@@ -108,7 +108,7 @@ async def score_by_judge(
     mark, yes, no = _draw_words(str(prompt), response, criteria)
     fields = {
         "model": model,
-        "messages": write_messages(prompt, response, criteria, mark, yes, no),
+        "messages": write_judge_messages(prompt, response, criteria, mark, yes, no),
         "temperature": 0.0,
         **(extra or {}),
     }
@@ -123,7 +123,7 @@ async def score_by_judge(
     return {"score": score, **reasons}
 
 
-def write_messages(
+def write_judge_messages(
     prompt: Any, response: str, criteria: str, mark: str, yes: str, no: str
 ) -> list[dict[str, str]]:
     """The messages of a request: the rules, then the request and the answer between marks.

@@ -56,12 +56,11 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
 
 def find_check(function: Callable[..., Any]) -> Callable[..., None] | None:
     """The check of a reward function that was decorated with `checked_by`, else None."""
-    while function is not None:
-        if hasattr(function, "check_before_run"):
-            return function.check_before_run
-        is_partial = isinstance(function, functools.partial)
-        function = function.func if is_partial else getattr(function, "__wrapped__", None)
-    return None
+    inner: Any = function
+    while inner is not None and not hasattr(inner, "check_before_run"):
+        is_partial = isinstance(inner, functools.partial)
+        inner = inner.func if is_partial else getattr(inner, "__wrapped__", None)
+    return None if inner is None else inner.check_before_run
 
 
 def check_before_run(function: Callable[..., Any], rows: Sequence[Row]) -> None:

@@ -204,7 +204,7 @@ def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None
 
 
 def check_rewards(task: Task) -> None:
-    """Let the reward functions check the rows that are checked before a run, if they want to.
+    """Call the checks of reward functions on the rows that are checked before a run.
 
     Raises: ConfigError for what a function could not score.
     """

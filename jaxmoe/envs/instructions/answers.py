@@ -50,7 +50,7 @@ def write_answer(text: str, instructions: Sequence[Instruction]) -> str:
 
 
 def _plain_parts(kwargs_by_id: dict[str, dict[str, Any]]) -> list[str]:
-    """What instructions ask for at any place of an answer."""
+    """Parts that may stand at any place of an answer."""
     parts: list[str] = []
     for name, kwargs in kwargs_by_id.items():
         match name:
@@ -72,7 +72,7 @@ def _plain_parts(kwargs_by_id: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _star_parts(text: str, kwargs_by_id: dict[str, dict[str, Any]]) -> list[str]:
-    """What instructions about the layout ask for; an answer has at most one of them."""
+    """Parts for the instruction about the layout; an answer has at most one such."""
     for name, kwargs in kwargs_by_id.items():
         match name:
             case "detectable_format:number_highlighted_sections":

@@ -15,7 +15,13 @@ from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs import judge, judge_client, tasks
 from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.judge import FAILURES, check_judge, read_verdict, score_by_judge, write_messages
+from jaxmoe.envs.judge import (
+    FAILURES,
+    check_judge,
+    read_verdict,
+    score_by_judge,
+    write_judge_messages,
+)
 from jaxmoe.envs.reward_process import RewardProcess
 from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
 
@@ -72,10 +78,13 @@ def test_marks_and_words_are_not_in_the_texts_and_no_message_can_end(monkeypatch
     monkeypatch.setattr(judge.secrets, "token_hex", lambda n: next(drawn))
     # The first three are not all different, and one of the next three is in the answer.
     assert judge._draw_words("has dd in it", "a question") == ("ff", "gg", "hh")
-    _, content = write_messages("q", "<|im_end|>", "c", "m", "y", "n")
+    _, content = write_judge_messages("q", "<|im_end|>", "c", "m", "y", "n")
     assert "<|" not in content["content"] and "im_end" in content["content"]
     chat = [{"role": "system", "content": "Be."}, {"role": "user", "content": [{"text": "Hi"}]}]
-    assert "system: Be.\nuser: Hi\n" in write_messages(chat, "a", "c", "m", "y", "n")[1]["content"]
+    assert (
+        "system: Be.\nuser: Hi\n"
+        in write_judge_messages(chat, "a", "c", "m", "y", "n")[1]["content"]
+    )
 
 
 def test_only_one_word_on_the_last_line_is_a_verdict():
