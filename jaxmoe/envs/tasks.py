@@ -208,10 +208,11 @@ def check_rewards(task: Task) -> None:
 
     Raises: ConfigError for what a function could not score.
     """
-    if any(find_check(reward.function) for reward in task.rewards):
+    rewards = [r for r in (*task.rewards, *task.second_grader) if find_check(r.function)]
+    if rewards:
         rows = [source[i] for source in (task.train, task.held_out)
                 for i in task.rows_to_check(source)]  # fmt: skip
-        for reward in task.rewards:
+        for reward in rewards:
             check_before_run(reward.function, rows)
 
 
