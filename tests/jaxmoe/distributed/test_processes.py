@@ -32,7 +32,7 @@ from jaxmoe.distributed.processes import (
     map_shares,
     max_over_processes,
 )
-from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.observe.metrics import read_metrics, read_samples
 
 ROOT = Path(__file__).parents[3]
 
@@ -292,11 +292,12 @@ def test_two_processes_take_the_supervised_steps_of_one():
 @pytest.mark.timeout(2 * MINUTES)
 def test_two_processes_train_on_the_numbers_of_one(tmp_path):
     sizes = {"model.d_model": 64, "model.d_expert": 64, "warmup.steps": 6, "steps": 2}
+    sizes |= {"router.instruments": True, "rollout.compare_experts": True}
     (output_of_one,) = wait_for_end(
-        start_processes(tmp_path / "one", 1, 2, more=sizes, fsdp=2), MINUTES
+        start_processes(tmp_path / "one", 1, 2, options=sizes, fsdp=2), MINUTES
     )
     outputs_of_two = wait_for_end(
-        start_processes(tmp_path / "two", 2, 1, more=sizes, fsdp=2), MINUTES
+        start_processes(tmp_path / "two", 2, 1, options=sizes, fsdp=2), MINUTES
     )
     assert [code for code, _ in (output_of_one, *outputs_of_two)] == [0, 0, 0], (
         output_of_one,
@@ -311,6 +312,14 @@ def test_two_processes_train_on_the_numbers_of_one(tmp_path):
                 key,
                 name,
             )
+    layers_of_one, layers_of_two = (
+        read_samples(tmp_path / name / "router.jsonl") for name in ("one", "two")
+    )
+    assert len(layers_of_two) == len(layers_of_one) == 2
+    for one, two in zip(layers_of_one, layers_of_two, strict=True):
+        assert one.keys() == two.keys() and len(one) > 8
+        for name, value in one.items():
+            np.testing.assert_allclose(two[name], value, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow  # two processes
@@ -339,7 +348,7 @@ def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path,
             work,
             2,
             2,
-            more=exact,
+            options=exact,
             data=2,
             fsdp=2,
         ),
