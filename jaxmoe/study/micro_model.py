@@ -32,6 +32,7 @@ from pallas_kernels import sink_attention
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 N_WORDS = 3
+STEP = 1  # of the run, for routers that are annealed: half of two steps
 HEAD_SCALE, DOWN_SCALE = 1.5, 0.5  # of the initial weights: a peaked policy, moderate experts
 
 
@@ -164,7 +165,7 @@ def answer_logprobs(
         record=record_routing,
     )  # fmt: skip
     hidden_BTD, _, recorded = forward(
-        params, inputs_BT, cfg, ops, routed_experts_BTLA=routed_BTLA, step=jnp.int32(0)
+        params, inputs_BT, cfg, ops, routed_experts_BTLA=routed_BTLA, step=jnp.int32(STEP)
     )
     logp_BTV = jax.nn.log_softmax(ops.logits(hidden_BTD, params["head"]), axis=-1)
     logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[..., None], axis=-1)[..., 0]

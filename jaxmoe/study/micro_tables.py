@@ -14,7 +14,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jaxmoe.model.router import replay_routing
-from jaxmoe.model.soft_routing import route_softly, route_straight_through
+from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straight_through
 from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.shapes import Params
 from jaxmoe.study.estimators import LogprobTable
@@ -38,7 +38,7 @@ class MicroPrograms:
         self.logprobs, self.gradients = {}, {}
         for name, router in (
             ("replay", replay_routing), ("straight_through", route_straight_through),
-            ("soft", route_softly),
+            ("soft", route_softly), ("annealed", partial(route_annealed, steps=2)),
         ):  # fmt: skip
             run = partial(self._run, router)
             self.logprobs[name] = compile_function(run)
@@ -95,6 +95,7 @@ class MicroModel:
         )
         self.rewards_B = make_rewards(seed, self.answers)
         self._replays: dict[float, tuple[np.ndarray, Routing, LogprobTable]] = {}
+        self._policies: dict[str, LogprobTable] = {}
         paths = jax.tree_util.tree_leaves_with_path(self.params)
         self.is_router_N = np.concatenate(
             [np.full(x.size, "router" in jax.tree_util.keystr(path)) for path, x in paths]
@@ -171,10 +172,12 @@ class MicroModel:
     def straight_through(self) -> LogprobTable:
         return self.make_table(self.params, self.current[0].logp_BT, "straight_through")
 
-    @cached_property
-    def soft(self) -> LogprobTable:
-        logp_BT, _ = self.run_logprobs(self.params, "soft")
-        return self.make_table(self.params, logp_BT, "soft")
+    def route_by(self, router: str) -> LogprobTable:
+        """Return the table of the policy whose router is "soft" or, halfway, "annealed"."""
+        if router not in self._policies:
+            logp_BT, _ = self.run_logprobs(self.params, router)
+            self._policies[router] = self.make_table(self.params, logp_BT, router)
+        return self._policies[router]
 
     def _routed(self, routed_BTLA: np.ndarray | None) -> np.ndarray:
         if routed_BTLA is not None:

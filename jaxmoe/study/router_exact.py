@@ -24,8 +24,8 @@ from jaxmoe.study.router_remedies import (
     ENGINE_ESTIMATORS,
     FORWARD_ESTIMATORS,
     FROZEN_UPDATE_ESTIMATORS,
-    SOFT_ENGINE_ESTIMATORS,
-    SOFT_UPDATE_ESTIMATORS,
+    OTHER_ENGINE,
+    OTHER_UPDATE,
     UPDATE_ESTIMATORS,
 )
 from jaxmoe.study.router_scenarios import (
@@ -37,7 +37,7 @@ from jaxmoe.study.router_scenarios import (
 NOISES = (0.03, 0.1, 0.3, 1.0)  # of a router's logit, which has a deviation of 1
 STEPS = (1e-4, 3e-4, 1e-3, 3e-3)  # of each parameter; weights have deviations of 0.1 to 0.4
 # Part of the name of every stored result: raise it where results are no longer comparable.
-VERSION = 1
+VERSION = 2
 
 # One scenario of one model: {"statistics": {name: value}, "estimators": {name: {sum: value}}}
 Measured = dict[str, dict[str, Any]]
@@ -64,9 +64,10 @@ class RouterStudy:
         measured: dict[str, Measured] = {}
         for scale in self.noises:
             for noise in ("selection", "weights"):
-                scenario, soft, statistics = make_engine_scenarios(model, scale, noise=noise)
+                scenario, others, statistics = make_engine_scenarios(model, scale, noise=noise)
                 estimators = self.measure_scenario(model, scenario, ENGINE_ESTIMATORS)
-                estimators |= self.measure_scenario(model, soft, SOFT_ENGINE_ESTIMATORS)
+                for router, other in others.items():
+                    estimators |= self.measure_scenario(model, other, OTHER_ENGINE[router])
                 measured[f"{noise} {scale:g}"] = _make_record(statistics, estimators)
             scenario, statistics = make_forward_scenario(model, scale)
             estimators = self.measure_scenario(model, scenario, FORWARD_ESTIMATORS)
@@ -74,10 +75,11 @@ class RouterStudy:
         for step in self.steps:
             scenario, statistics = make_update_scenario(model, step)
             estimators = self.measure_scenario(model, scenario, UPDATE_ESTIMATORS)
-            soft, soft_statistics = make_update_scenario(model, step, router="soft")
-            statistics["surrogate_error_soft"] = soft_statistics["surrogate_error_current"]
-            statistics["value_change_soft"] = soft_statistics["value_change"]
-            estimators |= self.measure_scenario(model, soft, SOFT_UPDATE_ESTIMATORS)
+            for router, others in OTHER_UPDATE.items():
+                other, of_other = make_update_scenario(model, step, router=router)
+                statistics[f"surrogate_error_{router}"] = of_other["surrogate_error_current"]
+                statistics[f"value_change_{router}"] = of_other["value_change"]
+                estimators |= self.measure_scenario(model, other, others)
             measured[f"update {step:g}"] = _make_record(statistics, estimators)
             scenario, statistics = make_update_scenario(model, step, trains_router=False)
             frozen = self.measure_scenario(

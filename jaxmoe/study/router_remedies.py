@@ -69,11 +69,12 @@ ENGINE_ESTIMATORS = (
     Estimator("router.freeze", forward="frozen"),
     Estimator("router.freeze + token_is(2)", corrections=(token_is,), forward="frozen"),
 )
-# Of soft routing's own policy, which is another one.
-SOFT_ENGINE_ESTIMATORS = (
-    Estimator("soft routing"),
-    Estimator("soft routing + token_is(2)", corrections=(token_is,)),
-)
+# Routers whose policy is another one than that of top-k; "annealed" is halfway from soft to top-k.
+OTHER_ROUTERS = {"soft": "soft routing", "annealed": "annealed, halfway"}
+OTHER_ENGINE = {
+    router: (Estimator(name), Estimator(f"{name} + token_is(2)", corrections=(token_is,)))
+    for router, name in OTHER_ROUTERS.items()
+}
 
 # One update, on-policy; only the old log-probs are those of a forward that routes otherwise.
 FORWARD_ESTIMATORS = (
@@ -122,7 +123,10 @@ UPDATE_ESTIMATORS = (
 )  # fmt: skip
 # With a frozen router a straight-through gradient of it has nothing to train.
 FROZEN_UPDATE_ESTIMATORS = tuple(x for x in UPDATE_ESTIMATORS if x.forward != "straight_through")
-SOFT_UPDATE_ESTIMATORS = (
-    Estimator("soft routing, surrogate, no clip", surrogate, old_logp="recomputed"),
-    Estimator("soft routing, ppo_clip", old_logp="recomputed"),
-)
+OTHER_UPDATE = {
+    router: (
+        Estimator(f"{name}, surrogate, no clip", surrogate, old_logp="recomputed"),
+        Estimator(f"{name}, ppo_clip", old_logp="recomputed"),
+    )
+    for router, name in OTHER_ROUTERS.items()
+}

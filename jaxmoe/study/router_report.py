@@ -37,24 +37,28 @@ GAP = {
     "gap": "mean abs Δlogp, nats",
 }
 ENGINE_GAP = GAP | {"gap_replayed": "… under R3", "gap_soft": "… under soft routing"}
+ANNEALED_GAP = {"gap_annealed": "… under annealed routing, halfway"}
 UPDATE_GAP = GAP | {
     "value_change": "change of the expected reward J",
     "surrogate_error_current": "error of the surrogate's value",
     "surrogate_error_replayed": "error of the surrogate's value under R2",
 }
-SOFT_GAP = {
+OTHER_GAP = {
     "value_change_soft": "change of J under soft routing",
     "surrogate_error_soft": "error of the surrogate's value under soft routing",
+    "value_change_annealed": "change of J under annealed routing, halfway",
+    "surrogate_error_annealed": "error of the surrogate's value under annealed routing, halfway",
 }
 TABLES = (
     TableSpec("selection", "An engine with noise on its router's logits, in selection alone",
               "noise", ENGINE_GAP, "no correction", engine=True),
-    TableSpec("weights", "An engine with noise on its router's weights", "noise", ENGINE_GAP,
+    TableSpec("weights", "An engine with noise on its router's weights", "noise",
+              ENGINE_GAP | ANNEALED_GAP,
               "no correction", engine=True),
     TableSpec("forward", "On-policy samples, old log-probs from another, noisy forward", "noise",
               GAP, "ppo_clip"),
     TableSpec("update", "Several updates on one batch, the router trained", "step",
-              UPDATE_GAP | SOFT_GAP, "ppo_clip"),
+              UPDATE_GAP | OTHER_GAP, "ppo_clip"),
     TableSpec("frozen", "Several updates on one batch, the router frozen", "step", UPDATE_GAP,
               "ppo_clip"),
 )  # fmt: skip

@@ -73,12 +73,13 @@ def add_last_position(x_BTLA: np.ndarray) -> np.ndarray:
 
 def make_engine_scenarios(
     model: MicroModel, scale: float, *, noise: str
-) -> tuple[Scenario, Scenario, dict[str, float]]:
-    """Return the scenario of an engine with a noisy router, that of soft routing, and statistics.
+) -> tuple[Scenario, dict[str, Scenario], dict[str, float]]:
+    """Return the scenario of an engine with a noisy router, those of other routers, and statistics.
 
     noise: "selection" for noise on the logits by which the engine selects, "weights" for noise on
         its router's weights.
-    Targets are the policy gradients of the trainer and of the engine.
+    Targets are the policy gradients of the trainer and of the engine. The other routers, "soft" and
+    "annealed", are other policies, so their targets are their own.
     """
     table, routing = model.current
     if noise == "selection":
@@ -86,44 +87,45 @@ def make_engine_scenarios(
         engine_logp_BT, engine, replayed = model.replay_noisy(scale)
         # Its weights come from the logits without noise, so replay computes the engine's policy.
         engine_table = replayed
+        routers = ["soft"]
     else:
         engine_params = model.add_router_noise(scale)
         engine_logp_BT, engine = model.run_logprobs(engine_params)
         engine_table = model.make_table(engine_params, engine_logp_BT)
         replayed = model.make_replayed_table(model.params, engine)
-    pairs_BT, rewards_B = model.answers.pairs_BT, model.rewards_B
-    targets = {
-        "trainer": policy_gradient(table, pairs_BT, rewards_B),
-        "engine": policy_gradient(engine_table, pairs_BT, rewards_B),
-    }
-    forwards = {
-        "current": table, "replayed": replayed, "straight_through": model.straight_through
-    }  # fmt: skip
+        routers = ["soft", "annealed"]
     scenario = make_scenario(
-        model, engine_logp_BT, forwards, targets, rollout_logp_BT=engine_logp_BT,
+        model, engine_logp_BT,
+        {"current": table, "replayed": replayed, "straight_through": model.straight_through},
+        find_targets(model, table, engine_table), rollout_logp_BT=engine_logp_BT,
         old_logp_BT=engine_logp_BT, current=routing, old=engine, engine=engine,
-    )  # fmt: skip
-    soft = model.soft
-    engine_soft = soft
-    if noise == "weights":
-        soft_logp_BT, _ = model.run_logprobs(engine_params, "soft")
-        engine_soft = model.make_table(engine_params, soft_logp_BT, "soft")
-    soft_scenario = make_scenario(
-        model, engine_soft.logp_BT, {"current": soft},
-        {
-            "trainer": policy_gradient(soft, pairs_BT, rewards_B),
-            "engine": policy_gradient(engine_soft, pairs_BT, rewards_B),
-        },
-        rollout_logp_BT=engine_soft.logp_BT, old_logp_BT=engine_soft.logp_BT, current=routing,
-        old=routing, engine=routing,
     )  # fmt: skip
     statistics = describe_gap(scenario.sampler_B, table.logp_BT, engine_logp_BT, routing, engine)
     replayed_gap_BT = np.abs(replayed.logp_BT - engine_logp_BT)
     statistics["gap_replayed"] = float(scenario.sampler_B @ replayed_gap_BT.mean(axis=1))
-    statistics["gap_soft"] = float(
-        soft_scenario.sampler_B @ np.abs(soft.logp_BT - engine_soft.logp_BT).mean(axis=1)
-    )
-    return scenario, soft_scenario, statistics
+    others = {}
+    for router in routers:
+        own = engine_own = model.route_by(router)
+        if noise == "weights":
+            own_logp_BT, _ = model.run_logprobs(engine_params, router)
+            engine_own = model.make_table(engine_params, own_logp_BT, router)
+        others[router] = make_scenario(
+            model, engine_own.logp_BT, {"current": own}, find_targets(model, own, engine_own),
+            rollout_logp_BT=engine_own.logp_BT, old_logp_BT=engine_own.logp_BT, current=routing,
+            old=routing, engine=routing,
+        )  # fmt: skip
+        gap_BT = np.abs(own.logp_BT - engine_own.logp_BT)
+        statistics[f"gap_{router}"] = float(others[router].sampler_B @ gap_BT.mean(axis=1))
+    return scenario, others, statistics
+
+
+def find_targets(
+    model: MicroModel, trainer: LogprobTable, engine: LogprobTable
+) -> dict[str, np.ndarray]:
+    """Return the policy gradients of the trainer and of the engine."""
+    tables = {"trainer": trainer, "engine": engine}
+    pairs_BT, rewards_B = model.answers.pairs_BT, model.rewards_B
+    return {name: policy_gradient(x, pairs_BT, rewards_B) for name, x in tables.items()}
 
 
 def make_forward_scenario(model: MicroModel, scale: float) -> tuple[Scenario, dict[str, float]]:
@@ -152,10 +154,10 @@ def make_update_scenario(
     """Return the scenario after updates on answers of the model before them.
 
     All parameters have moved by `step` along the sign of the gradient of a few sampled answers, as
-    Adam's first steps do. `router` is "replay" for top-k, or "soft". The replayed forward takes the
-    experts of the model before the updates (R2).
+    Adam's first steps do. `router` is "replay" for top-k, "soft" or "annealed". The replayed
+    forward takes the experts of the model before the updates (R2).
     """
-    old_table = model.current[0] if router == "replay" else model.soft
+    old_table = model.current[0] if router == "replay" else model.route_by(router)
     old = model.current[1]
     keep_N = np.ones(len(model.is_router_N)) if trains_router else 1.0 - model.is_router_N
     params = move_params(model, old_table, step, keep_N)

@@ -95,6 +95,14 @@ def test_soft_routing_selects_nothing_and_feels_no_noise_of_the_selection():
     assert biases("weights 0.3")["soft routing"] > 1e-3
 
 
+def test_annealed_routing_is_its_own_policy_and_half_of_it_selects():
+    assert biases("weights 0")["annealed, halfway"] < ROUNDING
+    assert biases("weights 0.3")["annealed, halfway"] > 1e-3
+    gaps = measured()["weights 0.3"]["statistics"]
+    # Half of its weights are those of a softmax, so the same noise moves it less than top-k.
+    assert gaps["gap_soft"] < gaps["gap_annealed"] < gaps["gap"]
+
+
 def test_the_bias_of_a_frozen_router_is_the_routers_part_of_the_gradient():
     model = MicroModel(study().programs, 0)
     target = policy_gradient(model.current[0], model.answers.pairs_BT, model.rewards_B)
@@ -138,7 +146,7 @@ def test_mean_and_deviation_are_those_of_the_answers_gradients():
 def test_a_surrogate_of_no_step_is_exact_and_of_a_large_one_is_not():
     for key, is_exact in (("update 0", True), ("update 0.003", False)):
         statistics = measured()[key]["statistics"]
-        for name in ("current", "replayed", "soft"):
+        for name in ("current", "replayed", "soft", "annealed"):
             assert (statistics[f"surrogate_error_{name}"] < 1e-14) == is_exact, (key, name)
 
 
