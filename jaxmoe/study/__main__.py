@@ -22,6 +22,7 @@ from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.study.micro_model import MicroSizes
 from jaxmoe.study.router_bed import BEDS
+from jaxmoe.study.router_costs import measure_costs
 from jaxmoe.study.router_exact import RouterStudy, run_router_exact
 from jaxmoe.study.router_report import format_tables, plot_tables
 from jaxmoe.study.router_trained import RATES, run_bed
@@ -79,12 +80,14 @@ def run_trained_command(args: argparse.Namespace) -> int:
             # Written after each bed, so that a stopped study has the tables of those before.
             replace_text(folder / "router.md", format_trained_tables(results))
             plot_trained(results, folder / "router.png")
+        tables = format_trained_tables(results, measure_costs(folder, show_line))
+        replace_text(folder / "router.md", tables)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         show_line(f"stopped; finished runs are in {folder}: the same command continues")
         return 130  # as a shell reports it
-    show_line(format_trained_tables(results))
+    show_line(tables)
     show_line(f"{time.perf_counter() - start:.0f} s; router.md and .png are in {folder}")
     return 0
 

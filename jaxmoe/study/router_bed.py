@@ -12,7 +12,6 @@ the functions that `python -m jaxmoe.train` calls; only the task, the noise and 
 the study's. Next: jaxmoe/study/router_trained.py lists the contenders.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -231,7 +230,7 @@ def train_on_bed(
     """Train from `params` at a learning rate; return held-out shares and what happened.
 
     start, end: mean score of sampled answers on N_EVAL_PROMPTS prompts, by the clean policy.
-    grad_norm_p99, ratio_max: over the steps. step_cpu_s: median CPU seconds of a step.
+    grad_norm_p99, ratio_max: over the steps.
     switches: share of (token, layer) whose expert set differs between engine and trainer, where the
         bed compares them.
     """
@@ -239,7 +238,6 @@ def train_on_bed(
     state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, programs.optimizer(rate))
     rng = np.random.default_rng((seed, 2))
     held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), N_EVAL_PROMPTS)
-    sampling = Sampling(TASK.length, (), explores=True)
     policies: deque[Params] = deque(maxlen=programs.bed.staleness + 1)
     rows: list[Metrics] = []
     start = evaluate(programs.clean_engine, state.policy, held_out, 0)
@@ -247,28 +245,40 @@ def train_on_bed(
         prompts, answers = TASK.sample_prompts(rng, cfg.rollout.prompts_per_step)
         # The step donates the state, so that weights of a later use are copied.
         policies.append(jax.tree.map(jnp.copy, state.policy))
-        started = time.process_time()
-        programs.engine.load(policies[0], step - 1)
-        rollouts = programs.engine.generate(
-            prompts, sampling, seed=seed * 1000 + step, samples=cfg.rollout.samples_per_prompt
-        )
-        rewards = TASK.score(rollouts, answers)
-        batch = rollout_batch(
-            rollouts, rewards, samples=cfg.rollout.samples_per_prompt, length=cfg.context, pad_id=0,
-            n_experts=cfg.model.n_experts if cfg.records_experts else None,
-        )  # fmt: skip
-        batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            state, metrics, _ = programs.step_fn(state, batch, minibatches, jnp.float32(rate))
-        row = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        rows.append(row | {"reward": float(rewards.mean()), "cpu_s": time.process_time() - started})
-        report(step, rows[-1]["reward"])
+        state, row = take_step(programs, state, policies[0], prompts, answers, seed, step, rate)
+        rows.append(row)
+        report(step, row["reward"])
         if not np.isfinite(row["grad/norm"]):
             break
     return summarize(rows) | {
         "start": start,
         "end": evaluate(programs.clean_engine, state.policy, held_out, cfg.steps),
     }
+
+
+def take_step(
+    programs: BedPrograms, state: TrainState, sampling_policy: Params, prompts: list[Prompt],
+    answers: np.ndarray, seed: int, step: int, rate: float,
+) -> tuple[TrainState, Metrics]:  # fmt: skip
+    """Sample answers by `sampling_policy`, score them, and make the updates of one step.
+
+    Returns the state after them, and the step's metrics with the mean `reward`.
+    """
+    cfg, sampling = programs.cfg, Sampling(TASK.length, (), explores=True)
+    programs.engine.load(sampling_policy, step - 1)
+    rollouts = programs.engine.generate(
+        prompts, sampling, seed=seed * 1000 + step, samples=cfg.rollout.samples_per_prompt
+    )
+    rewards = TASK.score(rollouts, answers)
+    batch = rollout_batch(
+        rollouts, rewards, samples=cfg.rollout.samples_per_prompt, length=cfg.context, pad_id=0,
+        n_experts=cfg.model.n_experts if cfg.records_experts else None,
+    )  # fmt: skip
+    batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        state, metrics, _ = programs.step_fn(state, batch, minibatches, jnp.float32(rate))
+    row = {name: float(x) for name, x in jax.device_get(metrics).items()}
+    return state, row | {"reward": float(rewards.mean())}
 
 
 def summarize(rows: Sequence[Metrics]) -> Metrics:
@@ -279,7 +289,6 @@ def summarize(rows: Sequence[Metrics]) -> Metrics:
         "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
         "grad_norm_p99": float(np.percentile(norms, 99)),
         "ratio_max": max(row["policy/ratio_max"] for row in rows),
-        "step_cpu_s": float(np.median([row["cpu_s"] for row in rows])),
         "switches": float(np.mean([row.get("router/expert_switches", np.nan) for row in rows])),
     }
 

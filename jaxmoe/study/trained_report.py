@@ -16,29 +16,31 @@ from jaxmoe.study.contenders import Comparison
 Results = Mapping[str, Sequence[Comparison]]  # by bed; the bed's own loss comes first
 
 
-def format_trained_tables(results: Results) -> str:
-    """Return one table over all beds, a row a remedy, and one table of each bed."""
-    parts = [_format_overview(results)]
+def format_trained_tables(results: Results, costs: Mapping[str, float] | None = None) -> str:
+    """Return one table over all beds, a row a remedy, and one table of each bed.
+
+    costs: of a step, relative to a step without a remedy, by remedy.
+    """
+    parts = [_format_overview(results, costs or {})]
     for bed, comparisons in results.items():
         parts.append(f"### {bed}\n\n{_format_bed(comparisons)}")
     return "\n\n".join(parts) + "\n"
 
 
-def _format_overview(results: Results) -> str:
+def _format_overview(results: Results, costs: Mapping[str, float]) -> str:
     """Differences to the bed's own loss with 95 % intervals, and the cost of a step."""
     names = dict.fromkeys(c.contender.name for bed in results.values() for c in bed)
     lines = [
-        "| remedy | " + " | ".join(results) + " | CPU seconds of a step |",
+        "| remedy | " + " | ".join(results) + " | cost of a step |",
         "|---|" + "---|" * (len(results) + 1),
     ]
     for name in names:
-        cells, costs = [], []
+        cells = []
         for bed in results.values():
             comparison = next((c for c in bed if c.contender.name == name), None)
             cells.append("" if comparison is None else _format_difference(comparison))
-            if comparison is not None:
-                costs.append(cost_ratio(comparison, bed[0]))
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {np.median(costs):.2f}x |")
+        cost = f"{costs[name]:.2f}x" if name in costs else ""
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {cost} |")
     return "\n".join(lines)
 
 
@@ -65,12 +67,6 @@ def _format_bed(comparisons: Sequence[Comparison]) -> str:
             f"{norm:.3g} | {ratio:.3g} |"
         )
     return "\n".join(lines)
-
-
-def cost_ratio(comparison: Comparison, baseline: Comparison) -> float:
-    """Return the CPU seconds of a step, relative to the bed's own loss: the median over seeds."""
-    pairs = zip(comparison.metrics, baseline.metrics, strict=True)
-    return float(np.median([a["step_cpu_s"] / b["step_cpu_s"] for a, b in pairs]))
 
 
 def plot_trained(results: Results, path: Path) -> None:

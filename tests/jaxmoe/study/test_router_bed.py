@@ -9,7 +9,7 @@ import pytest
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.model.router import RouterContext, replay_routing, route_top_k
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.study import router_trained
+from jaxmoe.study import router_costs, router_trained
 from jaxmoe.study.router_bed import (
     BEDS,
     BedPrograms,
@@ -105,3 +105,15 @@ def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
         np.testing.assert_array_equal(x, y)
     fresh = init_params(jax.random.key(1), CFG)
     assert not np.array_equal(params["head"], fresh["head"])
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_step_is_measured_once_and_every_remedy_has_one(tmp_path, monkeypatch):
+    few = {name: router_trained.REMEDIES[name] for name in ("nothing", "soft")}
+    monkeypatch.setattr(router_costs, "REMEDIES", few)
+    monkeypatch.setattr(router_costs, "PAIRS", 3)
+    costs = router_costs.measure_costs(tmp_path, lambda line: None)
+    # Soft routing computes 16 experts a token in place of 2, in training and in sampling.
+    assert costs.keys() == few.keys() and costs["soft"] > 1.2
+    monkeypatch.setattr(router_costs, "make_timed_step", None)
+    assert router_costs.measure_costs(tmp_path, lambda line: None) == costs

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of a step of RL with each remedy of the router, relative to the same step without.
+
+Next: jaxmoe/study/router_bed.py makes a step.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.model import init_params
+from jaxmoe.rl.state import init_rl_state
+from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.study.router_bed import BEDS, TASK, BedPrograms, bed_config, take_step
+from jaxmoe.study.router_trained import REMEDIES
+
+RATE = 2.5e-4
+PAIRS = 15  # steps of each side
+
+
+def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[str, float]:
+    """Return each remedy's CPU seconds of a step, relative to the step without a remedy.
+
+    A step of the undisturbed bed samples, scores and updates. The two sides alternate, after two
+    steps of each that compile; the median of the ratios of PAIRS pairs. "nothing" is compared with
+    itself, as a control. Measured costs are in `folder` and are not measured again.
+    """
+    store = ResultsStore(folder / "costs.json")
+    costs: dict[str, float] = {}
+    plain: list[Callable[[], float]] = []
+
+    def measure_cost(settings: tuple[str, ...]) -> dict[str, float]:
+        if not plain:
+            plain.append(make_timed_step(()))
+        take_remedy = make_timed_step(settings)
+        ratios = [take_remedy() / plain[0]() for _ in range(PAIRS)]
+        low, median, high = np.percentile(ratios, (25, 50, 75))
+        return {"low": float(low), "median": float(median), "high": float(high)}
+
+    for number, (name, settings) in enumerate(REMEDIES.items(), 1):
+        key = f"cost of a step; {name}; {' '.join(settings)}; {PAIRS} pairs"
+        cost = store.get_or_run(key, lambda settings=settings: measure_cost(settings))
+        costs[name] = cost["median"]
+        quartiles = f"{cost['low']:.2f} to {cost['high']:.2f}"
+        report(f"cost {number}/{len(REMEDIES)}: {name} {cost['median']:.2f}x ({quartiles})")
+    return costs
+
+
+def make_timed_step(settings: tuple[str, ...]) -> Callable[[], float]:
+    """Return a function that makes one more step and returns its CPU seconds."""
+    bed = BEDS["undisturbed"]
+    # 40 steps, because an annealed router must end within the run.
+    programs = BedPrograms(bed, bed_config(40, *bed.settings, *settings))
+    state = init_rl_state(
+        init_params(jax.random.key(0), programs.cfg.model), programs.cfg, programs.optimizer(RATE)
+    )
+    prompts, answers = TASK.sample_prompts(
+        np.random.default_rng(0), programs.cfg.rollout.prompts_per_step
+    )
+
+    def take_one() -> float:
+        nonlocal state
+        # The step donates the state, so the engine gets a copy of the weights.
+        policy = jax.block_until_ready(jax.tree.map(jnp.copy, state.policy))
+        started = time.process_time()
+        state, _ = take_step(programs, state, policy, prompts, answers, 0, 1, RATE)
+        return time.process_time() - started
+
+    take_one()
+    take_one()
+    return take_one
