@@ -83,6 +83,6 @@ def plot_trained(results: Results, path: Path) -> None:
             ax.plot([mean], [y], "o", color=color)
         ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])
         ax.axvline(0.0, color="black", linewidth=0.8)
-        ax.set_title(f"{bed}: nothing ends at {np.mean(comparisons[0].values):.2f}")
-        ax.set_xlabel("difference of the held-out share, 95 %")
+        ax.set_title(f"{bed}\nnothing ends at {np.mean(comparisons[0].values):.2f}")
+        ax.set_xlabel("difference, 95 %")
     save_figure(figure, path, dpi=110)
