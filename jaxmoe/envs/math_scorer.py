@@ -84,10 +84,10 @@ def _compare(response: str, gold: str) -> dict[str, float]:
     if not _is_small(answer, gold):
         return parts | {"refused": 1.0}
     try:
-        expected, given = (_parse(text) for text in (gold, answer))
-        if not given:
+        expected, parsed = (_parse(text) for text in (gold, answer))
+        if not parsed:
             return parts | {"unreadable": 1.0}
-        is_equal = verify(expected, given, strict=True, timeout_seconds=None, raise_on_error=True)
+        is_equal = verify(expected, parsed, strict=True, timeout_seconds=None, raise_on_error=True)
     except Exception:  # whatever a hostile text causes in ANTLR or sympy
         return parts | {"unreadable": 1.0}
     return parts | {"score": float(is_equal)}
@@ -131,11 +131,11 @@ def _has_same_form(gold: str, answer: str) -> bool:
 def _is_small(answer: str, gold: str) -> bool:
     """True if comparing an answer is little work."""
     commands = set(re.findall(r"\\([A-Za-z]+)", answer))
-    known = _COMMANDS | set(re.findall(r"\\([A-Za-z]+)", gold))
+    allowed = _COMMANDS | set(re.findall(r"\\([A-Za-z]+)", gold))
     return (
         len(answer) <= max(_MAX_CHARS, 2 * len(gold))
         and answer.isascii()
-        and commands <= known
+        and commands <= allowed
         and ("!" in gold or "!" not in answer)
         and _has_small_powers(answer, gold)
         and len(re.findall(r"[-+*/^]|\\cdot|\\times|\\frac|\\sqrt", answer)) <= _MAX_OPERATORS

@@ -24,8 +24,8 @@ from jaxmoe.study.router_remedies import (
     ENGINE_ESTIMATORS,
     FORWARD_ESTIMATORS,
     FROZEN_UPDATE_ESTIMATORS,
-    OTHER_ENGINE,
-    OTHER_UPDATE,
+    SOFT_ENGINE_ESTIMATORS,
+    SOFT_UPDATE_ESTIMATORS,
     UPDATE_ESTIMATORS,
 )
 from jaxmoe.study.router_scenarios import (
@@ -64,10 +64,12 @@ class RouterStudy:
         measured: dict[str, Measured] = {}
         for scale in self.noises:
             for noise in ("selection", "weights"):
-                scenario, others, statistics = make_engine_scenarios(model, scale, noise=noise)
+                scenario, soft_scenarios, statistics = make_engine_scenarios(
+                    model, scale, noise=noise
+                )
                 estimators = self.measure_scenario(model, scenario, ENGINE_ESTIMATORS)
-                for router, other in others.items():
-                    estimators |= self.measure_scenario(model, other, OTHER_ENGINE[router])
+                for router, soft in soft_scenarios.items():
+                    estimators |= self.measure_scenario(model, soft, SOFT_ENGINE_ESTIMATORS[router])
                 measured[f"{noise} {scale:g}"] = _make_record(statistics, estimators)
             scenario, statistics = make_forward_scenario(model, scale)
             estimators = self.measure_scenario(model, scenario, FORWARD_ESTIMATORS)
@@ -75,11 +77,11 @@ class RouterStudy:
         for step in self.steps:
             scenario, statistics = make_update_scenario(model, step)
             estimators = self.measure_scenario(model, scenario, UPDATE_ESTIMATORS)
-            for router, others in OTHER_UPDATE.items():
-                other, of_other = make_update_scenario(model, step, router=router)
-                statistics[f"surrogate_error_{router}"] = of_other["surrogate_error_current"]
-                statistics[f"value_change_{router}"] = of_other["value_change"]
-                estimators |= self.measure_scenario(model, other, others)
+            for router, soft_estimators in SOFT_UPDATE_ESTIMATORS.items():
+                soft, soft_statistics = make_update_scenario(model, step, router=router)
+                statistics[f"surrogate_error_{router}"] = soft_statistics["surrogate_error_current"]
+                statistics[f"value_change_{router}"] = soft_statistics["value_change"]
+                estimators |= self.measure_scenario(model, soft, soft_estimators)
             measured[f"update {step:g}"] = _make_record(statistics, estimators)
             scenario, statistics = make_update_scenario(model, step, trains_router=False)
             frozen = self.measure_scenario(

@@ -70,10 +70,10 @@ ENGINE_ESTIMATORS = (
     Estimator("router.freeze + token_is(2)", corrections=(token_is,), forward="frozen"),
 )
 # Routers whose policy is another one than that of top-k; "annealed" is halfway from soft to top-k.
-OTHER_ROUTERS = {"soft": "soft routing", "annealed": "annealed, halfway"}
-OTHER_ENGINE = {
+SOFT_ROUTERS = {"soft": "soft routing", "annealed": "annealed, halfway"}
+SOFT_ENGINE_ESTIMATORS = {
     router: (Estimator(name), Estimator(f"{name} + token_is(2)", corrections=(token_is,)))
-    for router, name in OTHER_ROUTERS.items()
+    for router, name in SOFT_ROUTERS.items()
 }
 
 # One update, on-policy; only the old log-probs are those of a forward that routes otherwise.
@@ -123,10 +123,10 @@ UPDATE_ESTIMATORS = (
 )  # fmt: skip
 # With a frozen router a straight-through gradient of it has nothing to train.
 FROZEN_UPDATE_ESTIMATORS = tuple(x for x in UPDATE_ESTIMATORS if x.forward != "straight_through")
-OTHER_UPDATE = {
+SOFT_UPDATE_ESTIMATORS = {
     router: (
         Estimator(f"{name}, surrogate, no clip", surrogate, old_logp="recomputed"),
         Estimator(f"{name}, ppo_clip", old_logp="recomputed"),
     )
-    for router, name in OTHER_ROUTERS.items()
+    for router, name in SOFT_ROUTERS.items()
 }

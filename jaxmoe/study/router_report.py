@@ -43,7 +43,7 @@ UPDATE_GAP = GAP | {
     "surrogate_error_current": "error of the surrogate's value",
     "surrogate_error_replayed": "error of the surrogate's value under R2",
 }
-OTHER_GAP = {
+SOFT_GAP = {
     "value_change_soft": "change of J under soft routing",
     "surrogate_error_soft": "error of the surrogate's value under soft routing",
     "value_change_annealed": "change of J under annealed routing, halfway",
@@ -58,7 +58,7 @@ TABLES = (
     TableSpec("forward", "On-policy samples, old log-probs from another, noisy forward", "noise",
               GAP, "ppo_clip"),
     TableSpec("update", "Several updates on one batch, the router trained", "step",
-              UPDATE_GAP | OTHER_GAP, "ppo_clip"),
+              UPDATE_GAP | SOFT_GAP, "ppo_clip"),
     TableSpec("frozen", "Several updates on one batch, the router frozen", "step", UPDATE_GAP,
               "ppo_clip"),
 )  # fmt: skip

@@ -103,20 +103,20 @@ def make_engine_scenarios(
     statistics = describe_gap(scenario.sampler_B, table.logp_BT, engine_logp_BT, routing, engine)
     replayed_gap_BT = np.abs(replayed.logp_BT - engine_logp_BT)
     statistics["gap_replayed"] = float(scenario.sampler_B @ replayed_gap_BT.mean(axis=1))
-    others = {}
+    soft_scenarios = {}
     for router in routers:
-        own = engine_own = model.route_by(router)
+        soft = engine_soft = model.route_by(router)
         if noise == "weights":
-            own_logp_BT, _ = model.run_logprobs(engine_params, router)
-            engine_own = model.make_table(engine_params, own_logp_BT, router)
-        others[router] = make_scenario(
-            model, engine_own.logp_BT, {"current": own}, find_targets(model, own, engine_own),
-            rollout_logp_BT=engine_own.logp_BT, old_logp_BT=engine_own.logp_BT, current=routing,
+            soft_logp_BT, _ = model.run_logprobs(engine_params, router)
+            engine_soft = model.make_table(engine_params, soft_logp_BT, router)
+        soft_scenarios[router] = make_scenario(
+            model, engine_soft.logp_BT, {"current": soft}, find_targets(model, soft, engine_soft),
+            rollout_logp_BT=engine_soft.logp_BT, old_logp_BT=engine_soft.logp_BT, current=routing,
             old=routing, engine=routing,
         )  # fmt: skip
-        gap_BT = np.abs(own.logp_BT - engine_own.logp_BT)
-        statistics[f"gap_{router}"] = float(others[router].sampler_B @ gap_BT.mean(axis=1))
-    return scenario, others, statistics
+        gap_BT = np.abs(soft.logp_BT - engine_soft.logp_BT)
+        statistics[f"gap_{router}"] = float(soft_scenarios[router].sampler_B @ gap_BT.mean(axis=1))
+    return scenario, soft_scenarios, statistics
 
 
 def find_targets(
