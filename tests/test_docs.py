@@ -177,6 +177,8 @@ def dry(args: list[str]) -> None:
         cfg = load_config(rest[rest.index("--config") + 1])
         if "instructions" in f"{cfg.data.rewards} {rest}" and find_spec("if_verifiable") is None:
             pytest.skip(INSTALL)
+        if any("math_scorer" in a for a in rest) and find_spec("math_verify") is None:
+            pytest.skip("needs math-verify: pip install math-verify")
         with tempfile.TemporaryDirectory() as folder:
             released = at_hand(cfg, Path(folder)) if cfg.init.checkpoint else []
             assert main([*rest, *released, "--dry-run"]) == 0
