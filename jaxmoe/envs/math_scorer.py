@@ -8,6 +8,7 @@ hostile text: some take for ever, so the functions run in a process that is kill
 Next: jaxmoe/data/scoring.py finds the marked answer; jaxmoe/envs/reward_process.py runs this.
 """
 
+import importlib
 import logging
 import re
 from typing import Any
@@ -16,7 +17,8 @@ from jaxmoe.data.exact_number import read_number
 from jaxmoe.data.scoring import find_marked_answer, find_stated_answer, score_text, strip_gold
 
 try:
-    from math_verify import LatexExtractionConfig, parse, verify
+    # By name, so that type checks do not need the optional package.
+    math_verify = importlib.import_module("math_verify")
 except ImportError as error:
     raise ImportError(
         "it needs math-verify (pip install 'jaxmoe[math]', or pip install math-verify)"
@@ -36,7 +38,7 @@ _COMMANDS = frozenset(
         "sin cos tan cot sec csc log ln exp arcsin arccos arctan e i displaystyle ldots"
     ).split()
 )
-_LATEX = (LatexExtractionConfig(),)
+_LATEX = (math_verify.LatexExtractionConfig(),)
 _TEXT_ANSWER = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 _NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?|\([a-z]\))? ?= ?(?!=)")
 
@@ -87,14 +89,18 @@ def _compare(response: str, gold: str) -> dict[str, float]:
         expected, parsed = (_parse(text) for text in (gold, answer))
         if not parsed:
             return parts | {"unreadable": 1.0}
-        is_equal = verify(expected, parsed, strict=True, timeout_seconds=None, raise_on_error=True)
+        is_equal = math_verify.verify(
+            expected, parsed, strict=True, timeout_seconds=None, raise_on_error=True
+        )
     except Exception:  # whatever a hostile text causes in ANTLR or sympy
         return parts | {"unreadable": 1.0}
     return parts | {"score": float(is_equal)}
 
 
 def _parse(text: str) -> list[Any]:
-    return parse(f"${text}$", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
+    return math_verify.parse(
+        f"${text}$", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True
+    )
 
 
 def _normalize(text: str) -> str:
