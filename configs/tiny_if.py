@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A 0.96 M parameter GPT-OSS learns by GRPO to follow instructions, on a laptop's CPU.
+"""A 0.96 M parameter GPT-OSS is trained by GRPO to follow instructions, on a laptop's CPU.
 
 COMMAND  python -m jaxmoe.train --config tiny_if.py
-EXPECT   pip install "jaxmoe[if]" comes first.
+EXPECT   Its training has not been run to the end, so no accuracy is known. It needs
+         pip install "jaxmoe[if]".
 SOURCE   Instructions and strict checks as in IFEval, arXiv:2311.07911, one or two behind each word
          to spell backward; three in ten demonstrations of the warm start follow them, so that RL
-         learns to. Sizes and rates found by trying.
+         can learn to. Sizes and rates are a first guess.
 """
 
 import random
