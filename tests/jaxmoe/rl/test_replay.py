@@ -35,6 +35,7 @@ FOUR_UPDATES = {"epochs": 2, "minibatches": 2}
 
 def choose_experts(params, batch, cfg, ops):
     """The experts [B, T, L, A] that the routers of a forward choose."""
+    batch = jax.tree.map(jnp.asarray, batch)
     recorded = jax.jit(lambda policy: forward(
         policy, batch.tokens_BT, cfg, ops, segment_ids_BT=batch.segment_ids_BT
     )[2]["experts_BTA"])(params)  # fmt: skip

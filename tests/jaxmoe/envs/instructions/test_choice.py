@@ -92,7 +92,10 @@ def test_the_prompt_and_its_column_ask_for_the_instructions():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"types": ["startend:quotaton"]}, "no checker 'startend:quotaton'. Did you mean start"),
+        pytest.param(
+            {"types": ["startend:quotaton"]}, "no checker 'startend:quotaton'. Did you mean start",
+            marks=needs_package,
+        ),
         ({"types": ["format:title_case"]}, "is not available; it needs data"),
         ({"types": "startend:quotation"}, "must be a list of names, got 'startend"),
         ({"types": []}, "must be a list of names"),
