@@ -19,6 +19,8 @@ from jaxmoe.envs.swapped_rewards import NO_ROW, find_other_rows, find_swap_probl
 from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Rollout
 
+_ROWS_BEFORE_RUN = 64
+
 
 @dataclass(frozen=True)
 class CheckedRollout:
@@ -98,7 +100,7 @@ def score_and_check(
 
 def describe_checks(task: Task) -> dict[str, str]:
     """Texts about the measurements, by label."""
-    problem = find_swap_problem(task, [task.train[i] for i in range(min(16, len(task.train)))])
+    problem = _find_problem_before_run(task)
     share = f"{task.swapped_share:.0%} of the answers are graded against another row too"
     lines = {"swapped": share if problem is None else f"not measured: {problem}"}
     if task.second_grader:
@@ -109,6 +111,12 @@ def describe_checks(task: Task) -> dict[str, str]:
 
 def print_unmeasured(task: Task) -> None:
     """Print a line if `reward/swapped` is wanted and cannot be measured."""
-    text = describe_checks(task)["swapped"]
-    if task.swapped_share and text.startswith("not measured"):
-        print(f"swapped  {text}", flush=True)
+    problem = _find_problem_before_run(task)
+    if task.swapped_share and problem is not None:
+        print(f"swapped  not measured: {problem}", flush=True)
+
+
+def _find_problem_before_run(task: Task) -> str | None:
+    """`find_swap_problem` of the first training rows; each step decides by its own rows."""
+    n_rows = min(_ROWS_BEFORE_RUN, len(task.train))
+    return find_swap_problem(task, [task.train[i] for i in range(n_rows)])

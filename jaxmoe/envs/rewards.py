@@ -31,7 +31,12 @@ from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
 ReportProgress = Callable[..., None]  # (activity, number done, total)
-FAULTS = ("late", "bad_value", "raised")  # how a call of a function can fail
+# Why an answer has no reward: a call failed, or returned a dict with the score None.
+FAULTS = ("late", "bad_value", "raised", "undecided")
+# Only the samples of batches with something to count have these.
+_COUNT = re.compile(
+    r"reward/([^/]+/(none|late|bad_value)|left_out|faulty)_frac|hack/several_answers"
+)
 _WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*(.*)", re.DOTALL)
 
 
@@ -58,7 +63,7 @@ class BatchRewards:
 
     rewards: np.ndarray  # float32; NaN if every function returned None for the sample
     parts: list[dict[str, float]]  # of each sample, by metric name; a metric is the mean of them
-    # of each sample: "" or how a function failed on it, one of FAULTS; empty if none failed
+    # of each sample: "" or the first of FAULTS; empty if there is none
     faults: list[str] = field(default_factory=list)
     first_fault: str = ""  # one sentence about the first of them
 
@@ -252,9 +257,14 @@ def _call_reward(
 
 
 def mean_part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
-    """Mean of each part over the samples that have it."""
+    """Mean of each part over the samples that have it; of a count, over all samples."""
     names = dict.fromkeys(name for metrics in parts for name in metrics)
-    return {name: float(np.mean([m[name] for m in parts if name in m])) for name in names}
+    return {
+        name: float(
+            np.mean([m.get(name, 0.0) for m in parts if name in m or _COUNT.fullmatch(name)])
+        )
+        for name in names
+    }
 
 
 def _to_float(value: Any) -> float | None:

@@ -61,12 +61,13 @@ def parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
 
 
 def make_samples(
-    rollouts: Sequence[Rollout], numbers: Sequence[int], source: Source, task: Task
-) -> list[Sample]:
-    """The rollouts as reward functions get them, each as an answer to the row of its number."""
+    rollouts: Sequence[Rollout], answers: Sequence[ParsedResponse], numbers: Sequence[int],
+    source: Source,
+) -> list[Sample]:  # fmt: skip
+    """The parsed rollouts for reward functions, each as an answer to the row of its number."""
     return [
-        Sample(number, source[number], parse_answer(rollout, task), rollout.tokens.tolist())
-        for number, rollout in zip(numbers, rollouts, strict=True)
+        Sample(number, source[number], answer, rollout.tokens.tolist())
+        for number, answer, rollout in zip(numbers, answers, rollouts, strict=True)
     ]
 
 
@@ -104,7 +105,7 @@ def score_rollouts(
     responses = [parse_answer(r, task) for r in rollouts]
     numbers = [r.prompt.id for r in rollouts]
     if task.rewards:
-        samples = make_samples(rollouts, numbers, source, task)
+        samples = make_samples(rollouts, responses, numbers, source)
         state = trainer_state(task, step)
         scores = score_samples(task.rewards, samples, report, run=task.run_rewards, state=state)
     elif task.episodes is not None and task.episodes.earns:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmoe.data.rows import Source
 from jaxmoe.envs.rewards import ReportProgress, ignore_progress, score_samples
-from jaxmoe.envs.scores import make_samples, trainer_state
+from jaxmoe.envs.scores import make_samples, parse_answer, trainer_state
 from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Rollout
 
@@ -21,6 +21,7 @@ FAULT_METRICS = {
     "late": "reward/second_grader_late_frac",
     "bad_value": "reward/second_grader_bad_value_frac",
     "raised": "reward/second_grader_raised_frac",
+    "undecided": "reward/second_grader_undecided_frac",
 }
 
 
@@ -39,9 +40,11 @@ def second_grades(
     They disagree on an answer if one of the two is above PAYS_ABOVE and the other is not. An answer
     without one of the two rewards is not compared. Faults of the second grader are counted by kind.
     """
+    answers = [parse_answer(rollout, task) for rollout in rollouts]
+    samples = make_samples(rollouts, answers, [r.prompt.id for r in rollouts], source)
     scores = score_samples(
-        task.second_grader, make_samples(rollouts, [r.prompt.id for r in rollouts], source, task),
-        report, run=task.run_second_grader, state=trainer_state(task, step), count_errors=True,
+        task.second_grader, samples, report, run=task.run_second_grader,
+        state=trainer_state(task, step), count_errors=True,
     )  # fmt: skip
     parts: list[dict[str, float]] = []
     for i, (first, second) in enumerate(
@@ -49,8 +52,7 @@ def second_grades(
     ):
         fault = scores.faults[i] if scores.faults else ""
         metrics = {"reward/second_grader_failed_frac": float(bool(fault))}
-        if scores.faults:
-            metrics |= {name: float(kind == fault) for kind, name in FAULT_METRICS.items()}
+        metrics |= {name: float(kind == fault) for kind, name in FAULT_METRICS.items()}
         if np.isfinite(second):
             metrics["reward/second_grader_mean"] = second
             if np.isfinite(first):

@@ -24,7 +24,6 @@ from jaxmoe.records import Rollout
 NO_ROW = -1
 # Two rows of a batch have the same answer more often than this: chance alone would pay.
 MAX_CHANCE = 0.05
-FAILED = "reward/swapped_failed_frac"
 
 
 def find_swap_problem(task: Task, rows: Sequence[Row]) -> str | None:
@@ -33,24 +32,23 @@ def find_swap_problem(task: Task, rows: Sequence[Row]) -> str | None:
         return "data.swapped_share is 0"
     if not task.rewards and task.episodes is not None and task.episodes.earns:
         return "the environment pays, and it cannot be asked about another row"
-    if not any(_gold_keys(row, bool(task.rewards)) for row in rows):
+    counts = Counter(key for row in rows for key in _gold_keys(row, bool(task.rewards)))
+    if not counts:
         return "the rows have no stored answer"
+    n_equal_pairs = sum(count * (count - 1) for count in counts.values())
+    if n_equal_pairs > MAX_CHANCE * len(rows) * (len(rows) - 1):
+        return "equal answers are frequent, and chance alone would pay"
     return None
 
 
 def find_other_rows(rows: Sequence[Row], *, by_columns: bool) -> list[int]:
     """For each row of a batch the index of the one half a batch on, against which it is graded too.
 
-    It is NO_ROW if one of the two has no stored answer, or both have the same answer or question;
-    and for all rows if equal answers are frequent, as with multiple choice.
+    It is NO_ROW if one of the two has no stored answer, or both have the same answer or question.
     by_columns: True if the columns of a row without an answer also tell how to grade it.
     """
     golds = [_gold_keys(row, by_columns) for row in rows]
     n, half = len(rows), len(rows) // 2
-    counts = Counter(key for keys in golds for key in keys)
-    n_equal_pairs = sum(count * (count - 1) for count in counts.values())
-    if n < 2 or n_equal_pairs > MAX_CHANCE * n * (n - 1):
-        return [NO_ROW] * n
     partners = [(i + half) % n for i in range(n)]
     return [
         j
@@ -76,31 +74,30 @@ def swapped_rewards(
     """The metrics of each rollout, graded as an answer to its other row.
 
     Functions get the columns of the other row, and the answer as it is. Rewards of an environment
-    are not part of it. Faults are counted and never end the run.
+    are not part of it. Faults of functions are counted and never end the run.
     """
+    answers = [parse_answer(rollout, task) for rollout in rollouts]
     if task.rewards:
         rewards = [replace(r, key=f"{r.key} (another row's answer)") for r in task.rewards]
         scores = score_samples(
-            rewards, make_samples(rollouts, other_rows, source, task), report,
+            rewards, make_samples(rollouts, answers, other_rows, source), report,
             run=task.run_rewards, state=trainer_state(task, step), count_errors=True,
         )  # fmt: skip
-        faults = scores.faults or [""] * len(rollouts)
         parts = [
             {f"reward/swapped/{r.name}": metrics[name] for r in rewards
              if len(rewards) > 1 and (name := f"reward/{r.name}/mean") in metrics}
             for metrics in scores.parts
         ]  # fmt: skip
+        for metrics, fault in zip(parts, scores.faults or [""] * len(parts), strict=True):
+            metrics["reward/swapped_failed_frac"] = float(bool(fault))
         values = scores.rewards.tolist()
     else:
-        parsed = [parse_answer(rollout, task) for rollout in rollouts]
-        faults, parts = [""] * len(rollouts), [{} for _ in rollouts]
+        parts = [{} for _ in rollouts]
         values = [
             source.score(answer.text, number) if answer.has_final else 0.0
-            for answer, number in zip(parsed, other_rows, strict=True)
+            for answer, number in zip(answers, other_rows, strict=True)
         ]
-    for metrics, value, fault in zip(parts, values, faults, strict=True):
+    for metrics, value in zip(parts, values, strict=True):
         if np.isfinite(value):
             metrics["reward/swapped"] = value
-        if any(faults):
-            metrics[FAILED] = float(bool(fault))
     return parts

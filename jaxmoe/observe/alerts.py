@@ -66,7 +66,7 @@ RULES = (
          "python -m jaxmoe.samples: what one grader pays and the other does not. See "
          "docs/reward_hacking.md", steps=2),
     Rule("reward/second_grader_failed_frac", lambda x: x > 0.1, "> 0.1 of its answers",
-         "reward/second_grader_late_frac, _bad_value_frac and _raised_frac"),
+         "reward/second_grader_late_frac, _bad_value_frac, _raised_frac and _undecided_frac"),
     Rule("reward/faulty_frac", lambda x: x > 0.05, "> 0.05 of the answers",
          "reward/NAME/late_frac and reward/NAME/bad_value_frac: these answers have no reward"),
     Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",

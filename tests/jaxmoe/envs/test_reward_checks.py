@@ -45,7 +45,10 @@ def form(response):
 def fails(response, row, *, kind="raise"):
     if kind == "raise":
         raise KeyError(response)
-    return {"nan": math.nan, "text": "1", "none": None}[kind]
+    return {"nan": math.nan, "text": "1", "none": None, "undecided": {"score": None}}[kind]
+
+def strange(response):
+    return math.nan if "nan" in response else None if response == "none" else 1.0
 
 def hangs(response):
     while True:
@@ -172,11 +175,16 @@ def test_rows_of_one_answer_or_one_question_are_not_compared():
     assert [i for i, j in enumerate(other_rows) if j == NO_ROW] == [3, 4, 5, 6, 23, 24, 25, 26]
 
 
-def test_answers_that_chance_alone_would_pay_are_not_measured(open_with):
+def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with, capsys):
     """Of yes and no, a wrong answer is right for another row."""
     rows = [{"question": f"{i}?", "answer": "yes" if i % 2 else "no"} for i in range(N_ROWS)]
-    _, metrics = check(open_with(rows=rows), right)
+    task = open_with(rows=rows)
+    _, metrics = check(task, right)
     assert metrics == {"reward/swapped_share": 0.0}
+    text = "not measured: equal answers are frequent, and chance alone would pay"
+    assert describe_checks(task) == {"swapped": text}
+    print_unmeasured(task)
+    assert capsys.readouterr().out == f"swapped  {text}\n"
     assert find_other_rows([Row("q", "a")], by_columns=False) == [NO_ROW]
 
 
@@ -255,7 +263,13 @@ def test_partial_rewards_agree_on_the_same_side_of_a_half(open_with):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("raise", "raised"), ("nan", "bad_value"), ("text", "bad_value"), ("none", None)],
+    [
+        ("raise", "raised"),
+        ("nan", "bad_value"),
+        ("text", "bad_value"),
+        ("none", None),
+        ("undecided", "undecided"),
+    ],
 )
 def test_faults_of_the_second_grader_are_counted_by_name(open_with, kind, name):
     task = open_with(
@@ -299,3 +313,25 @@ def test_settings_that_cannot_work_are_refused_in_one_line(open_with, fields, me
     with pytest.raises(ConfigError, match=message) as caught:
         open_with(**fields)
     assert "\n" not in str(caught.value)
+
+
+def test_shares_are_of_all_answers_though_only_some_batches_have_something_to_count(open_with):
+    """The batches of a step, and the shares of processes, are scored one by one."""
+    task = open_with(
+        rewards="check_rewards:strange", second_grader="check_rewards:strange",
+        second_grader_share=1.0,
+    )  # fmt: skip
+    parts = []
+    for odd in ("nan #### 1\n#### 2", "none", "ok", "ok"):
+        scores, _ = check(task, lambda _, sample, odd=odd: odd if sample else "ok")
+        parts += scores.parts
+    metrics = mean_part_metrics(parts)
+    eighths = (
+        "reward/faulty_frac", "reward/strange/bad_value_frac", "reward/strange/none_frac",
+        "hack/several_answers", "reward/swapped_failed_frac", "reward/second_grader_failed_frac",
+        "reward/second_grader_bad_value_frac",
+    )  # fmt: skip
+    assert {name: metrics[name] for name in eighths} == dict.fromkeys(eighths, 1 / 8)
+    assert metrics["reward/left_out_frac"] == 2 / 8
+    assert metrics["reward/second_grader_late_frac"] == 0.0
+    assert metrics["reward/strange/mean"] == metrics["reward/swapped"] == 1.0
