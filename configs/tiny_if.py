@@ -3,7 +3,10 @@
 
 COMMAND  python -m jaxmoe.train --config tiny_if.py
 EXPECT   Its training has not been run to the end, so no accuracy is known. It needs
-         pip install "jaxmoe[if]".
+         pip install "jaxmoe[if]". reward/swapped is above 0, because an answer sometimes follows
+         the instructions of another row by chance. On average that is below its
+         alert (python -m pytest -k of_another_row tests/jaxmoe/envs/instructions/test_choice.py),
+         so data.swapped_share keeps its default: one answer that is paid for every row raises it.
 SOURCE   Instructions and strict checks as in IFEval, arXiv:2311.07911, one or two behind each word
          to spell backward; three in ten demonstrations of the warm start follow them, so that RL
          can learn to. Sizes and rates are a first guess.

@@ -23,11 +23,14 @@ def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
     return _read_row_function(text, "warmup.demonstrations")
 
 
-def read_row_map(text: str, seed: int) -> Callable[[Row], Row] | None:
+def read_row_map(text: str, seed: int, *, keeps_answers: bool) -> Callable[[Row], Row] | None:
     """Parse "module:function(option=1)"; the function takes a row, or a row and a seed.
 
-    seed: the run's. None for an empty text. Raises: ConfigError if it cannot be imported or called;
-    the returned function also if the result is not a row.
+    seed: the run's.
+    keeps_answers: True if the task scores, which knows only the answers of its own rows.
+
+    None for an empty text. Raises: ConfigError if it cannot be imported or called; the returned
+    function also if the result is not a row, or if it has other answers and must keep them.
     """
     function = _read_row_function(text, "data.map_rows", seed=seed)
     if function is None:
@@ -39,6 +42,12 @@ def read_row_map(text: str, seed: int) -> Callable[[Row], Row] | None:
             raise ConfigError(
                 f"data.map_rows must return a jaxmoe.data.rows.Row; {text.strip()} returned "
                 f"{mapped!r:.80}. Try return dataclasses.replace(row, question=…)."
+            )
+        answers = (row.answer, row.other_answers)
+        if keeps_answers and (mapped.answer, mapped.other_answers) != answers:
+            raise ConfigError(
+                f"data.map_rows must keep a row's answers if the task scores; {text.strip()} made "
+                f"{mapped.answer!r:.40} of {row.answer!r:.40}. Name data.rewards, or keep them."
             )
         return mapped
 

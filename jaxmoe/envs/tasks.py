@@ -139,7 +139,7 @@ def open_task(cfg: Config) -> Task:
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
         load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
     )  # fmt: skip
-    map_row = read_row_map(cfg.data.map_rows, cfg.seed)
+    map_row = read_row_map(cfg.data.map_rows, cfg.seed, keeps_answers=not cfg.data.rewards.strip())
     overlong = None
     if cfg.data.overlong_prompts == "drop":
         overlong = PromptLengthFilter(

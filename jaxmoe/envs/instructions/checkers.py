@@ -7,6 +7,7 @@ Next: jaxmoe/envs/instructions/reward.py scores answers with them.
 import difflib
 import importlib
 import importlib.util
+import math
 import random
 import re
 import sys
@@ -24,12 +25,11 @@ INSTALL = (
     '--no-deps, pip install "jaxmoe[if]" also installs packages that are not used)'
 )
 # Checkers that are not available: they need data that nltk would download.
-_NEEDS_DOWNLOAD = (
+UNAVAILABLE = (
     "length_constraints:number_sentences", "change_case:capital_word_frequency",
     "format:title_case", "ratio:stop_words", "words:keywords_specific_position",
     "words:start_verb", "words:words_position",
 )  # fmt: skip
-UNAVAILABLE = dict.fromkeys(_NEEDS_DOWNLOAD, "it needs data that nltk would download")
 _DETECT_LANGUAGE = (
     "language:response_language", "change_case:english_capital", "change_case:english_lowercase",
 )  # fmt: skip
@@ -62,15 +62,15 @@ def check_instruction(instruction: Instruction) -> None:
     answers would be checked for something that no prompt asks.
     """
     name = instruction.id
-    keys = _build_checker(instruction, seed=0).get_instruction_args_keys()
-    fields = [vars(_build_checker(instruction, seed=seed)) for seed in range(3)]
-    if fields.count(fields[0]) < len(fields):
+    checker, *others = [_build_checker(instruction, seed=seed) for seed in range(3)]
+    keys = checker.get_instruction_args_keys()
+    if any(vars(other) != vars(checker) for other in others):
         raise ConfigError(
             f"{name} must have all of its kwargs ({', '.join(keys)}), got "
             f"{dict(instruction.kwargs)!r:.100}. Without them it asks for something random."
         )
     try:
-        _build_checker(instruction, seed=0).check_following(_PLAIN_ANSWER)
+        checker.check_following(_PLAIN_ANSWER)
     except Exception as error:
         raise ConfigError(
             f"{name} must be able to check an answer; with {dict(instruction.kwargs)!r:.100} it "
@@ -101,8 +101,8 @@ def unknown_checker_error(name: str, names: Sequence[str], key: str = "") -> Con
     prefix = f"{key}: " if key else ""
     if name in UNAVAILABLE:
         return ConfigError(
-            f"{prefix}{name} is not available; {UNAVAILABLE[name]}. Remove it, or name another: "
-            f"{', '.join(names)}."
+            f"{prefix}{name} is not available; it needs data that nltk would download. Remove it, "
+            f"or name another: {', '.join(names)}."
         )
     close = difflib.get_close_matches(name, names, 1)
     hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names)}."
@@ -114,12 +114,12 @@ def _build_checker(instruction: Instruction, *, seed: int) -> Any:
     if instruction.id not in classes:
         raise unknown_checker_error(instruction.id, list(classes))
     checker = classes[instruction.id](instruction.id)
-    # Arrow tables fill in None for the kwargs of other instructions, and may store integers as
-    # floats.
+    # Arrow tables fill in None for the kwargs of other instructions, pandas NaN; both may store
+    # integers as floats.
     kwargs = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in instruction.kwargs.items()
-        if value is not None
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
     }
     with _seeded_random(seed):
         try:

@@ -142,9 +142,15 @@ def add_instructions(
 
     types: ids to choose from.
     at_least, at_most: bounds of the number of instructions.
-    Raises: ConfigError for an option that is not valid.
+    Raises: ConfigError for an option that is not valid, or a row that has instructions already.
     """
     _check_options(types, at_least, at_most)
+    if row.columns.get(IDS_COLUMN):
+        raise ConfigError(
+            f"data.map_rows: add_instructions must have rows without {IDS_COLUMN}, got "
+            f"{row.location or row.question!r:.60} with {row.columns[IDS_COLUMN]!r:.60}, which "
+            'nothing would check. Try --set "data.map_rows=".'
+        )
     # A text as the seed gives the same numbers in every process and version of Python.
     rng = random.Random(f"{seed} {row.identity}")
     chosen = choose_instructions(rng, types, at_least, at_most)

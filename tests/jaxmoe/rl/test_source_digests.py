@@ -15,6 +15,7 @@ CFG = load_config("tiny.py")
 FILES = {
     "own_rewards.py": "from own_package.parts import x\nimport json\n\ndef f(t): return 1.0\n",
     "own_loss.py": "import numpy as np\n\ndef g(logp_BT): return -logp_BT\n",
+    "own_map.py": "def h(row): return row\n",
     "own_package/__init__.py": "raise SystemExit('nobody may run this')\n",
     "own_package/parts.py": "from . import deeper\nfrom .deeper import x as y\n",
     "own_package/deeper.py": "x = 1\n",
@@ -32,13 +33,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def config(rewards="0.9 * own_rewards:f(option='a:b+c') + 0.1 * own_rewards:f"):
-    data = dataclasses.replace(CFG.data, rewards=rewards)
+    data = dataclasses.replace(CFG.data, rewards=rewards, map_rows="own_map:h")
     loss = dataclasses.replace(CFG.loss, objective="own_loss:g")
     return dataclasses.replace(CFG, data=data, loss=loss)
 
 
 REACHED = {
-    "own_rewards.py": "own_rewards", "own_loss.py": "own_loss",
+    "own_rewards.py": "own_rewards", "own_loss.py": "own_loss", "own_map.py": "own_map",
     "own_package/__init__.py": "own_package", "own_package/parts.py": "own_package.parts",
     "own_package/deeper.py": "own_package.deeper",
 }  # fmt: skip
@@ -60,7 +61,7 @@ def test_an_installed_module_that_is_named_has_one_and_what_it_imports_has_none(
 
 def test_a_module_that_is_not_there_has_none(folder):
     digests = source_digests(config("there.is.no:such + built:in + sys:exit"))
-    assert digests.keys() == {"source of own_loss"}
+    assert digests.keys() == {"source of own_loss", "source of own_map"}
 
 
 def test_modules_are_named_before_the_colon_of_each_part():

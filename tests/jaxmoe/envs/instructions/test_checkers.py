@@ -3,6 +3,7 @@
 
 import hashlib
 import importlib.util
+import math
 import os
 import random
 import subprocess
@@ -21,10 +22,8 @@ from jaxmoe.envs.instructions.checkers import (
     checker_classes,
     follows_instruction,
 )
+from tests.jaxmoe.envs.instructions.package import needs_package
 
-needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("if_verifiable") is None, reason=checkers.INSTALL
-)
 HOSTILE = [
     "", " ", "\n", "\0", "\ud800", ".", ",", '"', "'", "?!", "[" * 2000, "<" * 2000, "{" * 2000,
     '"' * 2001, "\n" * 900, "a" * 999, "* \n" * 500, "9" * 5000, "١٢٣", "🎉" * 50, "\u202e",
@@ -62,7 +61,7 @@ def instructions():
 
 @needs_package
 def test_all_but_those_that_download_are_available(instructions):
-    assert len(instructions) == 76 and not checker_classes().keys() & UNAVAILABLE.keys()
+    assert len(instructions) == 76 and not checker_classes().keys() & {*UNAVAILABLE}
     for instruction in instructions:
         check_instruction(instruction)
 
@@ -161,6 +160,8 @@ def test_the_import_leaves_other_modules_and_the_random_state_as_they_were():
         ("format:title_case", {}, "format:title_case is not available; it needs data that nltk"),
         ("keywords:existence", {}, r"all of its kwargs \(keywords\), got {}.*something random"),
         ("keywords:existence", {"keywords": None}, "all of its kwargs"),
+        ("length_constraints:number_words", {"num_words": math.nan, "relation": "at least"},
+         "all of its kwargs"),
         ("keywords:existence", {"keyword": "a"}, "must accept its kwargs.*Its kwargs: keywords"),
         ("keywords:existence", {"keywords": ["c++", "("]}, "must be able to check an answer"),
         ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "exactly"},
@@ -177,7 +178,8 @@ def test_what_cannot_be_checked_is_refused_in_one_line(name, kwargs, message):
 @needs_package
 def test_whole_numbers_of_arrow_tables_are_integers():
     asked = Instruction(
-        "length_constraints:number_words", {"num_words": 2.0, "relation": "at least"}
+        "length_constraints:number_words",
+        {"num_words": 2.0, "relation": "at least", "num_bullets": math.nan},
     )
     check_instruction(asked)
     assert follows_instruction("two words", asked) and not follows_instruction("one", asked)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instructions of a row: the same for a seed, without contradictions, and part of the prompt."""
 
-import importlib.util
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import parse_call
+from jaxmoe.config_file import load_config
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.rows import Row
-from jaxmoe.envs.instructions import add_instructions, checkers
+from jaxmoe.envs.instructions import add_instructions, score_instructions
 from jaxmoe.envs.instructions.answers import write_answer
 from jaxmoe.envs.instructions.checkers import checker_classes, follows_instruction
 from jaxmoe.envs.instructions.choice import (
@@ -20,10 +22,8 @@ from jaxmoe.envs.instructions.choice import (
     in_conflict,
 )
 from jaxmoe.envs.instructions.reward import read_instructions
+from tests.jaxmoe.envs.instructions.package import needs_package
 
-needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("if_verifiable") is None, reason=checkers.INSTALL
-)
 ROW = Row("What is up?", "word", columns={"question": "What is up?"})
 DETECTED = {"change_case:english_capital", "change_case:english_lowercase"}  # slow to check
 
@@ -72,8 +72,8 @@ def test_the_choice_is_a_function_of_seed_question_and_options():
     used = {x.id for row in first for x in read_instructions(row.columns)}
     assert used == set(CHOICES)
     # By a text as the seed of random.Random, which every version of Python reads alike.
-    ids = [x.id for x in read_instructions(add_instructions(ROW, 0).columns)]
-    assert ids == [x.id for x in read_instructions(add_instructions(ROW, 0).columns)]
+    ids = [x.id for x in read_instructions(add_instructions(ROW, 2).columns)]
+    assert ids == ["startend:end_checker", "detectable_format:number_highlighted_sections"]
 
 
 def test_the_prompt_and_its_column_ask_for_the_instructions():
@@ -114,3 +114,23 @@ def test_options_that_cannot_be_are_refused_in_one_line(options, message):
 def test_a_checker_that_is_never_chosen_is_named():
     with pytest.raises(ConfigError, match="cannot choose custom:multiples; answers to rows"):
         add_instructions(ROW, 0, types=["custom:multiples"])
+
+
+def test_a_row_that_has_instructions_already_is_refused():
+    """Its question would go on to ask for them, and nothing would check them."""
+    row = replace(ROW, columns={"instruction_id_list": ["punctuation:no_comma"]}, location="q:3")
+    with pytest.raises(ConfigError, match="rows without instruction_id_list, got 'q:3' with"):
+        add_instructions(row, 0)
+
+
+@needs_package
+def test_an_answer_of_tiny_if_seldom_follows_the_instructions_of_another_row():
+    """Else reward/swapped would rise when a policy learns, and its alert would mean nothing."""
+    options = parse_call(load_config("tiny_if.py").data.map_rows, "data.map_rows")[1]
+    rows = [add_instructions(Row(f"Question {i}", "word"), 0, **options) for i in range(400)]
+    answers = [write_answer("word", read_instructions(row.columns)) for row in rows]
+    swapped = [
+        score_instructions(answer, row.columns)["score"]
+        for answer, row in zip(answers, rows[200:] + rows[:200], strict=True)
+    ]
+    assert 0.05 < sum(swapped) / len(swapped) < 0.2  # the alert is above 0.3 of the reward

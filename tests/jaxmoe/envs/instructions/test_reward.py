@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward for followed instructions, in its process, and of a file with IFEval's columns."""
 
-import importlib.util
 import json
 
 import pytest
@@ -13,14 +12,13 @@ from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs import tasks
 from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.instructions import checkers, score_instructions
+from jaxmoe.envs.instructions import score_instructions
 from jaxmoe.envs.instructions.reward import check_reward, read_instructions
 from jaxmoe.envs.reward_process import RewardProcess
 from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
+from tests.jaxmoe.envs.instructions.package import needs_package
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("if_verifiable") is None, reason=checkers.INSTALL
-)
+pytestmark = needs_package
 SPEC = "jaxmoe.envs.instructions:score_instructions"
 COLUMNS = {
     "instruction_id_list": ["startend:quotation", "punctuation:no_comma"],
