@@ -25,7 +25,7 @@ from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
-from jaxmoe.envs.sandbox.probe import describe_sandbox
+from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
 from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
@@ -101,9 +101,9 @@ def run_doctor(cfg: Config) -> bool:
     ops = make_ops(cfg, kernels.with_xla_fallback)
     check_memory(cfg, scoring_stage(cfg))
     kernels.print_decision()
-    if cfg.uses_sandbox:
-        print(f"sandbox: {describe_sandbox(cfg.sandbox)}")
     work, task = Path(cfg.workdir), open_task(cfg)
+    if sandbox := describe_run_sandbox(cfg, (*task.rewards, *task.second_grader)):
+        print(f"sandbox: {sandbox}")
     params, previous, version, weights_name = load_newest_weights(
         cfg, work, digest_contents(cfg, task)
     )

@@ -30,7 +30,7 @@ from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.optim import OptimConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 from jaxmoe.config.router import RouterConfig, check_router_config
-from jaxmoe.config.sandbox import SandboxConfig, check_sandbox, names_sandbox
+from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
 
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
@@ -360,12 +360,6 @@ class Config:
     def has_environment(self) -> bool:
         """True if an environment, or tools, reply to the policy."""
         return bool(self.data.environment.strip() or self.data.tools.strip())
-
-    @property
-    def uses_sandbox(self) -> bool:
-        """True if programs of the policy run, in tools or in rewards."""
-        data = self.data
-        return any(map(names_sandbox, (data.tools, data.rewards, data.second_grader)))
 
     def _smaller_context(self) -> str:
         """Settings for a context that the model has."""

@@ -14,7 +14,6 @@ SANDBOX_KINDS = ("auto", "bubblewrap", "landlock", "unsafe_local")
 MIN_MEMORY_MB = 64  # a Python interpreter starts in less
 MAX_WARM = 256
 TOOL_NAME = "python_sandbox"
-SCORER_MODULE = "jaxmoe.envs.code_scorer"
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,11 @@ class SandboxConfig:
         )
 
 
-def names_sandbox(text: str) -> bool:
-    """True if a text of tools or rewards names one that runs programs of the policy."""
-    return TOOL_NAME in text or SCORER_MODULE in text
-
-
 def check_sandbox(cfg: "Config") -> None:
     """Raise ConfigError if a call's limit cannot be reached before the one of a reply."""
     reply_s, call_s = cfg.rollout.reply_timeout_s, cfg.sandbox.call_s
     require(
-        not names_sandbox(cfg.data.tools) or reply_s == 0 or call_s < reply_s,
+        TOOL_NAME not in cfg.data.tools or reply_s == 0 or call_s < reply_s,
         f"sandbox.call_s ({call_s:g}) must be below rollout.reply_timeout_s ({reply_s:g}), which "
         f"would end the episode first. Try --set rollout.reply_timeout_s={2 * call_s + 30:g}.",
     )

@@ -9,19 +9,43 @@ import ast
 import asyncio
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.data.rows import Row
 from jaxmoe.envs.grading import Grade, GradeStatus, grade_code
+from jaxmoe.envs.reward_specs import checked_by
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.probe import choose_sandbox
 
-_FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+# Spaces are matched once, so that a long line of them takes no more than its length.
+_FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
 
 
+def check_tests(rows: Sequence[Row], **_options: Any) -> None:
+    """Raise ConfigError for a row without tests."""
+    for number, row in enumerate(rows):
+        try:
+            read_tests(row.columns)
+        except ConfigError as error:
+            raise ConfigError(f"{row.location or f'row {number}'}: {error}") from error
+
+
+def read_tests(columns: Mapping[str, Any]) -> tuple[str, str]:
+    """The tests of a row, and the name of the function that they call. Raises ConfigError."""
+    tests, entry_point = columns.get("test"), columns.get("entry_point")
+    if not isinstance(tests, str) or not isinstance(entry_point, str):
+        raise ConfigError(
+            "score_code needs rows with the texts test and entry_point, such as HumanEval's; got "
+            f"the columns {', '.join(columns) or 'none'}. Rename columns, or use another reward."
+        )
+    return tests, entry_point
+
+
+@checked_by(check_tests)
 async def score_code(
     prompt: Any, response: str, row: Mapping[str, Any], *, timeout_s: float = 10.0,
     sandbox: Mapping[str, Any] | None = None,
@@ -35,12 +59,7 @@ async def score_code(
     sandbox: fields of SandboxConfig; a run passes those of its config.
     Raises: ConfigError for a row without tests, and if no sandbox starts.
     """
-    tests, entry_point = row.get("test"), row.get("entry_point")
-    if not isinstance(tests, str) or not isinstance(entry_point, str):
-        raise ConfigError(
-            "score_code needs rows with the texts test and entry_point, such as HumanEval's; got "
-            f"the columns {', '.join(row) or 'none'}. Rename columns, or use another reward."
-        )
+    tests, entry_point = read_tests(row)
     setup = row["prompt"] if isinstance(row.get("prompt"), str) else ""
     setup = setup if _parse_code(setup) is not None else ""
     code = extract_code(response, entry_point, str(row.get("prompt") or ""))
@@ -79,7 +98,9 @@ def _defines_name(tree: ast.Module, name: str) -> bool:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return True
-        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == name for target in node.targets
+        ):
             return True
         if isinstance(node, ast.ImportFrom | ast.Import) and any(
             (alias.asname or alias.name) == name for alias in node.names

@@ -61,10 +61,10 @@ def grade_code(
     deadline = time.monotonic() + timeout_s
     candidate = pool.acquire()
     try:
-        for part in (setup, code):
-            loaded = candidate.run(part, _remaining(deadline))
-            if part is code and loaded.status is not CallStatus.OK:
-                return _grade_call(loaded)
+        candidate.run(setup, _remaining(deadline))
+        loaded = candidate.run(code, _remaining(deadline))
+        if loaded.status is not CallStatus.OK:
+            return _grade_call(loaded)
         examiner = pool.acquire()
         try:
             return _run_tests(candidate, examiner, entry_point, (setup, tests), deadline)

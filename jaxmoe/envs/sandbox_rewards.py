@@ -9,9 +9,10 @@ import functools
 import inspect
 from collections.abc import Sequence
 
-from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.config import Config
+from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
 from jaxmoe.envs.rewards import Reward
-from jaxmoe.envs.sandbox.probe import choose_sandbox
+from jaxmoe.envs.sandbox.probe import choose_sandbox, describe_sandbox
 
 _PARAMETER = "sandbox"
 
@@ -24,6 +25,18 @@ def bind_sandbox(rewards: Sequence[Reward], config: SandboxConfig) -> tuple[Rewa
     return tuple(
         _bind_function(reward, config) if _takes_sandbox(reward) else reward for reward in rewards
     )
+
+
+def describe_run_sandbox(cfg: Config, rewards: Sequence[Reward]) -> str:
+    """The sandbox in which tools or rewards of a run execute programs; "" if none does.
+
+    rewards: those of the run, after `bind_sandbox`.
+    """
+    fields = dataclasses.asdict(cfg.sandbox)
+    is_used = TOOL_NAME in cfg.data.tools or any(
+        reward.options.get(_PARAMETER) == fields for reward in rewards
+    )
+    return describe_sandbox(cfg.sandbox) if is_used else ""
 
 
 def _takes_sandbox(reward: Reward) -> bool:

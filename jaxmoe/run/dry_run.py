@@ -13,7 +13,7 @@ from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.demonstrations import check_targets
 from jaxmoe.envs.reward_checks import describe_checks
-from jaxmoe.envs.sandbox.probe import describe_sandbox
+from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model.params import count_params
 from jaxmoe.model.routers_from_config import router_from_config
@@ -41,7 +41,6 @@ def dry_run(cfg: Config, *stages: str) -> None:
     # All checks run, so that one dry run shows every mistake.
     for check in (
         _check_checkpoint,
-        _check_sandbox,
         _check_task,
         lambda cfg: check_memory(cfg, *stages),
     ):
@@ -175,21 +174,19 @@ def _check_checkpoint(cfg: Config) -> str:
     return f"  config.json  {cfg.init.checkpoint}: the model above"
 
 
-def _check_sandbox(cfg: Config) -> str:
-    return f"  sandbox      {describe_sandbox(cfg.sandbox)}" if cfg.uses_sandbox else ""
-
-
 def _check_task(cfg: Config) -> str:
     task = open_task(cfg)
     longest = task.check_prompts()
     if cfg.warmup.steps:
         check_targets(task, cfg.context)
+    sandbox = describe_run_sandbox(cfg, (*task.rewards, *task.second_grader))
     text, tokens = cfg.init.tokenizer, task.tokenizer.vocab_size
     dropped = "" if task.overlong is None else f"  dropped      {task.overlong}\n"
     return (
         f"  rows         {len(task.train):,} to train on, {len(task.held_out):,} held out; the "
         f"longest prompt read has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
         f"{dropped}"
+        + (f"  sandbox      {sandbox}\n" if sandbox else "")
         + "".join(f"  {name:<13}{line}\n" for name, line in describe_checks(task).items())
         + f"  tokenizer    {text}, {tokens:,} ids"
     )

@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmoe.config.sandbox import SandboxConfig
@@ -51,45 +52,49 @@ def wait_gone(pids: set[int], limit_s: float = 10.0) -> float:
     return time.perf_counter() - start
 
 
+@contextmanager
+def open_sandbox(launcher: Launcher) -> Iterator[Sandbox]:
+    sandbox = launcher.start()
+    try:
+        sandbox.wait_ready()
+        yield sandbox
+    finally:
+        sandbox.kill()
+
+
 def measure_starts(launcher: Launcher) -> str:
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        sandbox = launcher.start()
-        sandbox.wait_ready()
-        times.append(time.perf_counter() - start)
-        sandbox.kill()
+        with open_sandbox(launcher):
+            times.append(time.perf_counter() - start)
     return f"{1e3 * statistics.median(times):.0f} ms (fastest {1e3 * min(times):.0f})"
 
 
 def measure_calls(launcher: Launcher) -> str:
     """Median of a call, with the time of the same program in this process taken off."""
-    sandbox = launcher.start()
-    sandbox.wait_ready()
     code, times, plain = "x = 12 * 34\nx", [], []
-    for _ in range(3000):
-        start = time.perf_counter()
-        sandbox.run(code, 5.0)
-        times.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        exec(compile(code, "", "exec"), {})
-        plain.append(time.perf_counter() - start)
-    sandbox.kill()
+    with open_sandbox(launcher) as sandbox:
+        for _ in range(3000):
+            start = time.perf_counter()
+            sandbox.run(code, 5.0)
+            times.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            exec(compile(code, "", "exec"), {})
+            plain.append(time.perf_counter() - start)
     return f"{1e3 * (statistics.median(times) - statistics.median(plain)):.2f} ms"
 
 
 def measure_many_calls(launcher: Launcher) -> str:
-    sandbox = launcher.start()
-    sandbox.wait_ready()
-    for _ in range(100):
-        sandbox.run("y = [0] * 1000", 5.0)
-    pids, descriptors = processes_of(sandbox), count_descriptors()
-    before = {pid: read_rss_kb(pid) for pid in pids}
-    for i in range(N_CALLS):
-        assert sandbox.run(f"x = {i} * 2\nprint(x)", 5.0).output == f"{2 * i}\n"
-    grown = sum(read_rss_kb(pid) for pid in pids) - sum(before.values())
-    more = count_descriptors() - descriptors
-    sandbox.kill()
+    with open_sandbox(launcher) as sandbox:
+        for _ in range(100):
+            sandbox.run("y = [0] * 1000", 5.0)
+        pids, descriptors = processes_of(sandbox), count_descriptors()
+        before = sum(map(read_rss_kb, pids))
+        for i in range(N_CALLS):
+            assert sandbox.run(f"x = {i} * 2\nprint(x)", 5.0).output == f"{2 * i}\n"
+        grown = sum(map(read_rss_kb, pids)) - before
+        more = count_descriptors() - descriptors
     left = sum(map(is_running, pids))
     return f"{grown} kB more, {more} descriptors more, {left} processes left"
 
@@ -114,9 +119,10 @@ def measure_at_once(launcher: Launcher) -> str:
     )
 
 
-def measure_killed_trainer(launcher: Launcher) -> str:
+def kill_trainer(kind: str) -> tuple[int, float]:
+    """Kill a process with sandboxes at work; their number of processes, and seconds to the end."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.sandbox", "--be-killed", launcher.kind],
+        [sys.executable, "-m", "tests.bench.sandbox", "--be-killed", kind],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert child.stdout is not None
@@ -127,7 +133,12 @@ def measure_killed_trainer(launcher: Launcher) -> str:
     child.wait()
     child.stdout.close()
     assert not any(map(is_running, pids))
-    return f"{len(pids)} processes gone after {seconds:.2f} s"
+    return len(pids), seconds
+
+
+def measure_killed_trainer(launcher: Launcher) -> str:
+    n_processes, seconds = kill_trainer(launcher.kind)
+    return f"{n_processes} processes gone after {seconds:.2f} s"
 
 
 def be_killed(kind: str) -> None:

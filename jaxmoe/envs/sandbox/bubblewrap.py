@@ -13,6 +13,7 @@ from jaxmoe.envs.sandbox.interpreter import (
     Interpreter,
     list_library_links,
     list_library_paths,
+    list_package_folders,
 )
 
 _PREFIX = Path("/sandbox/python")  # neutral: the real one may lie in a home folder
@@ -101,10 +102,10 @@ def _list_mounts(interpreter: Interpreter, removed: frozenset[str]) -> list[str]
     for path in mounts:
         arguments += [bind, str(path), str(inside / path.relative_to(interpreter.prefix))]
     if "no_packages" not in removed:
-        for folder in (inside / library.relative_to(interpreter.prefix), Path("/usr/lib/python3")):
-            for name in PACKAGE_FOLDERS:
-                if (library / name).is_dir() and folder != Path("/usr/lib/python3"):
-                    arguments += ["--tmpfs", str(folder / name), "--remount-ro", str(folder / name)]
+        own = [library / name for name in PACKAGE_FOLDERS if (library / name).is_dir()]
+        hidden = {inside / path.relative_to(interpreter.prefix) for path in own}
+        for folder in map(str, sorted(hidden.union(list_package_folders()))):
+            arguments += ["--tmpfs", folder, "--remount-ro", folder]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     return [*arguments, "--ro-bind-try", "/usr/share/zoneinfo", "/usr/share/zoneinfo"]

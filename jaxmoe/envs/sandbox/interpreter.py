@@ -59,6 +59,12 @@ def list_library_paths() -> tuple[Path, ...]:
     return tuple(paths)
 
 
+def list_package_folders() -> list[Path]:
+    """Folders of installed packages below the system's library folders; none on Debian."""
+    names = [f"python3*/{name}" for name in PACKAGE_FOLDERS]
+    return sorted(x for path in list_library_paths() for name in names for x in path.glob(name))
+
+
 def list_library_links() -> tuple[tuple[str, str], ...]:
     """The links among the system's library folders, as (link, its target)."""
     return tuple((name, os.readlink(name)) for name in _LIBRARY_FOLDERS if os.path.islink(name))
@@ -69,6 +75,16 @@ def list_readable_paths(interpreter: Interpreter) -> list[str]:
     library = interpreter.standard_library
     files = [path for path in library.iterdir() if path.name not in PACKAGE_FOLDERS]
     files += interpreter.prefix.glob("lib/libpython*")
-    folders = [path for path in list_library_paths() if path not in library.parents]
+    folders = [
+        path for folder in list_library_paths() if folder not in library.parents
+        for path in _list_without_python(folder)
+    ]  # fmt: skip
     devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
     return [*map(str, files), *map(str, folders), *devices, "/usr/share/zoneinfo"]
+
+
+def _list_without_python(folder: Path) -> list[Path]:
+    """A folder without interpreters, or the entries that belong to none."""
+    if not any(folder.glob("python3*")):
+        return [folder]
+    return [path for path in folder.iterdir() if not path.name.startswith("python3")]

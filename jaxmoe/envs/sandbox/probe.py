@@ -6,7 +6,6 @@ Next: jaxmoe/envs/sandbox/pool.py keeps sandboxes of the chosen kind.
 
 import platform
 import resource
-from dataclasses import replace
 
 from jaxmoe.config import ConfigError, require
 from jaxmoe.config.sandbox import SandboxConfig
@@ -89,4 +88,3 @@ def _check_memory(config: SandboxConfig) -> None:
         f"sandbox.memory_mb ({config.memory_mb}) cannot be set here: this process may use at most "
         f"{largest} MB (ulimit -v). Try --set sandbox.memory_mb={largest}.",
     )
-    replace(config, memory_mb=largest)  # refuses a limit in which no interpreter starts

@@ -25,6 +25,7 @@ START_LIMIT_S = 30.0
 _MAX_LINE_BYTES = 8_000_000
 _THREAD_END_S = 0.1  # a thread that was joined takes a moment to end
 _READ_BYTES = 1 << 16
+_MAX_WAIT_S = 1e6  # poll refuses a number of milliseconds above 2**31
 
 AnswerOutside = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -296,7 +297,7 @@ def _wait_for(descriptor: int, event: int, deadline: float) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, event)
-    events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    events = poll.poll(min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_S) * 1000)
     if not events:
         raise TimeoutError
     if not events[0][1] & event:

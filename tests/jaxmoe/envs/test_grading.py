@@ -2,15 +2,19 @@
 """Code is paid for right values and for nothing else; each other outcome has a name."""
 
 import asyncio
+import json
+import time
 
 import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.code_scorer import extract_code, score_code
 from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
+from jaxmoe.envs.tasks import open_task
 from tests.jaxmoe.envs.sandbox.kinds import first_kind
 
 PROMPT = "import math\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''Double x.'''\n"
@@ -97,6 +101,14 @@ def test_code_is_found_in_blocks_and_behind_the_prompt():
     assert extract_code("```python\ndef g(x): return 1\n```", "f") is None
 
 
+def test_an_answer_cannot_delay_or_end_the_search_for_its_code():
+    attributes = "a" + ".b" * 900 + " = 1\ndef f(x): return x"
+    assert extract_code(attributes, "f") == attributes
+    start = time.process_time()
+    assert extract_code("```" + " " * 30_000 + "x", "f") is None
+    assert time.process_time() - start < 1  # 7 s by a search of quadratic time
+
+
 def score(response, row, **options):
     return asyncio.run(score_code(row.get("prompt"), response, row, **options))
 
@@ -110,6 +122,24 @@ def test_the_reward_counts_each_outcome_by_name():
     assert late["score"] == 0.0 and late["timeout"] == 1.0
     none = score("I cannot.", {**row, "prompt": "Write f."})
     assert none["no_code"] == 1.0 and sum(none.values()) == 1.0
+
+
+def test_a_dry_run_refuses_a_row_without_tests(tmp_path):
+    first_kind()
+    file = tmp_path / "rows.jsonl"
+    cfg = override(
+        load_config("tiny.py"), f"data.task={file}", "data.options={}", "data.train_rows=1",
+        "data.held_out_rows=1", "warmup.steps=0", "data.max_prompt_tokens=256",
+        "data.rewards=jaxmoe.envs.code_scorer:score_code",
+    )  # fmt: skip
+    complete = {"test": TESTS, "entry_point": "f"}
+    for columns in (complete, {"entry_point": "f"}):
+        rows = [{"prompt": f"{PROMPT}    # {i}\n", **columns} for i in range(2)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if columns is complete:
+            open_task(cfg)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:\d: score_code needs .* test"):
+        open_task(cfg)
 
 
 def test_a_row_without_tests_is_refused():

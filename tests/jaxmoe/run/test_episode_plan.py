@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a run with tools: its text, and the memory of its engine."""
 
+import pytest
+
 from jaxmoe import train
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs import tasks
@@ -8,6 +10,7 @@ from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.ops import make_ops
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.run.memory import plan_memory
+from tests.jaxmoe.envs.sandbox.kinds import first_kind
 
 CFG = load_config("tiny_tool.py")
 
@@ -34,3 +37,19 @@ def test_the_engines_cache_has_a_slot_for_each_token_of_an_episode(tmp_path):
         assert plan_memory(cfg).cache == sum(
             cache_bytes(cfg.model, rows, context) for rows in (64, 16)
         )
+
+
+def scorer_with_sandbox(response: str, *, sandbox: dict[str, object] | None = None) -> float:
+    """A reward function of a user that runs programs."""
+    return float(bool(sandbox))
+
+
+@pytest.mark.parametrize(
+    "setting", [f"data.rewards={__name__}:scorer_with_sandbox", "data.tools=python_sandbox", ""]
+)
+def test_a_dry_run_names_the_sandbox_of_tools_and_rewards(tmp_path, capsys, monkeypatch, setting):
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
+    kind = first_kind()
+    command = ["--config", "tiny_tool.py", "--workdir", str(tmp_path / "run"), "--dry-run"]
+    assert train.main(command + (["--set", setting] if setting else [])) == 0
+    assert (f"  sandbox      {kind}, Python 3." in capsys.readouterr().out) == bool(setting)

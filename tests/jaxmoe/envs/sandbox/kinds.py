@@ -2,16 +2,13 @@
 """The kinds of sandbox that start on this machine, and short ways to use them in tests."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.probe import probe_sandbox
-from jaxmoe.envs.sandbox.process import Sandbox
+from tests.bench import sandbox
 
 KINDS = ("bubblewrap", "landlock")
 CONFIG = SandboxConfig(disk_mb=8)
@@ -36,24 +33,7 @@ def first_kind():
     pytest.skip(f"no sandbox starts on this machine: {find_problem('bubblewrap')}")
 
 
-@contextmanager
-def open_sandbox(kind=None, removed=(), **settings) -> Iterator[Sandbox]:
+def open_sandbox(kind=None, removed=(), **settings):
+    """A started sandbox, as a context."""
     config = SandboxConfig(**{"disk_mb": 8, **settings})
-    sandbox = Launcher(kind or first_kind(), config, frozenset(removed)).start()
-    try:
-        sandbox.wait_ready()
-        yield sandbox
-    finally:
-        sandbox.kill()
-
-
-def process_group(sandbox):
-    """The process ids of a sandbox."""
-    return {sandbox._child.pid, sandbox.worker_pid}
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return sandbox.open_sandbox(Launcher(kind or first_kind(), config, frozenset(removed)))

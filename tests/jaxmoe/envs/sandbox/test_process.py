@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxmoe.envs.sandbox import interpreter
 from jaxmoe.envs.sandbox.inside.plain_data import NotPlainData
+from jaxmoe.envs.sandbox.interpreter import find_interpreter, list_readable_paths
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.process import MAX_OUTPUT_CHARS, CallStatus
 from tests.jaxmoe.envs.sandbox.kinds import (
@@ -260,3 +262,28 @@ def test_the_command_line_says_nothing_of_this_machine():
         assert str(sandbox_prefix()) not in command
     assert find_problem("bubblewrap") == ""
     assert Launcher(first_kind(), CONFIG)._environment() == {}
+
+
+def test_a_limit_beyond_what_poll_accepts_is_a_limit():
+    with open_sandbox() as sandbox:
+        assert sandbox.run("6 * 7", 1e9).output == "42\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packages_in_a_library_folder_of_the_system_are_hidden(kind, tmp_path, monkeypatch):
+    """Where libraries have no folder of their own, the packages of a system's Python lie in it."""
+    packages = tmp_path / "lib" / "python3.9" / "site-packages"
+    packages.mkdir(parents=True)
+    for file in (packages / "answers.py", tmp_path / "lib" / "library.so"):
+        file.write_text("x")
+    folders = (*interpreter._LIBRARY_FOLDERS, str(tmp_path / "lib"))
+    monkeypatch.setattr(interpreter, "_LIBRARY_FOLDERS", folders)
+    if kind == "landlock":
+        paths = list_readable_paths(find_interpreter())
+        assert str(tmp_path / "lib" / "library.so") in paths
+        assert not {str(path) for path in (packages, *packages.parents)} & set(paths)
+        return
+    require_kind(kind)
+    with open_sandbox(kind, disk_mb=0) as sandbox:  # its files would hide the folder
+        assert sandbox.run(f"open('{tmp_path}/lib/library.so').read()", 5.0).output == "'x'\n"
+        assert sandbox.run(f"import os\nos.listdir('{packages}')", 5.0).output == "[]\n"
