@@ -52,7 +52,8 @@ def make_study_parser() -> argparse.ArgumentParser:
                        help="folder of the results; the same folder continues")  # fmt: skip
     exact.set_defaults(run=run_exact_command)
     trained = studies.add_parser(
-        "router", help="every router remedy trained over seeds on disturbed beds"
+        "router",
+        help="every router remedy trained over seeds on disturbed beds, and its cost of a step",
     )
     trained.add_argument("--beds", nargs="+", choices=BEDS, default=list(BEDS), metavar="BED",
                          help=f"of {', '.join(BEDS)}; all by default")  # fmt: skip
@@ -65,7 +66,8 @@ def make_study_parser() -> argparse.ArgumentParser:
 
 
 def run_trained_command(args: argparse.Namespace) -> int:
-    """Train the contenders on each bed, and write router.md and .png; return the exit status."""
+    """Train the contenders on each bed, measure the cost of a step with each remedy, and write
+    router.md and .png; return the exit status."""
     require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 5.")
     require(args.steps > 0, f"--steps must be at least 1, got {args.steps}. Try --steps 40.")
     folder, start, results = make_folder(args.out), time.perf_counter(), {}

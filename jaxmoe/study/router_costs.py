@@ -15,7 +15,7 @@ import numpy as np
 from jaxmoe.model import init_params
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.study.results_store import ResultsStore
-from jaxmoe.study.router_bed import BEDS, TASK, BedPrograms, bed_config, take_step
+from jaxmoe.study.router_bed import BEDS, TASK, Bed, BedPrograms, bed_config, take_step
 from jaxmoe.study.router_trained import REMEDIES
 
 RATE = 2.5e-4
@@ -29,20 +29,20 @@ def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[s
     steps of each that compile; the median of the ratios of PAIRS pairs. "nothing" is compared with
     itself, as a control. Measured costs are in `folder` and are not measured again.
     """
-    store = ResultsStore(folder / "costs.json")
+    store, bed = ResultsStore(folder / "costs.json"), BEDS["undisturbed"]
     costs: dict[str, float] = {}
     plain: list[Callable[[], float]] = []
 
     def measure_cost(settings: tuple[str, ...]) -> dict[str, float]:
         if not plain:
-            plain.append(make_timed_step(()))
-        take_remedy = make_timed_step(settings)
+            plain.append(make_timed_step(bed, ()))
+        take_remedy = make_timed_step(bed, settings)
         ratios = [take_remedy() / plain[0]() for _ in range(PAIRS)]
         low, median, high = np.percentile(ratios, (25, 50, 75))
         return {"low": float(low), "median": float(median), "high": float(high)}
 
     for number, (name, settings) in enumerate(REMEDIES.items(), 1):
-        key = f"cost of a step; {name}; {' '.join(settings)}; {PAIRS} pairs"
+        key = f"cost of a step; {bed}; {name}; {' '.join(settings)}; {PAIRS} pairs"
         cost = store.get_or_run(key, lambda settings=settings: measure_cost(settings))
         costs[name] = cost["median"]
         quartiles = f"{cost['low']:.2f} to {cost['high']:.2f}"
@@ -50,9 +50,8 @@ def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[s
     return costs
 
 
-def make_timed_step(settings: tuple[str, ...]) -> Callable[[], float]:
-    """Return a function that makes one more step and returns its CPU seconds."""
-    bed = BEDS["undisturbed"]
+def make_timed_step(bed: Bed, settings: tuple[str, ...]) -> Callable[[], float]:
+    """Return a function that makes one more step on a bed and returns its CPU seconds."""
     # 40 steps, because an annealed router must end within the run.
     programs = BedPrograms(bed, bed_config(40, *bed.settings, *settings))
     state = init_rl_state(
