@@ -107,13 +107,35 @@ def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
     assert not np.array_equal(params["head"], fresh["head"])
 
 
-@pytest.mark.slow
-def test_the_cost_of_a_step_is_measured_once_and_every_remedy_has_one(tmp_path, monkeypatch):
+def test_the_cost_of_a_step_is_the_median_of_alternated_pairs_and_is_measured_once(
+    tmp_path, monkeypatch
+):
     few = {name: router_trained.REMEDIES[name] for name in ("nothing", "soft")}
+    order = []
+
+    def make_timed_step(bed, settings):
+        seconds = iter([1.0, 9.0, 2.0, 2.5, 3.0, 3.0, 1.0, 1.0])
+
+        def take_one():
+            order.append(settings)
+            return next(seconds) * (3.0 if settings else 1.0)
+
+        return take_one
+
     monkeypatch.setattr(router_costs, "REMEDIES", few)
     monkeypatch.setattr(router_costs, "PAIRS", 3)
+    monkeypatch.setattr(router_costs, "make_timed_step", make_timed_step)
     costs = router_costs.measure_costs(tmp_path, lambda line: None)
-    # Soft routing computes 16 experts a token in place of 2, in training and in sampling.
-    assert costs.keys() == few.keys() and costs["soft"] > 1.2
+    # The plain step has gone on to its fourth time when the second remedy begins.
+    assert costs == {"nothing": 1.0, "soft": 3.0 * np.median([1 / 2.5, 9 / 3, 2 / 3])}
+    soft = few["soft"]
+    assert order == [()] * 6 + [soft, ()] * 3
     monkeypatch.setattr(router_costs, "make_timed_step", None)
     assert router_costs.measure_costs(tmp_path, lambda line: None) == costs
+
+
+@pytest.mark.slow
+@pytest.mark.extended  # compiles the step twice
+def test_a_timed_step_takes_time_and_trains():
+    take_one = router_costs.make_timed_step(BEDS["undisturbed"], ())
+    assert 0.0 < take_one() < 60.0
