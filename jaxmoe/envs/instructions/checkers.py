@@ -62,9 +62,10 @@ def check_instruction(instruction: Instruction) -> None:
     answers would be checked for something that no prompt asks.
     """
     name = instruction.id
-    checker, *others = [_build_checker(instruction, seed=seed) for seed in range(3)]
+    checkers = [_build_checker(instruction, seed=seed) for seed in range(3)]
+    checker = checkers[0]
     keys = checker.get_instruction_args_keys()
-    if any(vars(other) != vars(checker) for other in others):
+    if any(vars(checker) != vars(seeded) for seeded in checkers):
         raise ConfigError(
             f"{name} must have all of its kwargs ({', '.join(keys)}), got "
             f"{dict(instruction.kwargs)!r:.100}. Without them it asks for something random."
