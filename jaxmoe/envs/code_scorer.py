@@ -25,8 +25,13 @@ _FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:\n[ \t]*``
 _COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
 
 
-def check_tests(rows: Sequence[Row], **_options: Any) -> None:
-    """Raise ConfigError for a row without tests."""
+def check_tests(rows: Sequence[Row], *, timeout_s: Any = 10.0, **_options: Any) -> None:
+    """Raise ConfigError for a row without tests, and for a time in which no answer can pass."""
+    if type(timeout_s) not in (int, float) or not 0.0 < timeout_s < 1e6:
+        raise ConfigError(
+            f"score_code(timeout_s=…) must be a number of seconds above 0, got {timeout_s!r}. "
+            "Try timeout_s=10."
+        )
     for number, row in enumerate(rows):
         try:
             read_tests(row.columns)

@@ -6,6 +6,7 @@ stands between marks that it cannot contain, and the two words for a verdict are
 request after the answer was written. Next: jaxmoe/envs/judge_client.py sends the request.
 """
 
+import json
 import os
 import secrets
 import sys
@@ -58,12 +59,22 @@ def check_judge(
                 f"data.rewards: score_by_judge({name}=…) must be {kind} of at least {lowest}, got "
                 f"{value!r}."
             )
-    if not isinstance(extra or {}, Mapping):
+    if not _is_extra(extra or {}):
         raise ConfigError(
-            "data.rewards: score_by_judge(extra=…) must be a dict of fields of the request, got "
-            f"{extra!r:.60}. Try extra={{'temperature': 1.0}}."
+            "data.rewards: score_by_judge(extra=…) must be a dict of further fields of the "
+            f"request, without model and messages, that JSON can hold; got {extra!r:.60}. "
+            "Try extra={'temperature': 1.0}."
         )
     read_key(key_env)
+
+
+def _is_extra(extra: Any) -> bool:
+    """True for fields that a request may have in addition to those of `score_by_judge`."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return isinstance(extra, Mapping) and not {"model", "messages"} & extra.keys()
 
 
 def read_key(key_env: str) -> str:

@@ -102,8 +102,8 @@ def _list_mounts(interpreter: Interpreter, removed: frozenset[str]) -> list[str]
     for path in mounts:
         arguments += [bind, str(path), str(inside / path.relative_to(interpreter.prefix))]
     if "no_packages" not in removed:
-        own = [library / name for name in PACKAGE_FOLDERS if (library / name).is_dir()]
-        hidden = {inside / path.relative_to(interpreter.prefix) for path in own}
+        packages = [library / name for name in PACKAGE_FOLDERS if (library / name).is_dir()]
+        hidden = {inside / path.relative_to(interpreter.prefix) for path in packages}
         for folder in map(str, sorted(hidden.union(list_package_folders()))):
             arguments += ["--tmpfs", folder, "--remount-ro", folder]
     for name in _DEVICES:

@@ -10,7 +10,7 @@ import pytest
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.code_scorer import extract_code, score_code
+from jaxmoe.envs.code_scorer import check_tests, extract_code, score_code
 from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
@@ -145,3 +145,9 @@ def test_a_dry_run_refuses_a_row_without_tests(tmp_path):
 def test_a_row_without_tests_is_refused():
     with pytest.raises(ConfigError, match="test and entry_point"):
         score("x", {"prompt": "p", "answer": "3"})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "10", True])
+def test_a_time_in_which_no_answer_can_pass_is_refused(timeout_s):
+    with pytest.raises(ConfigError, match="seconds above 0, got"):
+        check_tests([], timeout_s=timeout_s)

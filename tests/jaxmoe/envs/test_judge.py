@@ -210,6 +210,8 @@ def test_a_judge_that_refuses_the_key_or_the_model_stops_the_run(status):
         ({"retries": 1.5}, r"retries=…\) must be a whole number of at least 0, got 1.5"),
         ({"concurrency": 0}, "at least 1, got 0"),
         ({"extra": [1]}, "extra=…. must be a dict"),
+        ({"extra": {"messages": []}}, "without model and messages"),
+        ({"extra": {"temperature": float("nan")}}, "that JSON can hold"),
         ({"key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY, which is not set. Type: export NO_SUCH_KEY"),
         ({"key_env": "BAD_KEY"}, "BAD_KEY, which has other characters than a key can have"),
     ],
