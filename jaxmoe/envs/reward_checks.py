@@ -43,7 +43,7 @@ def plan_checks(
     numbers = [rollout.prompt.id for rollout in rollouts[::samples]]
     rows = [source[number] for number in numbers] if task.swapped_share else []
     if find_swap_problem(task, rows) is None:
-        by_prompt = find_other_rows(rows, by_columns=bool(task.rewards))
+        by_prompt = find_other_rows(rows, task.rewards)
         for i in choose_evenly(n, task.swapped_share, samples):
             j = by_prompt[i // samples]
             other_rows[i] = NO_ROW if j == NO_ROW else numbers[j]

@@ -7,7 +7,7 @@ Next: jaxmoe/envs/conventions.py decides how they are called.
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.config import ConfigError
@@ -56,11 +56,7 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
 
 def find_check(function: Callable[..., Any]) -> Callable[..., None] | None:
     """The check of a reward function that was decorated with `checked_by`, else None."""
-    inner: Any = function
-    while inner is not None and not hasattr(inner, "check_before_run"):
-        is_partial = isinstance(inner, functools.partial)
-        inner = inner.func if is_partial else getattr(inner, "__wrapped__", None)
-    return None if inner is None else inner.check_before_run
+    return _find_attribute(function, "check_before_run")
 
 
 def check_before_run(function: Callable[..., Any], rows: Sequence[Row]) -> None:
@@ -69,10 +65,39 @@ def check_before_run(function: Callable[..., Any], rows: Sequence[Row]) -> None:
         check(rows, **getattr(function, "keywords", {}))
 
 
+def paid_alike_by(read_keys: Callable[[Mapping[str, Any]], Iterable[Hashable]]) -> Callable[[F], F]:
+    """Decorator of a reward function that may pay one answer for different rows.
+
+    read_keys(columns) returns keys of a row. Rows with a common key may be paid by one honest
+    answer, so reward/swapped does not compare them.
+    """
+
+    def set_keys(function: F) -> F:
+        function.read_paid_alike_keys = read_keys  # type: ignore[attr-defined]
+        return function
+
+    return set_keys
+
+
+def read_paid_alike_keys(function: Callable[..., Any], row: Row) -> frozenset[Hashable]:
+    """The keys of a row for a reward function; none if it was not decorated."""
+    read_keys = _find_attribute(function, "read_paid_alike_keys")
+    return frozenset() if read_keys is None else frozenset(read_keys(row.columns))
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """True if a call returns an awaitable."""
     unwrapped = _unwrap_function(function)
     return any(map(inspect.iscoroutinefunction, (unwrapped, _find_call_method(unwrapped))))
+
+
+def _find_attribute(function: Any, name: str) -> Any:
+    """An attribute that a decorator set, also behind bound options; None without one."""
+    inner = function
+    while inner is not None and not hasattr(inner, name):
+        is_partial = isinstance(inner, functools.partial)
+        inner = inner.func if is_partial else getattr(inner, "__wrapped__", None)
+    return None if inner is None else getattr(inner, name)
 
 
 def _is_written_in_python(target: Any) -> bool:

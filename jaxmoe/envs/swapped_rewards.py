@@ -16,7 +16,8 @@ import numpy as np
 from jaxmoe.data.json_columns import CHAT_COLUMNS
 from jaxmoe.data.rows import Row, Source
 from jaxmoe.data.scoring import answer_key
-from jaxmoe.envs.rewards import ReportProgress, ignore_progress, score_samples
+from jaxmoe.envs.reward_specs import read_paid_alike_keys
+from jaxmoe.envs.rewards import ReportProgress, Reward, ignore_progress, score_samples
 from jaxmoe.envs.scores import make_samples, parse_answer, trainer_state
 from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Rollout
@@ -41,21 +42,33 @@ def find_swap_problem(task: Task, rows: Sequence[Row]) -> str | None:
     return None
 
 
-def find_other_rows(rows: Sequence[Row], *, by_columns: bool) -> list[int]:
-    """For each row of a batch the index of the one half a batch on, against which it is graded too.
+def find_other_rows(rows: Sequence[Row], rewards: Sequence[Reward] = ()) -> list[int]:
+    """For each row of a batch the index of another, against which its answers are graded too.
 
-    It is NO_ROW if one of the two has no stored answer, or both have the same answer or question.
-    by_columns: True if the columns of a row without an answer also tell how to grade it.
+    It is the one half a batch on, or the next behind it which one honest answer cannot satisfy as
+    well: with another stored answer, another question, and no key in common for a reward function
+    that is `paid_alike_by` keys. NO_ROW if there is none, or nothing tells how to grade a row.
+
+    rewards: those of the task; with any, the columns of a row without an answer tell how to grade.
     """
-    golds = [_gold_keys(row, by_columns) for row in rows]
+    golds = [_gold_keys(row, bool(rewards)) for row in rows]
+    keys = [
+        gold.union(
+            (reward.name, key)
+            for reward in rewards
+            for key in read_paid_alike_keys(reward.function, row)
+        )
+        for gold, row in zip(golds, rows, strict=True)
+    ]
     n, half = len(rows), len(rows) // 2
-    partners = [(i + half) % n for i in range(n)]
+
+    def is_other(i: int, j: int) -> bool:
+        return bool(golds[j]) and not keys[i] & keys[j] and rows[i].identity != rows[j].identity
+
     return [
-        j
-        if golds[i] and golds[j] and not golds[i] & golds[j]
-        and rows[i].identity != rows[j].identity
-        else NO_ROW
-        for i, j in enumerate(partners)
+        next((j for k in range(n) if is_other(i, j := (i + half + k) % n)), NO_ROW)
+        if golds[i] else NO_ROW
+        for i in range(n)
     ]  # fmt: skip
 
 

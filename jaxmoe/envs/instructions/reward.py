@@ -16,7 +16,7 @@ from jaxmoe.envs.instructions.checkers import (
     check_instruction,
     follows_instruction,
 )
-from jaxmoe.envs.reward_specs import checked_by
+from jaxmoe.envs.reward_specs import checked_by, paid_alike_by
 
 LEVELS = ("prompt_level", "instruction_level")
 IDS_COLUMN, KWARGS_COLUMN = "instruction_id_list", "kwargs"
@@ -37,6 +37,12 @@ def check_reward(rows: Sequence[Row], *, reward: str = LEVELS[0]) -> None:
             raise ConfigError(f"{row.location or f'row {number}'}: {error}") from error
 
 
+def read_instruction_ids(columns: Mapping[str, Any]) -> set[str]:
+    """The kinds of instruction of a row: an answer may follow those of two rows that share one."""
+    return {instruction.id for instruction in read_instructions(columns)}
+
+
+@paid_alike_by(read_instruction_ids)
 @checked_by(check_reward)
 def score_instructions(
     response: str, row: Mapping[str, Any], *, reward: str = LEVELS[0]

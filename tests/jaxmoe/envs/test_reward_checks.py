@@ -24,11 +24,13 @@ from jaxmoe.envs.rewards import mean_part_metrics
 from jaxmoe.envs.rollouts import score_across_processes
 from jaxmoe.envs.swapped_rewards import NO_ROW, find_other_rows, swapped_rewards
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.records import Rollout, StopReason
 from jaxmoe.rollout.replies import ReplyThreads
+from tests.jaxmoe.text_rollouts import make_rollouts
 
 CODE = """
 import math
+
+from jaxmoe.envs.reward_specs import paid_alike_by
 
 calls = []
 
@@ -46,6 +48,10 @@ def fails(response, row, *, kind="raise"):
     if kind == "raise":
         raise KeyError(response)
     return {"nan": math.nan, "text": "1", "none": None, "undecided": {"score": None}}[kind]
+
+@paid_alike_by(lambda columns: columns["kinds"])
+def alike(response, *, option):
+    return 1.0
 
 def strange(response):
     return math.nan if "nan" in response else None if response == "none" else 1.0
@@ -83,22 +89,6 @@ def open_with(tmp_path, monkeypatch):
 
     yield open_rows
     sys.modules.pop("check_rewards", None)
-
-
-def make_rollouts(task, answer, samples=2, count=8):
-    """Rollouts of the first prompts; answer: from the row and the number of the sample."""
-    rollouts = []
-    for i in range(count):
-        prompt = task.make_prompt(task.train, i)
-        for sample in range(samples):
-            ids = [*task.tokenizer.encode(answer(task.train[i], sample)), task.sampling.stop_ids[0]]
-            tokens = np.array(ids, np.int32)
-            rollouts.append(
-                Rollout(
-                    prompt, tokens, np.zeros(len(ids), np.float32), StopReason.STOP_TOKEN, tokens
-                )
-            )
-    return rollouts
 
 
 def check(task, answer, samples=2, count=8):
@@ -166,13 +156,26 @@ def test_a_share_is_spread_over_as_many_prompts_as_possible():
 
 def test_rows_of_one_answer_or_one_question_are_not_compared():
     rows = [Row(f"q{i}", str(i)) for i in range(40)]
-    assert find_other_rows(rows, by_columns=False) == [*range(20, 40), *range(20)]
+    assert find_other_rows(rows) == [*range(20, 40), *range(20)]
     rows[3], rows[23] = Row("q3", "1,000"), Row("q23", "so #### 1000")
     rows[4], rows[24] = Row("same", "4"), Row(" same", "24")
     rows[5] = Row("q5", None)
     rows[6] = Row("q6", "6", other_answers=("26",))
-    other_rows = find_other_rows(rows, by_columns=False)
-    assert [i for i, j in enumerate(other_rows) if j == NO_ROW] == [3, 4, 5, 6, 23, 24, 25, 26]
+    expected = [*range(20, 40), *range(20)]
+    # The next row that differs; row 5 has no answer.
+    expected[3], expected[4], expected[5], expected[6] = 24, 25, NO_ROW, 27
+    expected[23], expected[24], expected[25], expected[26] = 4, 6, 6, 7
+    assert find_other_rows(rows) == expected
+    assert find_other_rows([Row("q", "1"), Row("r", "1.0")]) == [NO_ROW, NO_ROW]
+
+
+def test_rows_that_one_honest_answer_can_satisfy_are_not_compared(open_with):
+    """As with instructions: what follows "in quotes" follows it in each row that asks for it."""
+    kinds = [["list", "title"], ["title"], ["list"], ["quote"]] + [["list"], ["title"]] * 2
+    rows = [Row(f"{i}?", str(i), columns={"kinds": kind}) for i, kind in enumerate(kinds)]
+    rewards = open_with(rewards="check_rewards:alike(option=1)").rewards
+    assert find_other_rows(rows) == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert find_other_rows(rows, rewards) == [3, 6, 7, 7, 1, 2, 3, 3]
 
 
 def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with, capsys):
@@ -185,7 +188,7 @@ def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with
     assert describe_checks(task) == {"swapped": text}
     print_unmeasured(task)
     assert capsys.readouterr().out == f"swapped  {text}\n"
-    assert find_other_rows([Row("q", "a")], by_columns=False) == [NO_ROW]
+    assert find_other_rows([Row("q", "a")]) == [NO_ROW]
 
 
 def test_rows_without_an_answer_are_compared_by_their_columns_if_functions_score_them(open_with):

@@ -22,6 +22,8 @@ from jaxmoe.envs.instructions.choice import (
     in_conflict,
 )
 from jaxmoe.envs.instructions.reward import read_instructions
+from jaxmoe.envs.rewards import read_rewards
+from jaxmoe.envs.swapped_rewards import NO_ROW, find_other_rows
 from tests.jaxmoe.envs.instructions.package import needs_package
 
 ROW = Row("What is up?", "word", columns={"question": "What is up?"})
@@ -124,13 +126,20 @@ def test_a_row_that_has_instructions_already_is_refused():
 
 
 @needs_package
-def test_an_answer_of_tiny_if_seldom_follows_the_instructions_of_another_row():
+def test_an_answer_of_tiny_if_follows_the_instructions_of_no_row_it_is_compared_with():
     """Else reward/swapped would rise when a policy learns, and its alert would mean nothing."""
-    options = parse_call(load_config("tiny_if.py").data.map_rows, "data.map_rows")[1]
-    rows = [add_instructions(Row(f"Question {i}", "word"), 0, **options) for i in range(400)]
+    data = load_config("tiny_if.py").data
+    options = parse_call(data.map_rows, "data.map_rows")[1]
+    rows = [add_instructions(Row(f"{i}?", f"word{i}"), 0, **options) for i in range(400)]
     answers = [write_answer("word", read_instructions(row.columns)) for row in rows]
-    swapped = [
-        score_instructions(answer, row.columns)["score"]
-        for answer, row in zip(answers, rows[200:] + rows[:200], strict=True)
-    ]
-    assert 0.05 < sum(swapped) / len(swapped) < 0.2  # the alert is above 0.3 of the reward
+
+    def score_others(rewards):
+        others = find_other_rows(rows, rewards)
+        assert NO_ROW not in others
+        return [
+            score_instructions(answer, rows[j].columns)["score"]
+            for answer, j in zip(answers, others, strict=True)
+        ]
+
+    assert sum(score_others(read_rewards(data.rewards, []))) == 0.0
+    assert sum(score_others([])) > 0.05 * len(rows)  # rows that share an instruction
