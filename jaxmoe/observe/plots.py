@@ -26,20 +26,22 @@ PHASES = {
 _COLOURS = (BLUE, ORANGE, GREEN, PINK, GREY, SKY)
 _STOP = re.compile(r"stop/\w+_frac", re.ASCII)
 _PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
+# A reward that can be bought raises one of these (docs/reward_hacking.md).
+_REWARD_CHECKS = ("reward/swapped", "reward/second_grader_disagrees")
 LOG_FLOOR = 1e-9  # position of an exact 0 on a log axis
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "accuracy") -> None:
-    """Draw the metrics so far; a panel without metrics stays empty, one of episodes is left out.
+    """Draw the metrics so far; a panel without metrics stays empty, or is left out if it is optional.
 
     panels: False to draw only the overview, which takes half a second.
     score: name of the score of held-out rows: "accuracy", or "mean reward" with data.rewards.
     """
     folder = make_folder(directory / "plots")
     rl = [row for row in rows if row["stage"] == "rl"]
-    drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)} | _episode_panels(rl)
+    drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)} | _optional_panels(rl)
     n_rows = -(-len(drawn) // 4)
     figure = Figure(figsize=(16, 3 * n_rows))  # a constrained layout would take 50 % longer
     figure.subplots_adjust(0.04, 0.18 / n_rows, 0.99, 1 - 0.12 / n_rows, wspace=0.18, hspace=0.38)
@@ -233,12 +235,17 @@ def _plot_time(axes: Axes, rows: Rows) -> None:
     axes.set_title("seconds per step, by phase")
 
 
-def _episode_panels(rows: Rows) -> dict[str, Callable[[Axes, Rows], None]]:
-    """Return the panels of episodes whose metrics were logged; none for single answers."""
+def _optional_panels(rows: Rows) -> dict[str, Callable[[Axes, Rows], None]]:
+    """Return the panels of metrics that some runs do not log."""
     names = sorted({name for row in rows for name, value in row.items() if value is not None})
     tools = [name for name in names if name.startswith(("tool/", "hack/"))]
     stops = [name for name in names if _STOP.fullmatch(name)]
     panels: dict[str, Callable[[Axes, Rows], None]] = {}
+    checks = [name for name in _REWARD_CHECKS if name in names]
+    if checks:
+        panels["reward_checks"] = partial(
+            _plot_lines, names=["reward/mean", *checks], title="can the reward be bought?"
+        )
     if "turns/mean" in names:
         panels["turns"] = _plot_turns
     if tools:

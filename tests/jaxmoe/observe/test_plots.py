@@ -102,8 +102,18 @@ def test_panels_of_episodes_are_drawn_where_their_metrics_are(tmp_path):
     assert names == {f"{name}.png" for name in PANELS} | {"overview.png"} | episode_panels
     for name in episode_panels:
         assert imread(tmp_path / "plots" / name).std() > 0.01
-    panels = plots._episode_panels(rows)
+    panels = plots._optional_panels(rows)
     axes = Figure().subplots()
     panels["stops"](axes, rows)
     shares = {line.get_label(): line.get_ydata() for line in axes.lines}
     assert shares["stop/max_turns_frac"][2] > shares["stop/max_turns_frac"][3]
+
+
+def test_what_shows_a_bought_reward_is_drawn_beside_the_reward(tmp_path):
+    rows = [row | {"reward/mean": 0.8, "reward/swapped": 0.4} for row in _rows(5)]
+    axes = Figure().subplots()
+    plots._optional_panels(rows)["reward_checks"](axes, rows)
+    labels = [label for line in axes.lines if not (label := str(line.get_label())).startswith("_")]
+    assert labels == ["reward/mean", "reward/swapped"]
+    plot_run(rows, tmp_path)
+    assert (tmp_path / "plots" / "reward_checks.png").exists()
