@@ -9,19 +9,22 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import answer_prefix
 from jaxmoe.data.harmony_render import write_messages, write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.envs.tasks import Task
-from jaxmoe.records import Prompt
+from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import Batch, supervised_batch
 
 
 def check_targets(task: Task, length: int) -> None:
     """Check that a warm start can train on the rows that are checked before a run.
 
-    Raises: ConfigError if a target is missing or a row has more than `length` tokens.
+    Raises: ConfigError if a target is missing, a row has more than `length` tokens, or no policy
+        could sample a demonstration.
     """
     prompts = [task.make_prompt(task.train, i) for i in task.rows_to_check(task.train)]
     targets = [warm_start_target(prompt, task) for prompt in prompts]
@@ -29,6 +32,29 @@ def check_targets(task: Task, length: int) -> None:
         range(len(prompts)), key=lambda i: len(prompts[i].tokens) + len(targets[i].tokens)
     )
     make_warm_start_batch([prompts[longest]], [targets[longest]], task, length)
+    if task.demonstrate is not None:
+        for prompt, target in zip(prompts, targets, strict=True):
+            check_samplable(prompt, target, task.sampling)
+
+
+def check_samplable(prompt: Prompt, target: "WarmStartTarget", sampling: Sampling) -> None:
+    """Raise ConfigError for a demonstration that no policy can sample within the run's limits.
+
+    A policy that learned it would be cut off in the middle of a turn, and never be paid.
+    """
+    edges = np.flatnonzero(np.diff(np.array(target.policy_mask, np.int8), prepend=0, append=0))
+    turns = [int(end - start) for start, end in edges.reshape(-1, 2)]
+    for key, limit, actual, unit in (
+        ("max_turns", sampling.max_turns, len(turns), "turns"),
+        ("max_turn_tokens", sampling.max_turn_tokens, max(turns), "tokens in a turn"),
+        ("max_new_tokens", sampling.max_new_tokens, sum(turns), "tokens of the policy"),
+    ):
+        if 0 < limit < actual:
+            raise ConfigError(
+                f"warmup.demonstrations must show what the policy can sample: rollout.{key} is "
+                f"{limit}, and the demonstration of row {prompt.id} has {actual} {unit}. Try --set "
+                f"rollout.{key}={actual}."
+            )
 
 
 @dataclass(frozen=True)

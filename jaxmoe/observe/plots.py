@@ -34,7 +34,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "accuracy") -> None:
-    """Draw the metrics so far; a panel without metrics stays empty, or is left out if it is optional.
+    """Draw the metrics so far. A panel without metrics stays empty; an optional one is left out.
 
     panels: False to draw only the overview, which takes half a second.
     score: name of the score of held-out rows: "accuracy", or "mean reward" with data.rewards.

@@ -4,6 +4,7 @@
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from jaxmoe import train
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
+from jaxmoe.data.rows import Message
 from jaxmoe.envs import tasks
-from jaxmoe.envs.demonstrations import warm_start_target
+from jaxmoe.envs.demonstrations import check_targets, warm_start_target
 from jaxmoe.envs.tasks import open_task
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +153,27 @@ def test_an_error_of_a_demonstration_keeps_its_traceback_and_names_the_row():
     with pytest.raises(KeyError, match="nothing") as error:
         warm_start_target(task.make_prompt(task.train, 3), task)
     assert error.value.__notes__ == ["warmup.demonstrations raised this on row 3."]
+
+
+@pytest.mark.parametrize(
+    "limit, advice, unit",
+    [
+        ("max_turn_tokens=26", "max_turn_tokens=27", "has 27 tokens in a turn"),
+        ("max_new_tokens=30", "max_new_tokens=39", "has 39 tokens of the policy"),
+        ("max_turns=1", "max_turns=2", "has 2 turns"),
+    ],
+)
+def test_a_demonstration_that_no_policy_can_sample_is_refused(limit, advice, unit):
+    """It would be learned, cut off in the middle of a turn, and never be paid."""
+    small = override(CFG, *SMALL)
+    task = open_task(override(small, "rollout.max_turn_tokens=30"))
+    call = Message("assistant", "12 * 3", channel="analysis", recipient="python")
+    reply = Message("tool", "36", name="python", recipient="assistant", channel="analysis")
+    messages = [call, reply, Message("assistant", "3600", channel="final")]
+    task = replace(task, demonstrate=lambda row: messages)
+    check_targets(task, 256)
+    name, _, value = limit.partition("=")
+    smaller = replace(task, sampling=replace(task.sampling, **{name: int(value)}))
+    with pytest.raises(ConfigError) as error:
+        check_targets(smaller, 256)
+    assert unit in str(error.value) and f"Try --set rollout.{advice}." in str(error.value)
