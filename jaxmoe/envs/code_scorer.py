@@ -68,7 +68,7 @@ async def score_code(
     setup = row["prompt"] if isinstance(row.get("prompt"), str) else ""
     setup = setup if _parse_code(setup) is not None else ""
     code = extract_code(response, entry_point, str(row.get("prompt") or ""))
-    pool = _open_pool(tuple(sorted((sandbox or {}).items())))
+    pool = open_pool(tuple(sorted((sandbox or {}).items())))
     if code is None:
         return _count_grade(Grade(GradeStatus.RAISED, "SyntaxError"), has_code=False)
     # In threads: a grade waits for other processes.
@@ -121,7 +121,10 @@ def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=2)
-def _open_pool(fields: tuple[tuple[str, Any], ...]) -> SandboxPool:
-    """The pool of this process; sandboxes of earlier answers must not be started for each."""
+def open_pool(fields: tuple[tuple[str, Any], ...]) -> SandboxPool:
+    """The pool of this process for a config's fields; an answer need not wait for a start.
+
+    Raises: ConfigError if no sandbox starts.
+    """
     config = SandboxConfig(**dict(fields))
     return SandboxPool(choose_sandbox(config), config.warm)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward of a fast matrix product in plain Python: `jaxmoe.envs.kernel_scorer:score_kernel`.
+
+Rows have the columns `sizes` and `bound`; jaxmoe/envs/kernel_rows.py makes them. An answer is paid
+for its speed, and only for what was measured outside of its interpreter.
+Next: jaxmoe/envs/kernel_rules.py refuses code; jaxmoe/envs/kernel_timing.py measures it.
+"""
+
+import ast
+import asyncio
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxmoe.config import ConfigError, require
+from jaxmoe.data.rows import Row
+from jaxmoe.envs.code_scorer import extract_code, open_pool
+from jaxmoe.envs.kernel_rules import REFUSALS, find_refusals
+from jaxmoe.envs.kernel_timing import KernelStatus, measure_kernel
+from jaxmoe.envs.reward_specs import checked_by
+from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS
+
+ENTRY_POINT = "matmul"
+_MAX_REPETITIONS = 1000
+_COUNTED = [status.value for status in KernelStatus if status is not KernelStatus.RIGHT]
+_EXAMPLE = '{"prompt": "…", "sizes": [64, 72, 80], "bound": 100}'
+
+
+def check_kernel_task(
+    rows: Sequence[Row], *, repetitions: Any = 5, timeout_s: Any = 10.0, max_speedup: Any = 10.0,
+    right_share: Any = 0.1, **_options: Any,
+) -> None:  # fmt: skip
+    """Raise ConfigError for rows without matrices, and for options by which nothing is measured."""
+    rules: list[tuple[str, Any, type[Any] | tuple[type[Any], ...], str, float, float, Any]] = [
+        ("repetitions", repetitions, int, f"a whole number from 1 to {_MAX_REPETITIONS}",
+         1, _MAX_REPETITIONS, 5),
+        ("timeout_s", timeout_s, (int, float), "a number of seconds from 0.1 to 1e6", 0.1, 1e6, 10),
+        ("max_speedup", max_speedup, (int, float), "a number from 1.01 to 1e6", 1.01, 1e6, 10),
+        ("right_share", right_share, (int, float), "a number from 0 to 0.99", 0.0, 0.99, 0.1),
+    ]  # fmt: skip
+    for name, value, kinds, requirement, low, high, example in rules:
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        require(
+            is_number and low <= value <= high,
+            f"score_kernel({name}=…) must be {requirement}, got {value!r}. Try {name}={example}.",
+        )
+    for number, row in enumerate(rows):
+        try:
+            read_matrices(row.columns)
+        except ConfigError as error:
+            raise ConfigError(f"{row.location or f'row {number}'}: {error}") from error
+
+
+def read_matrices(columns: Mapping[str, Any]) -> tuple[tuple[int, int, int], int]:
+    """The sizes (n, k, m) of a row's factors n × k and k × m, and the bound of their integers.
+
+    Raises: ConfigError if it has none, or if they cannot be sent or multiplied exactly.
+    """
+    sizes, bound = columns.get("sizes"), columns.get("bound")
+    is_valid = isinstance(sizes, list | tuple) and len(sizes) == 3
+    if not is_valid or not all(type(x) is int and x >= 2 for x in [*sizes, bound]):
+        raise ConfigError(
+            "score_kernel needs rows with three sizes and a bound, whole numbers of 2 or more; got "
+            f"sizes={sizes!r:.40} and bound={bound!r:.20}. Write rows such as {_EXAMPLE}."
+        )
+    n, k, m = sizes
+    n_chars = (n * k + k * m) * (len(str(bound)) + 3)
+    if n_chars > 0.9 * MAX_REQUEST_CHARS or k * bound**2 >= 2**63:
+        raise ConfigError(
+            f"score_kernel needs matrices of at most {int(0.9 * MAX_REQUEST_CHARS):,} characters "
+            f"whose product fits into 64 bits; got sizes={[n, k, m]} and bound={bound}, which have "
+            f"up to {n_chars:,}. Write rows such as {_EXAMPLE}."
+        )
+    return (n, k, m), bound
+
+
+@checked_by(check_kernel_task)
+async def score_kernel(
+    prompt: Any, response: str, row: Mapping[str, Any], *, repetitions: int = 5,
+    timeout_s: float = 10.0, max_speedup: float = 10.0, right_share: float = 0.1,
+    sandbox: Mapping[str, Any] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """From 0 to 1 by the speed of the response's `matmul`; 0 unless all of its products are right.
+
+        right_share + (1 − right_share) · log(speedup) / log(max_speedup), the fraction within 0…1
+
+    The logarithm, so that each doubling of the speed earns the same. The speedup is that over a
+    plain triple loop (`kernel_timing.measure_kernel`). Of a right answer it is the part `speedup`;
+    each way to fail is a part of its own, and code may be refused for several reasons.
+
+    repetitions: with an interpreter and matrices of their own.
+    timeout_s: of one call.
+    max_speedup: what earns 1.
+    right_share: what a right product earns however slow it is, so that there is a way from wrong
+        answers to fast ones.
+    sandbox: fields of SandboxConfig; a run passes those of its config.
+    Raises: ConfigError for a row without matrices, and if no sandbox starts; SandboxError if one
+        fails later.
+    """
+    sizes, bound = read_matrices(row)
+    pool = open_pool(tuple(sorted((sandbox or {}).items())))
+    counts = dict.fromkeys(("right", "no_code", *REFUSALS, *_COUNTED), 0.0)
+    code = extract_code(response, ENTRY_POINT)
+    if code is None:
+        return {"score": 0.0} | counts | {"no_code": 1.0}
+    if refused := find_refusals(ast.parse(code)):
+        return {"score": 0.0} | counts | dict.fromkeys(refused, 1.0)
+    measured = await asyncio.get_running_loop().run_in_executor(
+        _open_threads(),
+        functools.partial(
+            measure_kernel, pool, code, sizes, bound, repetitions=repetitions, timeout_s=timeout_s
+        ),
+    )
+    counts[measured.status.value] = 1.0
+    if measured.status is not KernelStatus.RIGHT:
+        return {"score": 0.0} | counts
+    share = min(1.0, max(0.0, math.log(measured.speedup) / math.log(max_speedup)))
+    score = right_share + (1.0 - right_share) * share
+    return {"score": score} | counts | {"speedup": measured.speedup}
+
+
+@functools.lru_cache(maxsize=1)
+def _open_threads() -> ThreadPoolExecutor:
+    """Threads of this process in which kernels are measured, one for two processors.
+
+    More at once would take caches and memory from each other.
+    """
+    return ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2), "kernel")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are honest kernels ranked by their speed? `python -m tests.bench.kernel_ranking [--busy N]`.
+
+Each repeat measures four kernels as the reward does, each against the reference, while N processes
+beside keep the machine busy. A repeat is right if the four are in the order of their speed.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from jaxmoe.envs.code_scorer import open_pool
+from jaxmoe.envs.kernel_rows import BOUND
+from jaxmoe.envs.kernel_timing import (
+    REFERENCE,
+    KernelStatus,
+    draw_matrices,
+    measure_kernel,
+    time_once,
+)
+from jaxmoe.envs.sandbox.pool import SandboxPool
+
+# From slow to fast.
+KERNELS = {
+    "triple loop": REFERENCE,
+    "sum in a variable": """
+def matmul(A, B):
+    C = []
+    for row in A:
+        out = []
+        for j in range(len(B[0])):
+            total = 0
+            for t in range(len(B)):
+                total += row[t] * B[t][j]
+            out.append(total)
+        C.append(out)
+    return C
+""",
+    "columns first": """
+def matmul(A, B):
+    columns = [list(column) for column in zip(*B)]
+    C = []
+    for row in A:
+        out = []
+        for column in columns:
+            total = 0
+            for x, y in zip(row, column):
+                total += x * y
+            out.append(total)
+        C.append(out)
+    return C
+""",
+    # Kronecker substitution: a row of B is one large integer.
+    "rows in integers": """
+def matmul(A, B):
+    k, m = len(B), len(B[0])
+    largest = max(max(map(abs, row)) for row in A) * max(max(map(abs, row)) for row in B)
+    width = (2 * k * largest + 1).bit_length() // 8 + 1
+    half = 1 << (8 * width - 1)
+    halves = int.from_bytes(half.to_bytes(width, "little") * m, "little")
+    packed = [sum([x << 8 * width * j for j, x in enumerate(row)]) for row in B]
+    C = []
+    for row in A:
+        total = halves
+        for x, y in zip(row, packed):
+            total += x * y
+        digits = total.to_bytes(width * m + 1, "little")
+        C.append([
+            int.from_bytes(digits[i : i + width], "little") - half
+            for i in range(0, width * m, width)
+        ])
+    return C
+""",
+}
+SIZES = (72, 80, 88)
+
+
+def keep_busy() -> None:
+    x = 0
+    while True:
+        x += 1
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Processes that use a processor each."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=keep_busy, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def rank_once(
+    pool: SandboxPool, sizes: tuple[int, int, int] = SIZES, repetitions: int = 5
+) -> dict[str, float]:
+    """The speedup of each kernel."""
+    speedups = {}
+    for name, code in KERNELS.items():
+        measured = measure_kernel(
+            pool, code, sizes, BOUND, repetitions=repetitions, timeout_s=600.0
+        )
+        assert measured.status is KernelStatus.RIGHT, (name, measured)
+        speedups[name] = measured.speedup
+    return speedups
+
+
+def is_ranked(speedups: dict[str, float]) -> bool:
+    values = list(speedups.values())
+    return values == sorted(values)
+
+
+def measure_border(pool: SandboxPool) -> float:
+    """CPU seconds of a call whose function only returns: starting it, reading and writing."""
+    rng = np.random.default_rng(0)
+    timings = [
+        time_once(pool, "def matmul(A, B): return A", draw_matrices(SIZES, BOUND, rng), 60.0)
+        for _ in range(9)
+    ]
+    return statistics.median(timing.cpu_s for timing in timings)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep it busy")
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    pool = open_pool(())
+    rank_once(pool, repetitions=1)  # the first sandboxes start
+    start, own_start = time.perf_counter(), time.process_time()
+    with busy_processes(args.busy):
+        repeats = [rank_once(pool) for _ in range(args.repeats)]
+        wall_s = time.perf_counter() - start
+        border_s = measure_border(pool)
+    own_s = time.process_time() - own_start
+    for name in KERNELS:
+        values = [repeat[name] for repeat in repeats]
+        print(
+            f"{name:20}{statistics.median(values):6.2f} times the reference's speed "
+            f"({min(values):.2f} to {max(values):.2f})"
+        )
+    grades = args.repeats * len(KERNELS)
+    print(f"ranked right: {sum(map(is_ranked, repeats))} of {args.repeats}")
+    print(f"a grade: {1e3 * wall_s / grades:.0f} ms, {1e3 * own_s / grades:.0f} ms of it here")
+    print(f"the border of a call: {1e3 * border_s:.1f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
