@@ -37,24 +37,24 @@ _FILE_MODULES = frozenset("os io pathlib shutil tempfile fileinput posix".split(
 _FILE_NAMES = frozenset("open read_text write_text read_bytes write_bytes".split())
 # Attributes of frames, code, tracebacks and generators, which have no underscore before them.
 _FRAME_PREFIXES = ("f_", "tb_", "gi_", "cr_", "ag_", "co_", "func_")
-_OTHER_NAMES = frozenset(("mro", "format_map"))
+_REACHING_NAMES = frozenset(("mro", "format_map"))
 
 REFUSALS = ("imports", "timers_touched", "files_touched", "hidden_names")
 
 
 def find_refusals(tree: ast.Module) -> dict[str, str]:
-    """What a kernel's code may not hold, by kind: the first such name. Empty if it may run.
+    """The first name of each kind that a kernel's code may not hold. Empty if it may run.
 
     The kinds are REFUSALS; code may have several. An `import time` counts as an import and as a
-    timer. `hidden_names` are names with an underscore first, names of frames, classes, and builtins
-    that are not in BUILTIN_NAMES.
+    timer. `hidden_names` are names with two underscores first, attributes of frames, classes, and
+    builtins that are not in BUILTIN_NAMES.
     """
     bound = {name for node in ast.walk(tree) for name in _list_bound(node)}
-    found: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for node in ast.walk(tree):
         for kind, name in _list_refusals(node, bound):
-            found.setdefault(kind, name)
-    return found
+            refusals.setdefault(kind, name)
+    return refusals
 
 
 def _list_refusals(node: ast.AST, bound: set[str]) -> Iterator[tuple[str, str]]:
@@ -92,11 +92,11 @@ def _judge_name(name: str, *, is_attribute: bool, is_bound: bool) -> Iterator[tu
     is_dunder = name.startswith("__")
     if is_attribute:
         allowed = _METHOD_NAMES
-        is_hidden = name.startswith(_FRAME_PREFIXES) or name in _OTHER_NAMES
+        is_hidden = name.startswith(_FRAME_PREFIXES) or name in _REACHING_NAMES
     else:
         allowed = frozenset((_MODULE_NAME,))
         is_hidden = not is_bound and hasattr(builtins, name) and name not in BUILTIN_NAMES
-    if (is_dunder and name not in allowed) or is_hidden:
+    if name not in allowed and (is_dunder or is_hidden):
         yield "hidden_names", name
 
 

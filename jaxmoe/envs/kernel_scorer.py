@@ -25,13 +25,13 @@ from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS
 
 ENTRY_POINT = "matmul"
 _MAX_REPETITIONS = 1000
-_COUNTED = [status.value for status in KernelStatus if status is not KernelStatus.RIGHT]
+_COUNTED = [status.value for status in KernelStatus if status is not KernelStatus.CORRECT]
 _EXAMPLE = '{"prompt": "…", "sizes": [64, 72, 80], "bound": 100}'
 
 
 def check_kernel_task(
     rows: Sequence[Row], *, repetitions: Any = 5, timeout_s: Any = 10.0, max_speedup: Any = 10.0,
-    right_share: Any = 0.1, **_options: Any,
+    correct_share: Any = 0.1, **_options: Any,
 ) -> None:  # fmt: skip
     """Raise ConfigError for rows without matrices, and for options by which nothing is measured."""
     rules: list[tuple[str, Any, type[Any] | tuple[type[Any], ...], str, float, float, Any]] = [
@@ -39,7 +39,7 @@ def check_kernel_task(
          1, _MAX_REPETITIONS, 5),
         ("timeout_s", timeout_s, (int, float), "a number of seconds from 0.1 to 1e6", 0.1, 1e6, 10),
         ("max_speedup", max_speedup, (int, float), "a number from 1.01 to 1e6", 1.01, 1e6, 10),
-        ("right_share", right_share, (int, float), "a number from 0 to 0.99", 0.0, 0.99, 0.1),
+        ("correct_share", correct_share, (int, float), "a number from 0 to 0.99", 0.0, 0.99, 0.1),
     ]  # fmt: skip
     for name, value, kinds, requirement, low, high, example in rules:
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
@@ -60,11 +60,12 @@ def read_matrices(columns: Mapping[str, Any]) -> tuple[tuple[int, int, int], int
     Raises: ConfigError if it has none, or if they cannot be sent or multiplied exactly.
     """
     sizes, bound = columns.get("sizes"), columns.get("bound")
-    is_valid = isinstance(sizes, list | tuple) and len(sizes) == 3
-    if not is_valid or not all(type(x) is int and x >= 2 for x in [*sizes, bound]):
+    sizes = list(sizes) if isinstance(sizes, list | tuple) else []
+    if len(sizes) != 3 or type(bound) is not int or not all(_is_size(x) for x in [*sizes, bound]):
         raise ConfigError(
             "score_kernel needs rows with three sizes and a bound, whole numbers of 2 or more; got "
-            f"sizes={sizes!r:.40} and bound={bound!r:.20}. Write rows such as {_EXAMPLE}."
+            f"sizes={columns.get('sizes')!r:.40} and bound={bound!r:.20}. "
+            f"Write rows such as {_EXAMPLE}."
         )
     n, k, m = sizes
     n_chars = (n * k + k * m) * (len(str(bound)) + 3)
@@ -77,24 +78,28 @@ def read_matrices(columns: Mapping[str, Any]) -> tuple[tuple[int, int, int], int
     return (n, k, m), bound
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 2
+
+
 @checked_by(check_kernel_task)
 async def score_kernel(
     prompt: Any, response: str, row: Mapping[str, Any], *, repetitions: int = 5,
-    timeout_s: float = 10.0, max_speedup: float = 10.0, right_share: float = 0.1,
+    timeout_s: float = 10.0, max_speedup: float = 10.0, correct_share: float = 0.1,
     sandbox: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """From 0 to 1 by the speed of the response's `matmul`; 0 unless all of its products are right.
+    """Reward from 0 to 1 for the speed of the response's `matmul`; 0 if a product is incorrect.
 
-        right_share + (1 − right_share) · log(speedup) / log(max_speedup), the fraction within 0…1
+        correct_share + (1 − correct_share) · log(speedup) / log(max_speedup), its fraction in 0…1
 
     The logarithm, so that each doubling of the speed earns the same. The speedup is that over a
-    plain triple loop (`kernel_timing.measure_kernel`). Of a right answer it is the part `speedup`;
+    plain triple loop (`kernel_timing.measure_kernel`). Of a correct answer it is the part `speedup`;
     each way to fail is a part of its own, and code may be refused for several reasons.
 
     repetitions: with an interpreter and matrices of their own.
     timeout_s: of one call.
     max_speedup: what earns 1.
-    right_share: what a right product earns however slow it is, so that there is a way from wrong
+    correct_share: what a right product earns however slow it is, so that there is a way from wrong
         answers to fast ones.
     sandbox: fields of SandboxConfig; a run passes those of its config.
     Raises: ConfigError for a row without matrices, and if no sandbox starts; SandboxError if one
@@ -102,7 +107,7 @@ async def score_kernel(
     """
     sizes, bound = read_matrices(row)
     pool = open_pool(tuple(sorted((sandbox or {}).items())))
-    counts = dict.fromkeys(("right", "no_code", *REFUSALS, *_COUNTED), 0.0)
+    counts = dict.fromkeys(("correct", "no_code", *REFUSALS, *_COUNTED), 0.0)
     code = extract_code(response, ENTRY_POINT)
     if code is None:
         return {"score": 0.0} | counts | {"no_code": 1.0}
@@ -115,10 +120,10 @@ async def score_kernel(
         ),
     )
     counts[measured.status.value] = 1.0
-    if measured.status is not KernelStatus.RIGHT:
+    if measured.status is not KernelStatus.CORRECT:
         return {"score": 0.0} | counts
     share = min(1.0, max(0.0, math.log(measured.speedup) / math.log(max_speedup)))
-    score = right_share + (1.0 - right_share) * share
+    score = correct_share + (1.0 - correct_share) * share
     return {"score": score} | counts | {"speedup": measured.speedup}
 
 

@@ -59,8 +59,8 @@ def multiply(text):
 class KernelStatus(enum.StrEnum):
     """The outcome of measuring a kernel."""
 
-    RIGHT = "right"
-    WRONG = "wrong"  # anything but the product as lists of integers
+    CORRECT = "correct"
+    INCORRECT = "incorrect"  # anything but the product as lists of integers
     RAISED = "raised"
     TIMEOUT = "timeout"
     CRASHED = "crashed"  # it ended its interpreter
@@ -138,10 +138,10 @@ def measure_kernel(
     for _ in range(repetitions):
         matrices = draw_matrices(sizes, bound, rng)
         timing = time_once(pool, code, matrices, timeout_s, builtin_names)
-        if timing.status is not KernelStatus.RIGHT:
+        if timing.status is not KernelStatus.CORRECT:
             return KernelMeasurement(timing.status, timing.detail)
         reference = time_once(pool, REFERENCE, matrices, _REFERENCE_LIMIT_S)
-        if reference.status is not KernelStatus.RIGHT:
+        if reference.status is not KernelStatus.CORRECT:
             raise SandboxError(
                 f"the reference kernel failed: {reference.status} {reference.detail}"
             )
@@ -149,7 +149,7 @@ def measure_kernel(
         reference_s.append(reference.cpu_s)
     ratios = [r / k for r, k in zip(reference_s, kernel_s, strict=True)]
     return KernelMeasurement(
-        KernelStatus.RIGHT, "", statistics.median(ratios), statistics.median(kernel_s)
+        KernelStatus.CORRECT, "", statistics.median(ratios), statistics.median(kernel_s)
     )
 
 
@@ -175,8 +175,8 @@ def time_once(
     finally:
         pool.release(sandbox)
     # As texts: nothing of the policy's is parsed or compared by methods of its own.
-    is_right = result.value == matrices.product
-    return KernelTiming(KernelStatus.RIGHT if is_right else KernelStatus.WRONG, "", cpu_s)
+    is_correct = result.value == matrices.product
+    return KernelTiming(KernelStatus.CORRECT if is_correct else KernelStatus.INCORRECT, "", cpu_s)
 
 
 def _describe_failure(result: CallResult) -> KernelTiming:

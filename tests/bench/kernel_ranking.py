@@ -29,19 +29,6 @@ from jaxmoe.envs.sandbox.pool import SandboxPool
 # From slow to fast.
 KERNELS = {
     "triple loop": REFERENCE,
-    "sum in a variable": """
-def matmul(A, B):
-    C = []
-    for row in A:
-        out = []
-        for j in range(len(B[0])):
-            total = 0
-            for t in range(len(B)):
-                total += row[t] * B[t][j]
-            out.append(total)
-        C.append(out)
-    return C
-""",
     "columns first": """
 def matmul(A, B):
     columns = [list(column) for column in zip(*B)]
@@ -54,6 +41,33 @@ def matmul(A, B):
                 total += x * y
             out.append(total)
         C.append(out)
+    return C
+""",
+    # Three columns of B are one, whose integers have the digits of three.
+    "three columns in one": """
+def matmul(A, B):
+    k, m = len(B), len(B[0])
+    largest = max(max(map(abs, row)) for row in A) * max(max(map(abs, row)) for row in B)
+    bits = (2 * k * largest + 1).bit_length() + 1
+    half, mask = 1 << bits - 1, (1 << bits) - 1
+    halves = half | half << bits | half << 2 * bits
+    padded = [row + [0] * (-m % 3) for row in B]
+    columns = []
+    for j in range(0, m, 3):
+        columns.append([
+            row[j] + (row[j + 1] << bits) + (row[j + 2] << 2 * bits) for row in padded
+        ])
+    C = []
+    for row in A:
+        out = []
+        for column in columns:
+            total = halves
+            for x, y in zip(row, column):
+                total += x * y
+            out.append((total & mask) - half)
+            out.append((total >> bits & mask) - half)
+            out.append((total >> 2 * bits) - half)
+        C.append(out[:m])
     return C
 """,
     # Kronecker substitution: a row of B is one large integer.
@@ -111,7 +125,7 @@ def rank_once(
         measured = measure_kernel(
             pool, code, sizes, BOUND, repetitions=repetitions, timeout_s=600.0
         )
-        assert measured.status is KernelStatus.RIGHT, (name, measured)
+        assert measured.status is KernelStatus.CORRECT, (name, measured)
         speedups[name] = measured.speedup
     return speedups
 

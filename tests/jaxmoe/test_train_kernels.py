@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel task in the training loop: from its shipped rows to the metrics."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scripted import Run, Scripted, lines
+
+from jaxmoe import train
+from jaxmoe.data.tokenizer import load_tokenizer
+from tests.bench.kernel_ranking import KERNELS
+from tests.jaxmoe.envs.sandbox.kinds import first_kind
+from tests.jaxmoe.kernel_cheats import CHEATS
+
+PAGE = (Path(__file__).parents[2] / "docs/kernel_task.md").read_text()
+ROWS = [
+    "data.task=package:configs/kernels.jsonl", "data.options={}", "data.train_rows=32",
+    "data.held_out_rows=2", "data.max_prompt_tokens=512", "data.swapped_share=0",
+]  # fmt: skip
+NAME = "reward/score_kernel"
+
+
+class Programmer(Scripted):
+    """Answers with a kernel of the table and a cheat, in turn."""
+
+    def rollout(self, prompt, seed, i, sampling, first):
+        made = super().rollout(prompt, seed, i, sampling, first)
+        self.number = getattr(self, "number", 0) + 1
+        code = KERNELS["rows in integers"] if self.number % 2 else CHEATS["numpy"].code
+        tokens = np.array(load_tokenizer("bytes").encode(code), np.int32)
+        assert len(tokens) <= sampling.max_new_tokens
+        return replace(
+            made, tokens=tokens, rollout_logp=np.full(len(tokens), -1.0, np.float32),
+            weight_versions=np.full(len(tokens), self.version, np.int32),
+        )  # fmt: skip
+
+
+def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
+    first_kind()
+    reward = "data.rewards=jaxmoe.envs.kernel_scorer:score_kernel(repetitions=1)"
+    changes = (*ROWS, reward, "rollout.max_new_tokens=1024", "steps=1", "eval.every_steps=1")
+    Run(tmp_path, Programmer(), changes=changes)()
+    row = lines(tmp_path)[-1]
+    assert row[f"{NAME}/correct/mean"] == row[f"{NAME}/imports/mean"] == 0.5
+    assert row[f"{NAME}/incorrect/mean"] == row[f"{NAME}/no_code/mean"] == 0.0
+    assert row[f"{NAME}/speedup/mean"] > 2.0  # of those that are right
+    assert row["reward/mean"] == pytest.approx(row[f"{NAME}/mean"])
+    assert 0.2 < row["reward/mean"] < 0.5
+    assert f"eval/{NAME}/correct/mean" in lines(tmp_path)[0]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_trains(tmp_path):
+    """With the page's rows and reward, and prompts cut to the model's pace."""
+    first_kind()
+    command = re.findall(r"^python -m jaxmoe.train (--config tiny.py .*)$", PAGE, re.M)[0]
+    small = [
+        "model.d_model=16", "model.d_expert=24", "rollout.sequences_per_step=4",
+        "rollout.samples_per_prompt=2", "steps=1", "eval.every_steps=1",
+        f"workdir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    flags = [word for change in small for word in ("--set", change)]
+    words = shlex.split(command)
+    at = words.index("--workdir")
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main([*words[:at], *words[at + 2 :], *flags]) == 0
+    last = lines(tmp_path / "run")[-1]
+    assert last[f"{NAME}/no_code/mean"] + last[f"{NAME}/incorrect/mean"] > 0.0
+    assert {f"{kind}{NAME}/correct/mean" for kind in ("", "eval/")} <= set(last)
