@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the kernel task: `python -m jaxmoe.envs.kernel_rows` writes configs/kernels.jsonl.
+"""Rows of the kernel task, as configs/kernels.jsonl has them.
 
 The sizes differ, so that each row is a question of its own. Next: jaxmoe/envs/kernel_scorer.py.
 """
 
-import json
 import random
 from typing import Any
 
@@ -30,15 +29,10 @@ def make_kernel_row(sizes: tuple[int, int, int], bound: int = BOUND) -> dict[str
 
 
 def list_kernel_rows() -> list[dict[str, Any]]:
-    """The shipped rows; the three sizes of a row are distinct."""
+    """The rows that ship; the three sizes of a row are distinct."""
     rng = random.Random(0)
     chosen: dict[tuple[int, int, int], None] = {}
     while len(chosen) < N_ROWS:
         n, k, m = rng.sample(SIZES, 3)
         chosen[n, k, m] = None
     return [make_kernel_row(sizes) for sizes in chosen]
-
-
-if __name__ == "__main__":
-    for kernel_row in list_kernel_rows():
-        print(json.dumps(kernel_row))

@@ -93,8 +93,8 @@ async def score_kernel(
         correct_share + (1 − correct_share) · log(speedup) / log(max_speedup), its fraction in 0…1
 
     The logarithm, so that each doubling of the speed earns the same. The speedup is that over a
-    plain triple loop (`kernel_timing.measure_kernel`). Of a correct answer it is the part `speedup`;
-    each way to fail is a part of its own, and code may be refused for several reasons.
+    plain triple loop (`kernel_timing.measure_kernel`); correct answers have it as the part
+    `speedup`. Each way to fail is a part too, and code may be refused for several reasons.
 
     repetitions: with an interpreter and matrices of their own.
     timeout_s: of one call.

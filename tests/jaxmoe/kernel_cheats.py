@@ -12,7 +12,16 @@ HONEST = "honest"
 PRODUCT = """
 def product(A, B):
     columns = [list(column) for column in zip(*B)]
-    return [[sum([x * y for x, y in zip(row, column)]) for column in columns] for row in A]
+    C = []
+    for row in A:
+        out = []
+        for column in columns:
+            total = 0
+            for x, y in zip(row, column):
+                total += x * y
+            out.append(total)
+        C.append(out)
+    return C
 """
 HONEST_KERNEL = f"{PRODUCT}\ndef matmul(A, B):\n    return product(A, B)\n"
 # The worker's frame has the id of the request, and the descriptor that replies are written to.
@@ -144,7 +153,7 @@ CHEATS = {
         "def matmul(A, B):\n    for M in (A, B):\n        for row in M: row[:] = [0] * len(row)\n"
         f"    return {_ZEROS}", "incorrect", ("incorrect",)),
     "sums as small as random ones": Cheat(
-        "def matmul(A, B):\n    k, m = len(B), len(B[0])\n    w = 17  # bits\n"
+        "def matmul(A, B):\n    k, m = len(B), len(B[0])\n    w = 20  # bits\n"
         "    packed = [sum([x << w * j for j, x in enumerate(row)]) for row in B]\n"
         "    half = sum([1 << w * j + w - 1 for j in range(m)])\n    C = []\n    for row in A:\n"
         "        t = half + sum([x * y for x, y in zip(row, packed)])\n"

@@ -56,9 +56,9 @@ def score(code, **options):
 
 
 def test_an_honest_kernel_is_paid_with_and_without_the_rules(honest):
-    assert honest.status is KernelStatus.CORRECT and honest.speedup > 1.1
+    assert honest.status is KernelStatus.CORRECT and honest.speedup > 1.2
     parts = score(HONEST_KERNEL)
-    assert parts["correct"] == 1.0 and parts["score"] > CORRECT_SHARE and parts["speedup"] > 1.1
+    assert parts["correct"] == 1.0 and parts["score"] > CORRECT_SHARE and parts["speedup"] > 1.2
 
 
 @pytest.mark.parametrize("name", CHEATS)
@@ -85,6 +85,12 @@ def test_a_cheat_that_is_not_refused_gains_nothing(name, pool, honest):
         assert measured.speedup < NO_FASTER * honest.speedup
     else:
         assert measured.status in cheat.unrefused
+
+
+def test_time_that_passes_is_not_counted(pool, honest):
+    """Only the processor's time is: a busy machine costs a kernel nothing."""
+    measured = measure(pool, CHEATS["asleep"].code)  # 50 ms, beside about 5 of work
+    assert measured.speedup > 0.5 * honest.speedup
 
 
 def test_there_are_enough_cheats():
