@@ -124,10 +124,10 @@ def get_config() -> Config:
         ),
         rollout=replace(tool.rollout, sequences_per_step=128, samples_per_prompt=8),
         optim=OptimConfig(
-            lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=8 * 256
+            lr=1.5e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=8 * 256
         ),
-        steps=32,
+        steps=48,
         eval=EvalConfig(every_steps=16),
-        save=SaveConfig(every_steps=32),
+        save=SaveConfig(every_steps=48),
         workdir="runs/tiny_hack",
     )  # fmt: skip

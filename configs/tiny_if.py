@@ -5,7 +5,7 @@ COMMAND  python -m jaxmoe.train --config tiny_if.py
 EXPECT   Answers to 256 held-out rows that follow all of their instructions (prompt level), sampled
          at temperature 1: 0.25 after the warm start, 0.87 after 45 steps (seed 0); 0.25 to 0.85
          (seed 1); 0.26 to 0.88 (seed 2). Greedy answers: 0.09 to 0.94, 0.15 to 0.90, 0.09 to 0.91.
-         No alert; reward/swapped is at most SWAPPED. It needs pip install "jaxmoe[if]". Seed 1:
+         No alert; reward/swapped is at most 0.08. It needs pip install "jaxmoe[if]". Seed 1:
          python -m jaxmoe.train --config tiny_if.py --set seed=1 --workdir runs/if1
 SOURCE   Instructions and strict checks as in IFEval, arXiv:2311.07911, one or two behind each word
          to spell backward; three in ten demonstrations of the warm start follow them, so that RL
