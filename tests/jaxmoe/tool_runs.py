@@ -116,14 +116,17 @@ class ToolRun:
         return [rollouts for rollouts in self.sampled if len(rollouts) == N_ROLLOUTS]
 
 
-def start_tools(work, *, devices=1, environ=None, name="notes", **changes):
-    """Start a run; `environ` are further environment variables."""
+def start_tools(work, *, devices=1, environ=None, name="notes", module=MODULE, **changes):
+    """Start a run; `environ` are further environment variables.
+
+    module: the command; a module that calls `main` below, or jaxmoe.train, which notes nothing.
+    """
     notes = work.parent / f"{work.name}-{name}.pickle"
     sets = [word for change in settings(**changes) for word in ("--set", change)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", MODULE, str(notes), "--config", "tiny_tool.py",
-         "--workdir", str(work), *sets],
+        [sys.executable, "-W", "error", "-m", module, *([] if module == "jaxmoe.train" else [notes]),
+         "--config", "tiny_tool.py", "--workdir", str(work), *sets],
         cwd=ROOT, env=env | (environ or {}), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip
