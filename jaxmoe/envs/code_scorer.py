@@ -19,9 +19,11 @@ from jaxmoe.envs.grading import Grade, GradeStatus, grade_code
 from jaxmoe.envs.reward_specs import checked_by
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.probe import choose_sandbox
+from jaxmoe.envs.suspicious_code import KINDS, find_suspicious_code, parse_code
 
 # Spaces are matched once, so that a long line of them takes no more than its length.
 _FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
 
 
@@ -58,7 +60,8 @@ async def score_code(
     """1.0 if the function that the row asks for passes the row's tests, else 0.0.
 
     The code is the response's last block in ```, or all of it; a response that continues the
-    prompt's function is read behind the prompt. Each way to fail is counted by name.
+    prompt's function is read behind the prompt. Each way to fail is counted by name, and so are
+    signs of cheating in its text (`hack/KIND`), which cost nothing.
 
     timeout_s: for one answer, all tests together.
     sandbox: fields of SandboxConfig; a run passes those of its config.
@@ -66,16 +69,26 @@ async def score_code(
     """
     tests, entry_point = read_tests(row)
     setup = row["prompt"] if isinstance(row.get("prompt"), str) else ""
-    setup = setup if _parse_code(setup) is not None else ""
+    setup = setup if parse_code(setup) is not None else ""
     code = extract_code(response, entry_point, str(row.get("prompt") or ""))
     pool = open_pool(tuple(sorted((sandbox or {}).items())))
     if code is None:
-        return _count_grade(Grade(GradeStatus.RAISED, "SyntaxError"), has_code=False)
+        no_signs = {f"hack/{kind}": 0.0 for kind in KINDS}
+        return _count_grade(Grade(GradeStatus.RAISED, "SyntaxError"), has_code=False) | no_signs
     # In threads: a grade waits for other processes.
     grade = await asyncio.to_thread(
         grade_code, pool, code, entry_point, tests, setup=setup, timeout_s=timeout_s
     )
-    return _count_grade(grade)
+    return _count_grade(grade) | find_signs(code, setup)
+
+
+def find_signs(code: str, setup: str) -> dict[str, float]:
+    """hack/KIND: 1.0 if a program does that more often than the code of its prompt."""
+    after, before = (
+        find_suspicious_code(parse_code(text) or ast.Module([], [])) for text in (code, setup)
+    )
+    is_continued = code.startswith(setup)
+    return {f"hack/{kind}": float(after[kind] > is_continued * before[kind]) for kind in KINDS}
 
 
 def extract_code(response: str, entry_point: str, prompt: str = "") -> str | None:
@@ -86,22 +99,15 @@ def extract_code(response: str, entry_point: str, prompt: str = "") -> str | Non
     blocks: list[str] = _FENCE.findall(response)
     texts = [*blocks[-1:], response]
     for text in (*texts, *(prompt + text for text in texts), *(prompt + "\n" + t for t in texts)):
-        tree = _parse_code(text)
+        tree = parse_code(text)
         if tree is not None and _defines_name(tree, entry_point):
             return text
     return None
 
 
-def _parse_code(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 def _defines_name(tree: ast.Module, name: str) -> bool:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+    for node in _list_statements(tree):
+        if isinstance(node, _DEFINITIONS) and node.name == name:
             return True
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == name for target in node.targets
@@ -112,6 +118,20 @@ def _defines_name(tree: ast.Module, name: str) -> bool:
         ):
             return True
     return False
+
+
+def _list_statements(tree: ast.Module) -> list[ast.stmt]:
+    """The statements of a module, with those below `if`, `try`, `with` and loops."""
+    found, stack = list[ast.stmt](), [*tree.body]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        if not isinstance(node, _DEFINITIONS):
+            children = [*ast.iter_child_nodes(node)]
+            handlers = [x for x in children if isinstance(x, ast.ExceptHandler)]
+            stack += [x for x in children if isinstance(x, ast.stmt)]
+            stack += [x for handler in handlers for x in handler.body]
+    return found
 
 
 def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:

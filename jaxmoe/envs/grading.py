@@ -56,16 +56,18 @@ def grade_code(
     tests: assertions that call `candidate` or the function by its name, or a `check(candidate)`
         that does.
     setup: code for both sides, such as imports and helpers of the prompt.
-    timeout_s: for all of it.
+    timeout_s: for all of it, without the start of sandboxes.
     """
-    deadline = time.monotonic() + timeout_s
     candidate = pool.acquire()
+    deadline = time.monotonic() + timeout_s
     try:
         candidate.run(setup, _remaining(deadline))
         loaded = candidate.run(code, _remaining(deadline))
         if loaded.status is not CallStatus.OK:
             return _grade_call(loaded)
+        start = time.monotonic()
         examiner = pool.acquire()
+        deadline += time.monotonic() - start
         try:
             return _run_tests(candidate, examiner, entry_point, (setup, tests), deadline)
         finally:

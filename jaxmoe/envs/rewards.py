@@ -157,7 +157,7 @@ def score_samples(
                 faults[i] = faults[i] or kinds[i]
                 first_fault = first_fault or f"{reward.label}: {kinds[i]} on {sample.label}"
             numbers = {
-                f"reward/{reward.name}/{name}/mean": number
+                name if name.startswith("hack/") else f"reward/{reward.name}/{name}/mean": number
                 for name, part in values_of_sample.items()
                 if name != "score" and (number := _to_float(part)) is not None
             }

@@ -124,9 +124,10 @@ def start_tools(work, *, devices=1, environ=None, name="notes", module=MODULE, *
     notes = work.parent / f"{work.name}-{name}.pickle"
     sets = [word for change in settings(**changes) for word in ("--set", change)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    noted = [] if module == "jaxmoe.train" else [str(notes)]
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", module, *([] if module == "jaxmoe.train" else [notes]),
-         "--config", "tiny_tool.py", "--workdir", str(work), *sets],
+        [sys.executable, "-W", "error", "-m", module, *noted, "--config", "tiny_tool.py",
+         "--workdir", str(work), *sets],
         cwd=ROOT, env=env | (environ or {}), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip

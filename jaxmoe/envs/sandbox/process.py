@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmoe.envs.sandbox.inside.plain_data import NotPlainData, decode_value, encode_value
+from jaxmoe.envs.sandbox.inside.plain_data import (
+    NotPlainData,
+    PlainForm,
+    check_form,
+    encode_value,
+)
 
 MAX_OUTPUT_CHARS = 20_000  # of a call; what is printed beyond is dropped
 MAX_REQUEST_CHARS = 1_000_000
@@ -28,7 +33,7 @@ _READ_BYTES = 1 << 16
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: what the scheduler counted, in nanoseconds
 _MAX_WAIT_S = 1e6  # poll refuses a number of milliseconds above 2**31
 
-AnswerOutside = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
+AnswerOutside = Callable[[str, Sequence[PlainForm], Mapping[str, PlainForm]], Any]
 
 
 class CallStatus(enum.StrEnum):
@@ -49,7 +54,7 @@ class CallResult:
     status: CallStatus
     output: str = ""
     error: str = ""  # the name of the exception, or how the process ended
-    value: Any = None
+    value: PlainForm | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -117,7 +122,7 @@ class Sandbox:
         """Run a program in the interpreter, whose variables stay for the next call.
 
         outside: functions that the program may call and that this process answers; their
-            arguments and results are plain data.
+            arguments are forms of plain data, their results plain data or such forms.
         """
         functions = outside or {}
         return self._request({"code": code, "outside": list(functions)}, timeout_s, functions)
@@ -228,7 +233,7 @@ class Sandbox:
         if error:
             return CallResult(CallStatus.ERROR, output, error)
         try:
-            value = decode_value(reply.get("value"))
+            value = check_form(reply.get("value"))
         except (NotPlainData, RecursionError) as wrong:
             raise _Forged from wrong
         return CallResult(CallStatus.OK, output, value=value)
@@ -324,8 +329,8 @@ def _answer_outside(call: Any, functions: Mapping[str, AnswerOutside]) -> bytes:
     try:
         name = call["name"]
         function = functions[name]
-        arguments = [decode_value(form) for form in call["arguments"]]
-        named = {str(key): decode_value(form) for key, form in call["named"].items()}
+        arguments = [check_form(form) for form in call["arguments"]]
+        named = {str(key): check_form(form) for key, form in call["named"].items()}
     except (NotPlainData, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _Forged from error
     try:

@@ -15,44 +15,8 @@ from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.tasks import open_task
+from tests.jaxmoe.code_cheats import CODE_CHEATS, FORGE, HONEST, PROMPT, TESTS, WEAK_TESTS
 from tests.jaxmoe.envs.sandbox.kinds import first_kind
-
-PROMPT = "import math\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''Double x.'''\n"
-TESTS = """
-def check(candidate):
-    assert candidate(2) == 4
-    assert candidate([1]) == [1, 1]
-    assert candidate(helper(2)) == 6
-"""
-FIND = "import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
-CHEATS = {
-    "the right value for the first test": ("def f(x): return 4", "failed"),
-    "a value that is equal to all": (
-        "class Yes(int):\n    def __eq__(self, o): return True\n    "
-        "def __ne__(self, o): return False\ndef f(x): return Yes(0)", "failed"),
-    "an object that is equal to all": (
-        "class Yes:\n    def __eq__(self, o): return True\ndef f(x): return Yes()", "not_plain"),
-    "exit with success": ("import sys\ndef f(x): sys.exit(0)", "raised"),
-    "exit of the process": ("import os\ndef f(x): os._exit(0)", "crashed"),
-    "exit while it is read": ("import os\nos._exit(0)\ndef f(x): 0", "crashed"),
-    "tests replaced": ("def check(c): pass\ndef f(x): return 0", "failed"),
-    "assertions switched off": (
-        "import builtins\nbuiltins.AssertionError = KeyError\ndef f(x): return 0", "failed"),
-    "comparison replaced": (
-        "import builtins, operator\noperator.eq = lambda a, b: True\ndef f(x): return 0", "failed"),
-    "tests read from memory": (
-        "import gc\ndef f(x):\n    t = [o for o in gc.get_objects() if 'candidate' in str(o)[:9999]"
-        " and 'assert' in str(o)[:9999]]\n    return t and 4", "failed"),
-    "a verdict printed": ("def f(x): print('passed'); return 0", "failed"),
-    "a forged reply": (
-        "import os\ndef f(x):\n    for i in range(3, 64):\n        try: os.write(i, b'{}\\n')\n"
-        "        except OSError: pass", "forged"),
-    "no end": ("def f(x):\n    while True: pass", "timeout"),
-    "no end while it is read": ("while True: pass\ndef f(x): 0", "timeout"),
-    "an error": ("def f(x): return 1 / 0", "raised"),
-    "the tests' error": ("def f(x): raise AssertionError", "failed"),
-    "nothing": ("def f(x): pass", "failed"),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +37,42 @@ def test_right_code_passes(pool):
     assert grade(pool, "def f(x): return 2 * x", plain).status is GradeStatus.PASSED
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", CODE_CHEATS)
 def test_a_cheat_is_not_paid_and_has_a_name(pool, name):
-    code, status = CHEATS[name]
-    timeout_s = 1.5 if status == "timeout" else 20.0
-    assert grade(pool, code, timeout_s=timeout_s).status == status
+    cheat = CODE_CHEATS[name]
+    timeout_s = 1.5 if "timeout" in cheat.statuses else 20.0
+    assert grade(pool, cheat.code, timeout_s=timeout_s).status in cheat.statuses
+
+
+@pytest.mark.parametrize("name", WEAK_TESTS)
+def test_weak_tests_pay_no_cheat(pool, name):
+    tests, code = WEAK_TESTS[name]
+    assert grade(pool, code, tests).status is GradeStatus.FAILED
+    assert grade(pool, HONEST, tests).status is GradeStatus.PASSED
+
+
+class SlowPool(SandboxPool):
+    """A pool on a machine that takes a second to start a sandbox."""
+
+    def acquire(self):
+        time.sleep(1.0)
+        return super().acquire()
+
+
+def test_a_slow_start_of_a_sandbox_costs_the_answer_no_time():
+    pool = SlowPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
+    pool.acquire()  # the others start meanwhile
+    assert grade(pool, HONEST, timeout_s=0.9).status is GradeStatus.PASSED
+    pool.close()
+
+
+def test_numbers_of_one_hash_take_none_of_the_trainer_s_time(pool):
+    """A set of them takes 20 s or more to make; a program can write one without making it."""
+    numbers = "[{'int': hex(i * (2**61 - 1))} for i in range(40_000)]"
+    code = FORGE.replace("VALUE", f"{{'set': {numbers}}}")
+    start = time.process_time()
+    assert grade(pool, code, timeout_s=3.0).status is GradeStatus.TIMEOUT
+    assert time.process_time() - start < 8.0
 
 
 def test_tests_that_catch_exceptions_hide_no_crash(pool):
@@ -98,6 +93,9 @@ def test_code_is_found_in_blocks_and_behind_the_prompt():
     assert extract_code(f"```\nx = 1\n```\n```py\n{whole}\n```", "f") == whole
     assert extract_code("    return 2 * x\n", "f", PROMPT) == PROMPT + "    return 2 * x\n"
     assert extract_code("I do not know.", "f", "text") is None
+    below = "try:\n    import x\nexcept ImportError:\n    if 1:\n        def f(x): return x"
+    assert extract_code(below, "f") == below
+    assert extract_code("def g():\n    def f(x): return x", "f") is None
     assert extract_code("```python\ndef g(x): return 1\n```", "f") is None
 
 

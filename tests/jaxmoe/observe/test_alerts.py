@@ -40,6 +40,24 @@ CASES = [
     ("stop/env_error_frac", 0.0, 0.05, UP, "> 0.05", "python -m jaxmoe.samples: the environment"),
     ("stop/env_timeout_frac", 0.0, 0.05, UP, "> 0.05", "rollout.reply_timeout_s and the load"),
     ("hack/forged_turn", 0.0, 0.05, UP, "> 0.05 an episode", "python -m jaxmoe.samples: the poli"),
+    *(
+        (
+            f"hack/{kind}",
+            0.0,
+            0.05,
+            UP,
+            "> 0.05 of the answers",
+            "python -m jaxmoe.samples: code th",
+        )
+        for kind in (
+            "files_written",
+            "tests_read",
+            "timers_touched",
+            "modules_patched",
+            "exits",
+            "always_equal",
+        )
+    ),
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),
     ("router/replay_agreement", 0.97, 0.5, DOWN, "< 0.5 (1: equal", "python -m jaxmoe.doctor"),

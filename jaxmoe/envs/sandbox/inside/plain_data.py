@@ -6,6 +6,7 @@ never reaches the side that compares.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 50
@@ -15,8 +16,24 @@ class NotPlainData(ValueError):
     """The value has no plain form; the message names its type."""
 
 
+@dataclass(frozen=True)
+class PlainForm:
+    """A value in its JSON form, which the trainer passes on and does not decode.
+
+    A program chooses the hashes of its numbers: a set of many equal ones takes hours to make.
+    """
+
+    form: Any
+
+    def decode(self) -> Any:
+        """The value."""
+        return decode_value(self.form)
+
+
 def encode_value(value: Any, depth: int = 0) -> Any:
     """The JSON form of a value. Raises NotPlainData."""
+    if isinstance(value, PlainForm):
+        return value.form
     if depth > MAX_DEPTH:
         raise NotPlainData(f"nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool):
@@ -56,6 +73,35 @@ def decode_value(form: Any, depth: int = 0) -> Any:
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise NotPlainData(f"a malformed {kind}") from error
     raise NotPlainData(f"JSON of type {type(form).__name__}")
+
+
+def check_form(form: Any) -> PlainForm:
+    """The form of a value that can be decoded; it hashes nothing. Raises NotPlainData."""
+    _check_form(form, 0, is_hashed=False)
+    return PlainForm(form)
+
+
+def _check_form(form: Any, depth: int, *, is_hashed: bool) -> None:
+    """is_hashed: True for members of sets and for keys, which no list, set or dict can be."""
+    if not isinstance(form, Mapping) or len(form) != 1 or depth > MAX_DEPTH:
+        decode_value(form, depth)
+        return
+    ((kind, content),) = form.items()
+    if kind not in ("dict", *_CONTAINERS):
+        decode_value(form, depth)
+        return
+    if not isinstance(content, list) or (is_hashed and kind in ("list", "set", "dict")):
+        raise NotPlainData(f"a malformed {kind}")
+    if kind != "dict":
+        are_hashed = kind in ("set", "frozenset") or is_hashed
+        for item in content:
+            _check_form(item, depth + 1, is_hashed=are_hashed)
+        return
+    for pair in content:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise NotPlainData("a malformed dict")
+        _check_form(pair[0], depth + 1, is_hashed=True)
+        _check_form(pair[1], depth + 1, is_hashed=False)
 
 
 def _decode_tagged(kind: str, content: Any, depth: int) -> Any:

@@ -72,12 +72,13 @@ def test_functions_are_called_with_plain_data_and_nothing_else_comes_back(sandbo
     sandbox.run("def f(*args, **named): return args, named", 5.0)
     values = [1, -(2**70), 1.5, True, None, "é\ud800", b"\0", (1, [2]), {3}, {(1,): {"a": 2j}}]
     result = sandbox.call("f", values, 5.0, {"k": float("inf")})
-    assert result.value == (tuple(values), {"k": float("inf")})
-    assert [type(x) for x in result.value[0]] == [type(x) for x in values]
+    value = result.value.decode()
+    assert value == (tuple(values), {"k": float("inf")})
+    assert [type(x) for x in value[0]] == [type(x) for x in values]
     sandbox.run(
         "class Yes(int):\n    def __eq__(self, other): return True\ndef g(): return Yes(3)", 5.0
     )
-    assert type(sandbox.call("g", [], 5.0).value) is int
+    assert type(sandbox.call("g", [], 5.0).value.decode()) is int
     sandbox.run("def h(): return object()", 5.0)
     assert sandbox.call("h", [], 5.0).error == "NotPlainData"
     assert sandbox.call("missing", [], 5.0).error == "NameError"
@@ -86,7 +87,7 @@ def test_functions_are_called_with_plain_data_and_nothing_else_comes_back(sandbo
 
 
 def test_a_program_may_call_functions_of_the_trainer_that_it_was_given(sandbox):
-    answers = {"double": lambda name, arguments, named: 2 * arguments[0]}
+    answers = {"double": lambda name, arguments, named: 2 * arguments[0].decode()}
     assert sandbox.run("double(21)", 5.0, answers).output == "42\n"
     # Without them, the same line on the pipe is a forgery.
     assert sandbox.run("double(21)", 5.0).status is CallStatus.FORGED
