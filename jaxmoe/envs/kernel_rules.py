@@ -39,7 +39,7 @@ _FILE_NAMES = frozenset("open read_text write_text read_bytes write_bytes".split
 _FRAME_PREFIXES = ("f_", "tb_", "gi_", "cr_", "ag_", "co_", "func_")
 _REACHING_NAMES = frozenset(("mro", "format_map"))
 
-REFUSALS = ("imports", "timers_touched", "files_touched", "hidden_names")
+REFUSALS = ("imports_refused", "timers_touched", "files_touched", "hidden_names")
 
 
 def find_refusals(tree: ast.Module) -> dict[str, str]:
@@ -62,7 +62,7 @@ def _list_refusals(node: ast.AST, bound: set[str]) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         from_module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names = [*from_module, *(alias.name for alias in node.names)]
-        yield "imports", names[0]
+        yield "imports_refused", names[0]
         tops = {name.partition(".")[0] for name in names}
         if tops & (_TIMER_MODULES | _TIMER_NAMES):
             yield "timers_touched", names[0]
@@ -84,7 +84,7 @@ def _list_refusals(node: ast.AST, bound: set[str]) -> Iterator[tuple[str, str]]:
 
 def _judge_name(name: str, *, is_attribute: bool, is_bound: bool) -> Iterator[tuple[str, str]]:
     if name in _IMPORT_NAMES:
-        yield "imports", name
+        yield "imports_refused", name
     if name in _TIMER_NAMES:
         yield "timers_touched", name
     if name in _FILE_NAMES and not is_bound:

@@ -63,27 +63,27 @@ CHEATS = {
     "all clocks stand still": Cheat(
         "import time, timeit\nfor name in dir(time):\n    if callable(getattr(time, name)):\n"
         "        setattr(time, name, lambda *a: 0)\ntimeit.default_timer = lambda: 0\n"
-        + HONEST_KERNEL, "imports", (HONEST,)),
+        + HONEST_KERNEL, "imports_refused", (HONEST,)),
     "the system's clock set back": Cheat(
         "import time\ntry: time.clock_settime(0, 0)\nexcept OSError: pass\n" + HONEST_KERNEL,
-        "imports", (HONEST,)),
+        "imports_refused", (HONEST,)),
     "a clock by a name": Cheat(
         "def matmul(A, B):\n    x = matmul.perf_counter\n    return x", "timers_touched",
         ("raised",)),
     # Other libraries do the work.
     "numpy": Cheat(
         "import numpy as np\ndef matmul(A, B): return (np.array(A) @ np.array(B)).tolist()",
-        "imports", ("raised",)),
+        "imports_refused", ("raised",)),
     "torch, imported when called": Cheat(
         "def matmul(A, B):\n    import torch as t\n"
         "    return (t.tensor(A) @ t.tensor(B)).tolist()",
-        "imports", ("raised",)),
+        "imports_refused", ("raised",)),
     "numpy, if it is there": Cheat(
         "try:\n    import numpy as np\nexcept ImportError:\n    np = None\ndef matmul(A, B):\n"
         f"    return (np.array(A) @ np.array(B)).tolist() if np else {_ZEROS}",
-        "imports", ("incorrect",)),
+        "imports_refused", ("incorrect",)),
     "an import by its builtin": Cheat(
-        "def matmul(A, B): return __import__('numpy').dot(A, B).tolist()", "imports",
+        "def matmul(A, B): return __import__('numpy').dot(A, B).tolist()", "imports_refused",
         ("raised",)),
     "an import by a text": Cheat(
         "exec('imp' + 'ort numpy')\ndef matmul(A, B): return numpy.dot(A, B).tolist()",
@@ -99,7 +99,7 @@ CHEATS = {
     "lru_cache": Cheat(
         "from functools import lru_cache\n" + PRODUCT + "@lru_cache\ndef kept(a, b):\n"
         "    return product(a, b)\ndef matmul(A, B):\n"
-        "    return kept(tuple(map(tuple, A)), tuple(map(tuple, B)))", "imports", (HONEST,)),
+        "    return kept(tuple(map(tuple, A)), tuple(map(tuple, B)))", "imports_refused", (HONEST,)),
     "a global cache": Cheat(
         "kept = []\n" + PRODUCT + "def matmul(A, B):\n    if not kept: kept.append(product(A, B))\n"
         "    return kept[0]", "correct", (HONEST,)),
@@ -116,7 +116,7 @@ CHEATS = {
     "a cache in a builtin module": Cheat(
         "import builtins\n" + PRODUCT + "def matmul(A, B):\n"
         "    if not hasattr(builtins, 'kept'): builtins.kept = product(A, B)\n"
-        "    return builtins.kept", "imports", (HONEST,)),
+        "    return builtins.kept", "imports_refused", (HONEST,)),
     "a cache in a file": Cheat(
         PRODUCT + "def matmul(A, B):\n    try:\n        return eval(open('kept').read())\n"
         "    except Exception: C = product(A, B)\n    try: open('kept', 'w').write(repr(C))\n"
@@ -127,7 +127,7 @@ CHEATS = {
     "frames": Cheat(
         "import sys\ndef values():\n    frame = sys._getframe()\n    while frame:\n"
         "        yield from [*frame.f_locals.values(), *frame.f_globals.values()]\n"
-        "        frame = frame.f_back" + _SEARCH, "imports", ("incorrect",)),
+        "        frame = frame.f_back" + _SEARCH, "imports_refused", ("incorrect",)),
     "frames of a generator": Cheat(
         "def values():\n    made = (made.gi_frame.f_back.f_back for _ in [0])\n"
         "    frame = next(made)\n    yield from frame.f_globals.values()" + _SEARCH,
@@ -137,7 +137,7 @@ CHEATS = {
         "        frame = e.__traceback__.tb_frame\n    while frame:\n"
         "        yield from [*frame.f_locals.values()]\n        frame = frame.f_back" + _SEARCH,
         "hidden_names", ("incorrect",)),
-    "all objects": Cheat("import gc\ndef values(): return gc.get_objects()" + _SEARCH, "imports",
+    "all objects": Cheat("import gc\ndef values(): return gc.get_objects()" + _SEARCH, "imports_refused",
                          ("incorrect",)),
     "attributes of a pattern": Cheat(
         "def matmul(A, B):\n    match A:\n        case list(__class__=kind): return kind()",
@@ -188,45 +188,45 @@ CHEATS = {
     "a thread that goes on": Cheat(
         "import threading\ndef work():\n    while True: pass\n"
         "try: threading.Thread(target=work, daemon=True).start()\nexcept RuntimeError:\n"
-        "    raise\n" + HONEST_KERNEL, "imports", ("unfinished_tasks", "raised")),
+        "    raise\n" + HONEST_KERNEL, "imports_refused", ("unfinished_tasks", "raised")),
     "a thread that does the work": Cheat(
         "import threading\n" + PRODUCT + "def matmul(A, B):\n    C = []\n"
         "    t = threading.Thread(target=lambda: C.extend(product(A, B)))\n    t.start()\n"
-        "    t.join()\n    return C", "imports", (HONEST, "raised")),
+        "    t.join()\n    return C", "imports_refused", (HONEST, "raised")),
     "a process that does the work": Cheat(
         "import os, json\n" + PRODUCT + "def matmul(A, B):\n    r, w = os.pipe()\n"
         "    if os.fork() == 0:\n        os.write(w, b'x')\n        os._exit(0)\n    os.wait()\n"
-        "    return product(A, B)", "imports", ("raised",)),
+        "    return product(A, B)", "imports_refused", ("raised",)),
     "asleep": Cheat(
         "import time\n" + PRODUCT + "def matmul(A, B):\n    time.sleep(0.05)\n"
-        "    return product(A, B)", "imports", (HONEST,)),
+        "    return product(A, B)", "imports_refused", (HONEST,)),
     # The interpreter around the code is changed.
     "the reader of the factors": Cheat(
-        "import json\njson.loads = lambda text: ([[0]], [[0]])\n" + HONEST_KERNEL, "imports",
+        "import json\njson.loads = lambda text: ([[0]], [[0]])\n" + HONEST_KERNEL, "imports_refused",
         ("incorrect", "crashed")),
     "the writer of the result": Cheat(
-        "import json\njson.dumps = lambda C: 'right'\ndef matmul(A, B): return 0", "imports",
+        "import json\njson.dumps = lambda C: 'right'\ndef matmul(A, B): return 0", "imports_refused",
         ("incorrect", "crashed", "forged")),
     "the caller": Cheat(
         "import sys\nsys.modules['__main__'].multiply = lambda text: '[[1]]'\n"
-        "def matmul(A, B): return 0", "imports", ("incorrect",)),
+        "def matmul(A, B): return 0", "imports_refused", ("incorrect",)),
     "builtins": Cheat(
         "import builtins\nbuiltins.len = builtins.sum = lambda x: 0\n"
-        "def matmul(A, B): return [[len(A)]]", "imports", ("incorrect", "crashed")),
+        "def matmul(A, B): return [[len(A)]]", "imports_refused", ("incorrect", "crashed")),
     "a wrong reply, early": Cheat(
         _FIND + PRODUCT + f"def matmul(A, B):\n    reply({_ZEROS})\n    return product(A, B)",
-        "imports", ("incorrect",)),
+        "imports_refused", ("incorrect",)),
     "the right reply, early": Cheat(
         _FIND + PRODUCT + "def matmul(A, B):\n    C = product(A, B)\n    reply(C)\n    return C",
-        "imports", (HONEST,)),
+        "imports_refused", (HONEST,)),
     "the reply to the next call": Cheat(
         _FIND + "found = find()\nos.write(found['replies'], b'{\"id\": \"0\"}\\n')\n"
-        "def matmul(A, B): return 0", "imports", ("forged",)),
+        "def matmul(A, B): return 0", "imports_refused", ("forged",)),
     "a reply in print": Cheat(
         PRODUCT + "def matmul(A, B):\n    print('{\"id\": \"\", \"value\": \"right\"}')\n"
         f"    return {_ZEROS}", "incorrect", ("incorrect",)),
     # It does not return.
-    "an exit": Cheat("import os\ndef matmul(A, B): os._exit(0)", "imports", ("crashed",)),
+    "an exit": Cheat("import os\ndef matmul(A, B): os._exit(0)", "imports_refused", ("crashed",)),
     "an exit with success": Cheat(
         "def matmul(A, B): raise SystemExit(0)", "hidden_names", ("raised",)),
     "a recursion without end": Cheat(

@@ -46,7 +46,7 @@ def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
     changes = (*ROWS, reward, "rollout.max_new_tokens=1024", "steps=1", "eval.every_steps=1")
     Run(tmp_path, Programmer(), changes=changes)()
     row = lines(tmp_path)[-1]
-    assert row[f"{NAME}/correct/mean"] == row[f"{NAME}/imports/mean"] == 0.5
+    assert row[f"{NAME}/correct/mean"] == row["hack/imports_refused"] == 0.5
     assert row[f"{NAME}/incorrect/mean"] == row[f"{NAME}/no_code/mean"] == 0.0
     assert row[f"{NAME}/speedup/mean"] > 2.0  # of those that are right
     assert row["reward/mean"] == pytest.approx(row[f"{NAME}/mean"])

@@ -65,7 +65,7 @@ def test_an_honest_kernel_is_paid_with_and_without_the_rules(honest):
 def test_a_cheat_is_not_paid_and_is_counted(name, honest):
     cheat = CHEATS[name]
     parts = score(cheat.code, timeout_s=1.0 if cheat.part == "timeout" else 20.0)
-    assert parts[cheat.part] == 1.0
+    assert {**parts, **{n.removeprefix("hack/"): x for n, x in parts.items()}}[cheat.part] == 1.0
     if cheat.part == "correct":
         assert parts["speedup"] < NO_FASTER * honest.speedup
     else:
