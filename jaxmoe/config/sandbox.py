@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 SANDBOX_KINDS = ("auto", "bubblewrap", "landlock", "unsafe_local")
 MIN_MEMORY_MB = 64  # a Python interpreter starts in less
+MAX_MB = 1 << 24
 MAX_WARM = 256
 TOOL_NAME = "python_sandbox"
 
@@ -41,6 +42,14 @@ class SandboxConfig:
             disk_mb=(*NOT_NEGATIVE, 64),
             warm=(f"between 0 and {MAX_WARM}", lambda x: 0 <= x <= MAX_WARM, 4),
         )  # fmt: skip
+        for name, value, usual in (
+            ("memory_mb", self.memory_mb, 512), ("disk_mb", self.disk_mb, 64)
+        ):  # fmt: skip
+            require(
+                value <= MAX_MB,
+                f"sandbox.{name} must be at most {MAX_MB:,} (16 TB), got {value:,}. "
+                f"Try --set sandbox.{name}={usual}.",
+            )
         require(
             self.kind != "landlock" or self.disk_mb == 0,
             f"sandbox.disk_mb ({self.disk_mb}) cannot be set with sandbox.kind=landlock, which has "

@@ -122,16 +122,16 @@ def _defines_name(tree: ast.Module, name: str) -> bool:
 
 def _list_statements(tree: ast.Module) -> list[ast.stmt]:
     """The statements of a module, with those below `if`, `try`, `with` and loops."""
-    found, stack = list[ast.stmt](), [*tree.body]
+    statements, stack = list[ast.stmt](), [*tree.body]
     while stack:
         node = stack.pop()
-        found.append(node)
+        statements.append(node)
         if not isinstance(node, _DEFINITIONS):
             children = [*ast.iter_child_nodes(node)]
             handlers = [x for x in children if isinstance(x, ast.ExceptHandler)]
             stack += [x for x in children if isinstance(x, ast.stmt)]
             stack += [x for handler in handlers for x in handler.body]
-    return found
+    return statements
 
 
 def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:

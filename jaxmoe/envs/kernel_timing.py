@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmoe.envs.kernel_rules import BUILTIN_NAMES
+from jaxmoe.envs.sandbox.inside.plain_data import PlainForm
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.process import CallResult, CallStatus, SandboxError
 
@@ -175,7 +176,7 @@ def time_once(
     finally:
         pool.release(sandbox)
     # As texts: nothing of the policy's is parsed or compared by methods of its own.
-    is_correct = result.value == matrices.product
+    is_correct = result.value == PlainForm(matrices.product)
     return KernelTiming(KernelStatus.CORRECT if is_correct else KernelStatus.INCORRECT, "", cpu_s)
 
 

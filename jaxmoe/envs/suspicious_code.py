@@ -73,7 +73,7 @@ def find_suspicious_code(tree: ast.AST) -> dict[str, int]:
 
 def _find_kinds(tree: ast.AST, n_nested: int) -> Iterator[str]:
     nodes = list(_walk_run_code(tree))
-    names = _Names.of(nodes)
+    names = _Names.read_tree(nodes)
     for node in nodes:
         match node:
             case ast.Call():
@@ -127,13 +127,13 @@ class _Names:
     """What the names of a program stand for: modules, what is imported from them, or its own."""
 
     imported: Mapping[str, str]
-    own: frozenset[str]
+    defined: frozenset[str]  # by the program
     modules: frozenset[str]  # that it imports, or imports from
 
     @staticmethod
-    def of(nodes: list[ast.AST]) -> "_Names":
+    def read_tree(nodes: list[ast.AST]) -> "_Names":
         imported: dict[str, str] = {}
-        own: set[str] = set()
+        defined: set[str] = set()
         for node in nodes:
             match node:
                 case ast.Import(names=aliases):
@@ -147,14 +147,14 @@ class _Names:
                 ):
                     imported[name] = module
                 case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                    own.add(name)
+                    defined.add(name)
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    own.add(node.name)
+                    defined.add(node.name)
                 case _:
                     pass
         # A name that the prompt imported is in neither, and stands for the module of its name.
         modules = frozenset(name.split(".", 1)[0] for name in imported.values())
-        return _Names(imported, frozenset(own - imported.keys()), modules)
+        return _Names(imported, frozenset(defined - imported.keys()), modules)
 
     def read(self, node: ast.AST) -> str:
         """The dotted name of an expression with its module written out; "" if it has none."""
@@ -164,14 +164,14 @@ class _Names:
             node = node.value
         if isinstance(node, ast.Call):
             root = _module_of_call(node)
-        elif isinstance(node, ast.Name) and node.id not in self.own:
+        elif isinstance(node, ast.Name) and node.id not in self.defined:
             root = self.imported.get(node.id, node.id)
         else:
             root = ""
         return ".".join([root, *reversed(parts)]) if root else ""
 
     def read_builtin(self, node: ast.AST) -> str:
-        """As `read`, with the plain name of what `builtins` holds."""
+        """The same, with the plain name of what `builtins` holds."""
         return self.read(node).removeprefix("builtins.").removeprefix("__builtins__.")
 
 
@@ -198,9 +198,9 @@ def _find_in_call(call: ast.Call, names: _Names) -> Iterator[str]:
     if name in _KIND_OF_CALL:
         yield _KIND_OF_CALL[name]
     if name == "getattr" and len(arguments) > 1 and isinstance(arguments[1], ast.Constant):
-        wanted = f"{names.read(arguments[0])}.{arguments[1].value}"
-        if wanted in _KIND_OF_CALL or arguments[1].value in _FRAME_ATTRIBUTES:
-            yield _KIND_OF_CALL.get(wanted, "tests_read")
+        attribute = f"{names.read(arguments[0])}.{arguments[1].value}"
+        if attribute in _KIND_OF_CALL or arguments[1].value in _FRAME_ATTRIBUTES:
+            yield _KIND_OF_CALL.get(attribute, "tests_read")
     if name in ("setattr", "delattr") and len(arguments) > 1:
         base, attribute = names.read(arguments[0]), arguments[1]
         text = attribute.value if isinstance(attribute, ast.Constant) else "…"
@@ -251,10 +251,10 @@ def _find_run_text(call: ast.Call, names: _Names) -> ast.Module | None:
 
 def _find_in_assignment(target: str, names: _Names) -> Iterator[str]:
     """The kind of an assignment to an attribute of a module or of a builtin."""
-    root, _, rest = target.partition(".")
+    root, _, attribute = target.partition(".")
     if root in _CLOCKS:
         yield "timers_touched"
-    elif rest and target not in _STREAMS:
+    elif attribute and target not in _STREAMS:
         yield from ["modules_patched"] * (root in names.modules | _PATCHED)
 
 
@@ -293,7 +293,7 @@ def _compares_alike(method: tuple[str, Any]) -> bool:
 
 
 def _returned_values(function: ast.FunctionDef) -> list[ast.expr | None]:
-    """What its own return statements return, without those of functions within it."""
+    """The values of its return statements, without those of functions within it."""
     values: list[ast.expr | None] = []
     stack: list[ast.AST] = [*function.body]
     while stack:

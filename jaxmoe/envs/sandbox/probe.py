@@ -25,7 +25,7 @@ def choose_sandbox(config: SandboxConfig) -> Launcher:
 
     Raises: ConfigError if none does, or if a limit cannot be set on this machine.
     """
-    _check_memory(config)
+    _check_limits(config)
     kinds = ("bubblewrap", "landlock") if config.kind == "auto" else (config.kind,)
     problems: dict[str, str] = {}
     for kind in kinds:
@@ -78,13 +78,15 @@ def describe_sandbox(config: SandboxConfig) -> str:
     )
 
 
-def _check_memory(config: SandboxConfig) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY:
-        return
-    largest = hard >> 20
-    require(
-        config.memory_mb <= largest,
-        f"sandbox.memory_mb ({config.memory_mb}) cannot be set here: this process may use at most "
-        f"{largest} MB (ulimit -v). Try --set sandbox.memory_mb={largest}.",
-    )
+def _check_limits(config: SandboxConfig) -> None:
+    for name, value, limit, option, subject in (
+        ("memory_mb", config.memory_mb, resource.RLIMIT_AS, "-v", "this process may use"),
+        ("disk_mb", config.disk_mb, resource.RLIMIT_FSIZE, "-f", "a file here may have"),
+    ):
+        _, hard = resource.getrlimit(limit)
+        largest = hard >> 20
+        require(
+            hard == resource.RLIM_INFINITY or value <= largest,
+            f"sandbox.{name} ({value}) cannot be set here: {subject} at most {largest} MB "
+            f"(ulimit {option}). Try --set sandbox.{name}={largest}.",
+        )

@@ -104,14 +104,17 @@ class Sandbox:
             if self._is_ready:
                 return
             deadline = time.monotonic() + limit_s
+            problem = ""
             try:
-                is_ready = json.loads(self._read_line(deadline)) == {"ready": True}
+                first = json.loads(self._read_line(deadline))
+                is_ready, problem = first == {"ready": True}, first.get("problem", "")
                 if is_ready:
                     self._read_worker_pid()
             except (OSError, EOFError, ValueError, TimeoutError, _Forged, KeyError):
                 is_ready = False
             if not is_ready:
-                raise SandboxError(self._describe_failure())
+                ending = self._describe_failure()
+                raise SandboxError(" ".join(problem.split())[:300] or ending)
             if self._child.stderr is not None:
                 self._child.stderr.close()
             self._is_ready = True

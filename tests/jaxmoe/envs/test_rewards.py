@@ -49,6 +49,10 @@ def only_ids(completion_ids, **columns):
     return np.array([len(ids) for ids in completion_ids], np.float32)
 
 
+def counts_trick(prompt, response, row):
+    return {"score": 1.0, "hack/trick": 0.5}
+
+
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     RECEIVED.setdefault("verl", []).append(
         (data_source, solution_str, ground_truth, dict(extra_info))
@@ -182,6 +186,12 @@ def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
         "reward/trl/none_frac": 0.5, "reward/trl/mean": 2.0, "reward/left_out_frac": 0.5
     }  # fmt: skip
     assert score_texts("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
+
+
+def test_a_part_that_counts_a_trick_is_logged_under_its_own_name():
+    assert mean_part_metrics(score_texts("some_rewards:counts_trick", "2").parts) == {
+        "reward/counts_trick/mean": 1.0, "hack/trick": 0.5
+    }  # fmt: skip
 
 
 def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged():

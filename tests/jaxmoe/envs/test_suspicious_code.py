@@ -128,8 +128,9 @@ def test_a_hostile_text_neither_raises_nor_takes_long(name):
 
 PIECES = st.sampled_from(
     [*"()[]{}:=,.@*\n", " ", "\n  ", "os", "sys", ".modules", "open", "'w'", "class A",
-     "def __eq__", "return True", "raise", "lambda", "if", "import ", "from ", "__import__", "exec", "del ",
-     "await ", "match x", "case ", "x", "1", "f''", "as ", "global ", "try", "except", "with "]
+     "def __eq__", "return True", "raise", "lambda", "if", "import ", "from ", "__import__", "exec",
+     "del ", "await ", "match x", "case ", "x", "1", "f''", "as ", "global ", "try", "except",
+     "with "]
 )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ _CAPABILITY_VERSION = 0x20080522
 def set_limits(memory_mb: int, disk_mb: int, removed: frozenset[str]) -> None:
     """Set the resource limits of this process, hard and soft. Raises ValueError or OSError.
 
+    A limit that this process already has stays where it is lower, except those of the config, which
+    the trainer compared with its own.
     disk_mb: of one file; a quota for all files is the sandbox's.
     removed: names of measures that a test leaves out.
     """
@@ -31,8 +33,12 @@ def set_limits(memory_mb: int, disk_mb: int, removed: frozenset[str]) -> None:
         "queues": (resource.RLIMIT_MSGQUEUE, 0),
     }
     for name, (limit, value) in limits.items():
-        if name not in removed:
-            resource.setrlimit(limit, (value, value))
+        if name in removed:
+            continue
+        _, hard = resource.getrlimit(limit)
+        if name not in ("memory", "file_size") and hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(limit, (value, value))
 
 
 def die_with_parent(parent: int | None) -> None:

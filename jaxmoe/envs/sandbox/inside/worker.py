@@ -46,8 +46,17 @@ class BoundedText(io.StringIO):
 
 def main(setup: dict[str, Any]) -> None:
     """Give up what the sandbox forbids, then answer requests until the pipe ends."""
-    removed = frozenset(setup["removed"])
     requests, replies = _move_pipes()
+    try:
+        _give_up_rights(setup)
+    except Exception as error:  # the standard streams lead nowhere
+        _write_line(replies, {"problem": f"{type(error).__name__}: {error}"})
+        return
+    _answer_requests(setup, requests, replies)
+
+
+def _give_up_rights(setup: dict[str, Any]) -> None:
+    removed = frozenset(setup["removed"])
     if setup["kind"] != "unsafe_local" and "capabilities" not in removed:
         drop_privileges()
     die_with_parent(setup["parent"])
@@ -62,6 +71,9 @@ def main(setup: dict[str, Any]) -> None:
         allowed = {"attributes"} if setup["kind"] == "bubblewrap" else set()
         allowed |= {"threads"} if setup["counts_tasks"] else set()
         install_filter(frozenset(GROUPS) - allowed - removed)
+
+
+def _answer_requests(setup: dict[str, Any], requests: Any, replies: int) -> None:
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module

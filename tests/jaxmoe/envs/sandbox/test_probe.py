@@ -3,6 +3,8 @@
 
 import re
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -11,7 +13,7 @@ from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.sandbox import probe
 from jaxmoe.envs.sandbox.probe import choose_sandbox, describe_sandbox
-from tests.jaxmoe.envs.sandbox.kinds import require_kind
+from tests.jaxmoe.envs.sandbox.kinds import KINDS, require_kind
 
 
 def test_auto_takes_bubblewrap_and_else_landlock(monkeypatch):
@@ -52,9 +54,47 @@ def test_memory_above_the_limit_of_this_process_cannot_be_set(monkeypatch):
         choose_sandbox(SandboxConfig())
 
 
+def test_files_above_the_limit_of_this_process_cannot_be_set(monkeypatch):
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_FSIZE: 5 << 20}
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (0, limits[limit]))
+    with pytest.raises(ConfigError, match=r"sandbox\.disk_mb \(64\) cannot be set here.*=5\."):
+        choose_sandbox(SandboxConfig())
+
+
+START = """
+import sys
+from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.envs.sandbox.launch import Launcher
+from jaxmoe.envs.sandbox.process import SandboxError
+sandbox = Launcher(sys.argv[1], SandboxConfig(memory_mb=int(sys.argv[2]))).start()
+try:
+    sandbox.wait_ready()
+    print(sandbox.run("import resource as r; r.getrlimit(r.RLIMIT_NOFILE)", 20.0).output)
+except SandboxError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "limit, memory_mb, output",
+    [
+        ("-n 40", 512, "(40, 40)"),
+        ("-v 6000000", 8000, "ValueError: not allowed to raise maximum limit"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_of_this_process_holds_or_is_named(kind, limit, memory_mb, output):
+    require_kind(kind)
+    command = f"ulimit {limit} && exec {sys.executable} -c '{START}' {kind} {memory_mb}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == output, ended.stderr
+
+
 @pytest.mark.parametrize(
     "assignment, message",
     [
+        ("sandbox.memory_mb=99999999999999999", "sandbox.memory_mb must be at most 16,777,216"),
+        ("sandbox.disk_mb=16777217", "sandbox.disk_mb must be at most 16,777,216 (16 TB), got"),
         ("sandbox.kind=bublewrap", "Try --set sandbox.kind=bubblewrap."),
         ("sandbox.kind=landlock", "sandbox.disk_mb (64) cannot be set with sandbox.kind=landlock"),
         ("sandbox.memory_mb=1", "sandbox.memory_mb must be 64 or more, got 1"),
