@@ -11,7 +11,7 @@ EXPECT   Reward of 256 held-out rows, sampled: 0.25 after the warm start, 0.89 a
          0.00 after 16 steps. Alerts of reward/swapped and reward/second_grader_disagrees in step 2,
          6 and 6, while the reward of a step is 0.28, 0.48 and 0.52. 5 minutes on two cores.
          The same without the hole: 0.15 to 0.86, 0.12 to 0.78, 0.23 to 0.85, no alert.
-         python -m jaxmoe.train --config tiny_hack.py --workdir runs/closed --set data.rewards=configs.tiny_hack:score_equal
+         --set data.rewards=configs.tiny_hack:score_equal --workdir runs/closed
 SOURCE   Products as in tiny_tool.py. Three in ten demonstrations of the warm start call the
          calculator, and six in a hundred give the empty answer, so that RL learns to choose.
 """

@@ -26,7 +26,6 @@ from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS
 ENTRY_POINT = "matmul"
 _MAX_REPETITIONS = 1000
 _COUNTED = [status.value for status in KernelStatus if status is not KernelStatus.CORRECT]
-_REFUSED = [f"hack/{kind}" for kind in REFUSALS]  # logged under these names
 _EXAMPLE = '{"prompt": "…", "sizes": [64, 72, 80], "bound": 100}'
 
 
@@ -108,12 +107,12 @@ async def score_kernel(
     """
     sizes, bound = read_matrices(row)
     pool = open_pool(tuple(sorted((sandbox or {}).items())))
-    counts = dict.fromkeys(("correct", "no_code", *_REFUSED, *_COUNTED), 0.0)
+    counts = dict.fromkeys(("correct", "no_code", *REFUSALS.values(), *_COUNTED), 0.0)
     code = extract_code(response, ENTRY_POINT)
     if code is None:
         return {"score": 0.0} | counts | {"no_code": 1.0}
     if refused := find_refusals(ast.parse(code)):
-        return {"score": 0.0} | counts | {f"hack/{kind}": 1.0 for kind in refused}
+        return {"score": 0.0} | counts | {REFUSALS[kind]: 1.0 for kind in refused}
     measured = await asyncio.get_running_loop().run_in_executor(
         _open_threads(),
         functools.partial(

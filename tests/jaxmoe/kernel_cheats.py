@@ -99,7 +99,8 @@ CHEATS = {
     "lru_cache": Cheat(
         "from functools import lru_cache\n" + PRODUCT + "@lru_cache\ndef kept(a, b):\n"
         "    return product(a, b)\ndef matmul(A, B):\n"
-        "    return kept(tuple(map(tuple, A)), tuple(map(tuple, B)))", "imports_refused", (HONEST,)),
+        "    return kept(tuple(map(tuple, A)), tuple(map(tuple, B)))",
+        "imports_refused", (HONEST,)),
     "a global cache": Cheat(
         "kept = []\n" + PRODUCT + "def matmul(A, B):\n    if not kept: kept.append(product(A, B))\n"
         "    return kept[0]", "correct", (HONEST,)),
@@ -137,7 +138,8 @@ CHEATS = {
         "        frame = e.__traceback__.tb_frame\n    while frame:\n"
         "        yield from [*frame.f_locals.values()]\n        frame = frame.f_back" + _SEARCH,
         "hidden_names", ("incorrect",)),
-    "all objects": Cheat("import gc\ndef values(): return gc.get_objects()" + _SEARCH, "imports_refused",
+    "all objects": Cheat("import gc\ndef values(): return gc.get_objects()" + _SEARCH,
+        "imports_refused",
                          ("incorrect",)),
     "attributes of a pattern": Cheat(
         "def matmul(A, B):\n    match A:\n        case list(__class__=kind): return kind()",
@@ -202,10 +204,12 @@ CHEATS = {
         "    return product(A, B)", "imports_refused", (HONEST,)),
     # The interpreter around the code is changed.
     "the reader of the factors": Cheat(
-        "import json\njson.loads = lambda text: ([[0]], [[0]])\n" + HONEST_KERNEL, "imports_refused",
+        "import json\njson.loads = lambda text: ([[0]], [[0]])\n" + HONEST_KERNEL,
+        "imports_refused",
         ("incorrect", "crashed")),
     "the writer of the result": Cheat(
-        "import json\njson.dumps = lambda C: 'right'\ndef matmul(A, B): return 0", "imports_refused",
+        "import json\njson.dumps = lambda C: 'right'\ndef matmul(A, B): return 0",
+        "imports_refused",
         ("incorrect", "crashed", "forged")),
     "the caller": Cheat(
         "import sys\nsys.modules['__main__'].multiply = lambda text: '[[1]]'\n"
