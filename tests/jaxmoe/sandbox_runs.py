@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from jaxmoe.envs.sandbox_tool import SandboxSession
 from tests.jaxmoe import tool_runs
@@ -15,7 +16,7 @@ from tests.jaxmoe import tool_runs
 MODULE = "tests.jaxmoe.sandbox_runs"
 CALLS_VARIABLE = "JAXMOE_TEST_CALLS"
 # One process on two devices has the mesh of two processes, and shares its programs with a resume.
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "data__tools": "python_sandbox", "sandbox__kind": "bubblewrap", "sandbox__warm": 1,
     "sandbox__call_s": 60, "mesh__fsdp": 2,
     "warmup__demonstrations": "configs.tiny_tool:demonstrate_calculator(share=1.0)",
@@ -89,7 +90,7 @@ def main():
             print(os.getpid(), file=file)
         return run(session, code)
 
-    SandboxSession.run = run_and_note
+    setattr(SandboxSession, "run", run_and_note)  # noqa: B010
     return tool_runs.main()
 
 
