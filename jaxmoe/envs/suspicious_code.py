@@ -7,6 +7,7 @@ Next: jaxmoe/envs/code_scorer.py logs the counts as `hack/KIND`.
 """
 
 import ast
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -308,6 +309,8 @@ def _returned_values(function: ast.FunctionDef) -> list[ast.expr | None]:
 def parse_code(text: str) -> ast.Module | None:
     """The tree of a program; None for a text that is none, or nests too deeply."""
     try:
-        return ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # unknown escapes: a line on the terminal each
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

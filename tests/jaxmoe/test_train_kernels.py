@@ -55,6 +55,7 @@ def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # the test above has the reward in a run, test_docs.py the command's dry run
 def test_the_command_of_the_page_trains(tmp_path):
     """With the page's rows and reward, and prompts cut to the model's pace."""
     first_kind()
