@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding to MXFP4 on the device: the same bytes as on the host, for every kind of float."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from jaxmoe.checkpoint import mxfp4 as host
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+
+MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+encode = jax.jit(encode_mxfp4)
+decode = jax.jit(mxfp4_to_dense)
+
+
+def encode_on_host(w_DF):
+    return host.blocks_to_halves(*host.encode_blocks(np.ascontiguousarray(w_DF.T)))
+
+
+def assert_equal_bytes(w_DF):
+    w_DF = np.asarray(w_DF, np.float32)
+    actual, expected = encode(w_DF), encode_on_host(w_DF)
+    np.testing.assert_array_equal(np.asarray(actual.scales_EDF), expected.scales_EDF)
+    np.testing.assert_array_equal(np.asarray(actual.nibbles_EDF), expected.nibbles_EDF)
+    return actual
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    arrays.arrays(np.uint32, (64, 3), elements=st.integers(0, 2**32 - 1)),
+    st.integers(0, 255),
+    st.integers(0, 40),
+)
+def test_any_finite_floats_become_the_same_bytes_as_on_the_host(bits, exponent, spread):
+    """Exponents near one another, since the largest of a group decides; any sign and mantissa."""
+    field = np.clip(exponent - bits % (spread + 1), 0, 254).astype(np.uint32)
+    bits = (bits & np.uint32(0x807FFFFF)) | (field << 23)
+    assert_equal_bytes(bits.view(np.float32))
+
+
+def test_values_at_each_border_between_two_codes_become_the_same_bytes_at_each_scale():
+    """All 7 midpoints with the floats next to them, both signs, at all 255 scales."""
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0], np.float32)
+    columns = []
+    for exponent in range(-127, 126):
+        with np.errstate(over="ignore", under="ignore"):
+            power = np.ldexp(np.float32(1), exponent)
+            near = middles * power
+            values = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.inf)])
+            values = np.concatenate([values, [4 * power, 0.0, -0.0, power / 2, -power / 2]])
+        columns.append(np.resize(np.where(np.isfinite(values), values, 0), 32))
+    half = np.array(columns, np.float32).T
+    assert_equal_bytes(np.concatenate([half, -half]))
+
+
+def test_each_code_with_each_scale_is_encoded_to_itself():
+    """Each group has the largest code, so that no smaller scale would do."""
+    scales = np.arange(253, dtype=np.uint8)
+    codes = np.resize(np.arange(16, dtype=np.uint8), 32)
+    nibbles = np.repeat((codes | (codes[::-1] << 4))[:, None], 253, axis=1)
+    packed = Mxfp4(jnp.asarray(nibbles), jnp.asarray(np.stack([scales, scales])))
+    values = decode(packed)
+    again = assert_equal_bytes(np.asarray(values))
+    np.testing.assert_array_equal(np.asarray(again.nibbles_EDF), nibbles)
+    np.testing.assert_array_equal(np.asarray(again.scales_EDF), np.asarray(packed.scales_EDF))
+    assert jnp.array_equal(
+        jax.lax.bitcast_convert_type(decode(again), jnp.int32),
+        jax.lax.bitcast_convert_type(values, jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_stack_is_encoded_as_its_matrices_and_twice_is_once(dtype):
+    w_EDF = jax.random.normal(jax.random.key(0), (3, 192, 5), dtype) * 0.02
+    packed = encode(w_EDF)
+    for e in range(3):
+        one = assert_equal_bytes(w_EDF[e])
+        assert all(
+            jnp.array_equal(part[e], of_one) for part, of_one in zip(packed, one, strict=True)
+        )
+    again = encode(decode(packed))
+    assert all(jnp.array_equal(a, b) for a, b in zip(packed, again, strict=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_makes_its_group_nan_and_no_other(bad):
+    w_DF = np.ones((64, 3), np.float32)
+    w_DF[40, 1] = bad
+    packed = encode(w_DF)
+    assert packed.scales_EDF.tolist() == [[125, 125, 125], [125, 255, 125]]
+    assert np.argwhere(np.isnan(np.asarray(decode(packed)))).tolist() == [
+        [row, 1] for row in range(32, 64)
+    ]
+
+
+def test_rows_that_are_no_whole_groups_are_refused():
+    with pytest.raises(ValueError, match=r"multiple of 64, got \(96, 3\)"):
+        encode_mxfp4(jnp.zeros((96, 3)))
