@@ -28,6 +28,7 @@ from jaxmoe.config.lora_with import check_lora
 from jaxmoe.config.model import CHECKPOINT_MODEL, ModelConfig
 from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.optim import OptimConfig
+from jaxmoe.config.quant import QuantConfig, check_quant
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 from jaxmoe.config.router import RouterConfig, check_router_config
 from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
@@ -35,7 +36,7 @@ from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
     "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
-    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig",
+    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "QuantConfig", "RolloutConfig",
     "RouterConfig", "SandboxConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine",
     "require", "to_json",
 ]  # fmt: skip
@@ -257,6 +258,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     lora: LoraConfig = LoraConfig()
     router: RouterConfig = RouterConfig()
+    quant: QuantConfig = QuantConfig()
     sandbox: SandboxConfig = SandboxConfig()
     kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
 
@@ -295,6 +297,7 @@ class Config:
         check_episodes(self)
         check_engine(self)
         check_lora(self)
+        check_quant(self)
         check_numerics(self)
         check_router_config(self)
         check_sandbox(self)

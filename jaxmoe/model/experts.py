@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.lora import split_adapter
+from jaxmoe.model.rounded import Rounded, read_rounded
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import LowRank, Mxfp4, Mxfp4Part, grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
@@ -92,6 +93,8 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
 def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
     """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
     change."""
+    if isinstance(w_EDF, Rounded):
+        return read_rounded(w_EDF, dtype), {}
     w_EDF, low_rank = split_adapter(w_EDF)
     # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
     w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part) else w_EDF.astype(dtype)

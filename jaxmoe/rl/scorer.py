@@ -4,17 +4,19 @@
 Next: jaxmoe/model/forward.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.head import shift_right
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.rounded import with_rounded
 from jaxmoe.model.trainable import merge_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
@@ -33,6 +35,8 @@ class Scorer:
     # Experts that the policy's forward uses, as `router.replay`: "" its own, "R2"
     # batch.old_experts_BTLA, "R3" batch.routed_experts_BTLA.
     replay: str = ""
+    # Rounds the policy's weights before they are read (jaxmoe.model.rounded.round_experts), or None
+    round_params: Callable[[Params], Params] | None = None
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
         """Return params with the policy that the forward takes."""
@@ -41,13 +45,26 @@ class Scorer:
     def full_policy(self, trained: Params, frozen: Frozen) -> Params:
         """Return the trained parameters together with the frozen ones and the adapters' base."""
         policy = merge_params(trained, frozen.policy)
+        if frozen.packed is not None:
+            return with_rounded(policy, frozen.packed)
         return policy if frozen.base is None else with_adapters(frozen.base, policy, self.scales)
+
+    def pack_policy(self, params: Trained, frozen: Frozen) -> Frozen:
+        """Return the frozen parameters with the policy's values as they are read, once per update.
+
+        They are unchanged if weights are not rounded.
+        """
+        if self.round_params is None:
+            return frozen
+        policy = lax.stop_gradient(merge_params(params.policy, frozen.policy))
+        return replace(frozen, packed=self.round_params(policy))
 
     def full_reference(self, frozen: Frozen) -> Params:
         """Return the policy before RL; without a copy of it, that is the base of the adapters."""
         if frozen.reference is None:
             return frozen.base
-        return self.full_policy(frozen.reference, frozen)
+        reference = self.full_policy(frozen.reference, replace(frozen, packed=None))
+        return reference if self.round_params is None else self.round_params(reference)
 
     def score_policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """Return logp_BT and entropy_BT, `critic_values` of a critic that shares the layers, and

@@ -41,6 +41,8 @@ class Frozen:
     reference: Leaf = None  # the trained Params as they were before RL, for the KL term; or None
     base: Leaf = None  # Params of a LoRA run's base, only while a step runs, or None
     policy: Leaf = None  # Params, with None in place of trained ones; None if all are trained
+    # Params of the policy with experts in four bits, only while an update runs, or None
+    packed: Leaf = None
 
 
 @struct.dataclass

@@ -36,14 +36,17 @@ def train_step(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     microbatches: int = 1,
+    prepare: Callable[[Trained, Frozen], Frozen] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One update. Jit it with the state donated; a second compilation is a bug.
 
     The gradient is that of the full batch for any number of `microbatches`: each divides by the
     token count of the whole batch, and gradients are summed in float32.
+    prepare: returns the frozen parameters of this update, such as `Scorer.pack_policy`.
     """
     batch = share_scalars(batch, state.step)
-    grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen)
+    frozen = state.frozen if prepare is None else prepare(state.params, state.frozen)
+    grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
     (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
     metrics = mean_metrics(aux, batch) | aux.maxima | aux.minima
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}

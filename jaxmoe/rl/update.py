@@ -160,7 +160,8 @@ def score_batch(
     Old log-probs are computed only if `policy`, and old experts and router logits if the scorer
     replays them or a function of the loss takes them. The reference of adapters is the base alone.
     """
-    params, replays_old = scorer.full_params(state.params, state.frozen), scorer.replay == "R2"
+    frozen = scorer.pack_policy(state.params, state.frozen)
+    params, replays_old = scorer.full_params(state.params, frozen), scorer.replay == "R2"
     routing = scorer.model.n_experts, scorer.model.experts_per_token
     # Before the first update there are no old experts: this forward chooses them.
     scorer = replace(scorer, replay="") if replays_old else scorer
@@ -230,7 +231,7 @@ def update_minibatch(
     batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
     # The base is not part of the state, which is the carry of a scan and would be copied with it.
-    frozen = replace(state.frozen, base=base)
+    frozen = scorer.pack_policy(state.params, replace(state.frozen, base=base))
     grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
     (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
     # Which tokens are dropped is known only after all microbatches, and they must share one

@@ -6,7 +6,7 @@ Next: jaxmoe/checkpoint/run.py stores positions; jaxmoe/train.py is the loop.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.observe.alerts import (
     collapse_repeats,
     count_bad_steps,
@@ -87,11 +88,17 @@ class Job:
         parts, mesh_cfg = self.parts, self.cfg.mesh
         return sharded_ops(parts.ops, parts.mesh, self.cfg.model, method=mesh_cfg.attention)
 
+    @cached_property
+    def round_params(self) -> Callable[[Params], Params] | None:
+        """Jitted rounding of the weights that an engine loads; None if they stay as they are."""
+        round_params = rounding_from_config(self.cfg)
+        return None if round_params is None else jax.jit(round_params)
+
     def policy_params(self) -> Params:
         """Return the weights after the last complete step, as an engine loads them."""
         params = self.position.state.policy
         if self.base is None:
-            return params
+            return params if self.round_params is None else self.round_params(params)
         return with_adapters(self.base, params, self.cfg.lora.scales)
 
     def base_for_batch(self, batch: Batch) -> Params | None:

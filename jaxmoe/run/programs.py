@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
+from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
@@ -44,10 +45,11 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> JitProgram:
     """Return the step of the warm start: (state, batch) -> (state, metrics)."""
-    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
+    scorer = Scorer(cfg.model, ops, round_params=rounding_from_config(cfg))
     step = partial(
-        train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
-    )
+        train_step, tx=warmup_optimizer(cfg), loss_fn=partial(supervised_loss_fn, scorer=scorer),
+        microbatches=cfg.optim.microbatches, prepare=scorer.pack_policy,
+    )  # fmt: skip
     # The state is donated: at full size a device has no room for the old and the new one.
     return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
 
@@ -63,7 +65,7 @@ def rl_program(
     """
     scorer = make_scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
-        replay=cfg.router.replay,
+        replay=cfg.router.replay, round_params=rounding_from_config(cfg),
     )  # fmt: skip
     fn = partial(
         step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
