@@ -23,11 +23,15 @@ from jaxtyping import Array, Float, UInt8
 from jaxmoe.config import Config
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4 import (
+    GROUP,
+    mxfp4_to_dense,
+    mxfp4_to_float32_bits,
+)
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 
 MATRICES = ("w_gate_up", "w_down")
-LARGEST = 6.0  # of a group's values, in units of its scale
+LARGEST_CODE = 7  # the value 6
 
 
 @struct.dataclass
@@ -101,8 +105,10 @@ def is_saturated(
 ) -> Array:
     """True where a master is above the largest value of its group, 6 · 2^e."""
     scale = jnp.repeat(scales_EDF.astype(jnp.int32), GROUP, axis=-2)
-    # Below e = −127 + 1 the product would be a subnormal, which devices flush; nothing trains there.
-    return jnp.abs(master_EDF.astype(jnp.float32)) > LARGEST * jnp.exp2(scale - 127.0)
+    # Compared as bits, because a device may flush subnormals.
+    largest = mxfp4_to_float32_bits(jnp.full_like(scale, LARGEST_CODE), scale)
+    bits = lax.bitcast_convert_type(master_EDF.astype(jnp.float32), jnp.int32)
+    return (bits & 0x7FFFFFFF) > largest
 
 
 def _map_experts(fn, params: Params, *others: Params) -> Params:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that every forward reads in four bits: their values, and the gradients of the masters."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import mxfp4 as host
+from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs, tiny
+from jaxmoe.model.rounded import (
+    MATRICES,
+    Rounded,
+    is_saturated,
+    read_rounded,
+    round_experts,
+    with_rounded,
+)
+from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+
+E, D, F = 3, 64, 5
+CFG = replace(tiny(), dtype="float32")
+
+
+def draw_matrix(seed=0, scale=0.1):
+    return jax.random.normal(jax.random.key(seed), (E, D, F)) * scale
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_values_are_those_that_the_host_packs(dtype):
+    w_EDF = draw_matrix()
+    values = read_rounded(Rounded(encode_mxfp4(w_EDF), w_EDF), dtype)
+    assert values.dtype == dtype
+    for e in range(E):
+        packed = host.blocks_to_halves(*host.encode_blocks(np.asarray(w_EDF[e]).T))
+        expected = host.decode_packed(Mxfp4(*(part[None] for part in packed)))[0]
+        np.testing.assert_array_equal(
+            np.asarray(values[e], np.float32), expected.astype(np.float32)
+        )
+
+
+def test_a_part_of_a_stack_reads_its_own_matrices():
+    stack = jnp.concatenate([draw_matrix(1), draw_matrix(2)])
+    packed, part = encode_mxfp4(stack), stack[E:]
+    values = read_rounded(Rounded(Mxfp4Part(packed, jnp.int32(E)), part), jnp.float32)
+    np.testing.assert_array_equal(values, mxfp4_to_dense(encode_mxfp4(part)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_is_that_of_the_values_and_zero_where_they_saturate(dtype):
+    w_EDF = draw_matrix().at[0, 3, 1].set(0.9).at[2, 40, 4].set(-1.0)
+    cotangent = jax.random.normal(jax.random.key(7), (E, D, F)).astype(dtype)
+
+    def read(master):
+        return read_rounded(Rounded(encode_mxfp4(jax.lax.stop_gradient(w_EDF)), master), dtype)
+
+    _, pull = jax.vjp(read, w_EDF)
+    (gradient,) = pull(cotangent)
+    assert gradient.dtype == w_EDF.dtype
+    groups = np.abs(np.asarray(w_EDF, np.float64)).reshape(E, D // 32, 32, F)
+    largest = groups.max(axis=2, keepdims=True)
+    limit = 6.0 * 2.0 ** (np.floor(np.log2(largest)) - 2.0)
+    saturated = (groups > limit).reshape(E, D, F)
+    assert (
+        saturated[0, 3, 1] and not saturated[2, 40, 4] and 1 < saturated.sum() < saturated.size / 10
+    )
+    np.testing.assert_array_equal(is_saturated(w_EDF, encode_mxfp4(w_EDF).scales_EDF), saturated)
+    expected = np.where(saturated, 0.0, np.asarray(cotangent, np.float32))
+    np.testing.assert_array_equal(np.asarray(gradient), expected)
+
+
+def log_probs(params, tokens_BT, ops):
+    hidden_BTD, _, _ = forward(params, tokens_BT, CFG, ops)
+    return sequence_logprobs(params, hidden_BTD, tokens_BT, CFG, ops)[0]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    params = init_params(jax.random.key(0), CFG)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, CFG.vocab_size)
+    return params, tokens_BT
+
+
+def test_trainer_engine_and_decoded_weights_have_the_same_log_probs(weights):
+    params, tokens_BT = weights
+    packed, ops = round_experts(params), plain_ops()
+    decoded = jax.tree.map(
+        lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
+        packed, is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
+    )  # fmt: skip
+    run = jax.jit(lambda p: log_probs(p, tokens_BT, ops))
+    trainer, engine, dense = run(with_rounded(params, packed)), run(packed), run(decoded)
+    np.testing.assert_allclose(trainer, dense, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(engine, dense, atol=2e-6, rtol=0)
+    assert float(jnp.abs(dense - run(params)).max()) > 1e-3  # rounding is seen
+
+
+def test_gradients_of_the_masters_are_those_of_the_decoded_weights_except_where_saturated(weights):
+    params, tokens_BT = weights
+    packed, ops = round_experts(params), plain_ops()
+
+    def loss(p):
+        return log_probs(p, tokens_BT, ops).sum()
+
+    masters = jax.jit(jax.grad(lambda p: loss(with_rounded(p, packed))))(params)
+    decoded = jax.tree.map(
+        lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
+        packed, is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
+    )  # fmt: skip
+    expected = jax.jit(jax.grad(loss))(decoded)
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            scales = packed["layers"][kind][name].scales_EDF
+            saturated = is_saturated(params["layers"][kind][name], scales)
+            layer = jnp.where(saturated, 0.0, expected["layers"][kind][name])
+            np.testing.assert_allclose(
+                masters["layers"][kind][name], layer, atol=1e-5 * float(jnp.abs(layer).max())
+            )
+            assert 0.005 < float(saturated.mean()) < 0.05
+    np.testing.assert_allclose(
+        masters["embed"], expected["embed"], atol=1e-5 * float(jnp.abs(expected["embed"]).max())
+    )
+
+
+def test_an_expert_that_no_token_takes_has_no_gradient(weights):
+    params, tokens_BT = weights
+    packed, ops = round_experts(params), plain_ops()
+    biased = params["layers"]["full"]["b_router"].at[:, 2].set(-1e4)
+    params = params | {"layers": params["layers"] | {
+        "full": params["layers"]["full"] | {"b_router": biased}}}  # fmt: skip
+    grads = jax.jit(jax.grad(lambda p: log_probs(with_rounded(p, packed), tokens_BT, ops).sum()))(
+        params
+    )
+    for name in MATRICES:
+        by_expert = np.abs(np.asarray(grads["layers"]["full"][name])).max(axis=(0, 2, 3))
+        assert by_expert[2] == 0.0 and (np.delete(by_expert, 2) > 0).all()
