@@ -28,6 +28,7 @@ from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
 from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.model import Ops, make_ops
+from jaxmoe.model.rounded import decode_rounded
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
@@ -165,11 +166,13 @@ def load_newest_weights(
     restored = restore_run(
         work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents=expected_contents
     )
-    initial = initial_params(cfg)
+    # Dense arrays of the values that trainer and engine read: the checks below look into them.
+    read = partial(decode_rounded, cfg=cfg)
+    initial = read(initial_params(cfg))
     if restored is None:
         return initial, None, 0, "the initial weights"
     return (
-        restored.state.policy, initial, restored.step,
+        read(restored.state.policy), initial, restored.step,
         f"{restored.stage} step {restored.step}",
     )  # fmt: skip
 

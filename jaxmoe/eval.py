@@ -22,6 +22,7 @@ from jaxmoe.envs.scores import response_text
 from jaxmoe.envs.tasks import digest_contents, open_task
 from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
@@ -81,7 +82,8 @@ def run_eval(cfg: Config) -> float:
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, BaseReader):
                 engine.share_base(base)
-        engine.load(params, version)
+        round_params = engine_rounding(cfg)
+        engine.load(params if round_params is None else jax.jit(round_params)(params), version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)
             metrics, rollouts, rewards = evaluate_held_out(

@@ -36,9 +36,9 @@ from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
     "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
-    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "QuantConfig", "RolloutConfig",
-    "RouterConfig", "SandboxConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine",
-    "require", "to_json",
+    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "QuantConfig",
+    "RolloutConfig", "RouterConfig", "SandboxConfig", "SaveConfig", "VllmConfig", "WarmupConfig",
+    "describe_engine", "require", "to_json",
 ]  # fmt: skip
 
 

@@ -72,6 +72,8 @@ class EngineDescription:
     reports_sampled_logp: bool = True
     reports_kept_mass: bool = False  # rollouts have log_kept if top-k or top-p are on
     reports_experts: bool = False  # rollouts have routed_experts if cfg.records_experts
+    # It loads experts in four bits as such; others get the same values in the model's dtype.
+    reads_four_bits: bool = False
     runs_episodes: bool = False  # generate() takes an environment
     check: Callable[["Config"], None] = accept_config
     check_processes: Callable[["Config"], None] = refuse_processes  # called if there are several

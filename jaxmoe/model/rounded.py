@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, describe_engine
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.mxfp4 import (
@@ -57,6 +57,30 @@ def round_experts(params: Params) -> Params:
 def with_rounded(params: Params, packed: Params) -> Params:
     """Return the parameters that the trainer's forward reads: packed values, masters' gradients."""
     return _map_experts(lambda master, values: Rounded(values, master), params, packed)
+
+
+def decode_experts(params: Params, dtype: DTypeLike) -> Params:
+    """Return the weights with dense experts of the same values; exact in float32 and bfloat16."""
+    return _map_experts(lambda packed: mxfp4_to_dense(packed, dtype), params)
+
+
+def decode_rounded(params: Params, cfg: Config) -> Params:
+    """Return dense weights with the values that a run's forwards read."""
+    if cfg.quant.experts == "none":
+        return params
+    return decode_experts(round_experts(params), cfg.model.dtype)
+
+
+def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return the function from a run's weights to those that its engine loads; None: the same.
+
+    Engines that do not read four bits get the packed values in the model's dtype.
+    """
+    if cfg.quant.experts == "none":
+        return None
+    if describe_engine(cfg).reads_four_bits:
+        return round_experts
+    return partial(decode_rounded, cfg=cfg)
 
 
 def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:

@@ -11,7 +11,7 @@ from jaxmoe.config.engine import EngineDescription, EngineMemory, accept_config
 def describe_native(_cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_native, summary="native engine", uses_trainer_forward=True, memory=native_memory,
-        reports_kept_mass=True, reports_experts=True, runs_episodes=True,
+        reports_kept_mass=True, reports_experts=True, runs_episodes=True, reads_four_bits=True,
         check_processes=accept_config,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.rounded import rounding_from_config
+from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.observe.alerts import (
     collapse_repeats,
     count_bad_steps,
@@ -91,7 +91,7 @@ class Job:
     @cached_property
     def round_params(self) -> Callable[[Params], Params] | None:
         """Jitted rounding of the weights that an engine loads; None if they stay as they are."""
-        round_params = rounding_from_config(self.cfg)
+        round_params = engine_rounding(self.cfg)
         return None if round_params is None else jax.jit(round_params)
 
     def policy_params(self) -> Params:
