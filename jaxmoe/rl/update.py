@@ -33,6 +33,7 @@ from jaxmoe.rl.loss import (
 from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, update_metrics
 from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, map_microbatches
 from jaxmoe.rl.minibatches import Minibatches
+from jaxmoe.rl.rounding_metrics import rounding_metrics
 from jaxmoe.rl.router_metrics import (
     count_expert_tokens,
     expert_load,
@@ -117,7 +118,7 @@ def rl_step(
     load = expert_load(counts_LE)
     if minibatches is None:
         state, metrics, logp_BT = update(state, batch)
-        values = metrics.to_dict() | load
+        values = metrics.to_dict() | load | measure_rounding(full_state, state, scorer)
         if metrics.rows:
             values |= measure_router(metrics.rows, batch, scorer.model.n_experts)
         return state, values, TokenStats(logp_BT, batch.advantages_BT)
@@ -141,7 +142,7 @@ def rl_step(
         logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, length))
     stats, values = (
         TokenStats(logp_BT, batch.advantages_BT),
-        metrics.reduce_updates().to_dict() | load,
+        metrics.reduce_updates().to_dict() | load | measure_rounding(full_state, state, scorer),
     )
     if metrics.rows:
         # All updates together, since no quantile is a mean of the updates' quantiles.
@@ -201,6 +202,14 @@ def score_batch(
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
         bootstrap_B=bootstrap_values(batch, old["values_after_BT"]) if a.critic != "none" else None,
     )
+
+
+def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metrics:
+    """Return `rounding_metrics` of a step; {} if weights are read as they are."""
+    if scorer.round_params is None:
+        return {}
+    before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
+    return rounding_metrics(before, after, new.policy)
 
 
 def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:

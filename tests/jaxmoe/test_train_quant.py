@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with quant.experts=mxfp4: sampled, trained and exported are the same four-bit experts."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.run import restore_run
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load_config, override
+from jaxmoe.eval import main as eval_main
+from jaxmoe.export import main as export_main
+from jaxmoe.model.rounded import MATRICES, round_experts
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.state import stage_shapes
+from jaxmoe.train import main
+
+SETTINGS = (
+    "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3", "warmup.sequences_per_step=16",
+    "rollout.sequences_per_step=16", "rollout.max_gen_batches=1", "eval.every_steps=2",
+    "loss.entropy_coef=0.01", "save.every_steps=1",
+)  # fmt: skip
+
+
+def arguments(work, *changes):
+    sets = [part for s in (*SETTINGS, *changes) for part in ("--set", s)]
+    return ["--config", "tiny_mxfp4.py", "--workdir", str(work), *sets]
+
+
+def run(work, *changes):
+    with jax.numpy_dtype_promotion("standard"):
+        return main(arguments(work, *changes))
+
+
+def rl_rows(work):
+    return [r for r in read_metrics(work / "metrics.jsonl") if "policy/ratio_max" in r]
+
+
+@pytest.mark.slow
+def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path, capsys):
+    """Resumed after its first step: a resume packs the masters again."""
+    work, out = tmp_path / "run", tmp_path / "export"
+    invariant = "model.numerics=invariant"
+    assert run(work, invariant, "steps=1") == run(work, invariant, "steps=2") == 0
+    rows = rl_rows(work)
+    assert [r["train_rollout_logprob_abs_diff_max"] for r in rows] == [0.0, 0.0]
+    for row in rows:
+        assert row["grad/norm"] > 0 and 0 < row["quant/moved_frac"] < 0.5
+        assert 0 < row["quant/saturated_frac"] < 0.1 and 0.05 < row["quant/relative_error"] < 0.2
+    assert eval_main(arguments(work, invariant, "steps=2")) == 0
+    assert export_main([*arguments(work, invariant, "steps=2"), "--out", str(out)]) == 0
+
+    cfg = override(load_config("tiny_mxfp4.py"), *SETTINGS, invariant, "steps=2", f"workdir={work}")
+    optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
+    position = restore_run(work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents={})
+    trained = round_experts(position.state.policy)
+    exported = load_params(out, cfg.model, experts="packed")
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            for part, expected in zip(
+                exported["layers"][kind][name], trained["layers"][kind][name], strict=True
+            ):
+                np.testing.assert_array_equal(part, np.asarray(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (
+            "optim.microbatches=2",
+            "loss.minibatches=2",
+            "loss.old_logp=recomputed",
+            "loss.kl_coef=0.01",
+        ),
+        ("optim.tokens_per_microbatch=232", "critic.backbone=shared", "loss.advantages=gae"),
+        ("optim.param_dtype=bfloat16", "model.dtype=bfloat16"),
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
+    assert run(tmp_path / "rounded", "steps=2", *changes) == 0
+    assert run(tmp_path / "dense", "steps=2", "quant.experts=none", *changes) == 0
+    gaps = [
+        max(r["train_rollout_logprob_abs_diff_max"] for r in rl_rows(tmp_path / name))
+        for name in ("rounded", "dense")
+    ]
+    assert gaps[0] <= 3 * gaps[1] + 1e-6
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        (["quant.experts=fp4"], "must be one of none, mxfp4; got 'fp4'. Try --set quant.experts="),
+        (["lora.attention_rank=4"], "with LoRA the experts do not: its base has four bits already"),
+        (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused_in_one_line(changes, text):
+    with pytest.raises(ConfigError) as error:
+        override(load_config("tiny_mxfp4.py"), *changes)
+    assert text in str(error.value) and "\n" not in str(error.value)
