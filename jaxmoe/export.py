@@ -99,7 +99,7 @@ def export_checkpoint(
     )
     _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
     if (round_params := rounding_from_config(cfg)) is not None:
-        policy = jax.jit(round_params)(policy)
+        policy = round_params(policy)
     if cfg.lora.ranks and position.stage == "rl":
         if adapts:
             base = check_base(cfg)

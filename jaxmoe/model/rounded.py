@@ -135,11 +135,11 @@ def is_saturated(
     return (bits & 0x7FFFFFFF) > largest
 
 
-def _map_experts(fn, params: Params, *others: Params) -> Params:
+def _map_experts(fn, params: Params, *parallel: Params) -> Params:
     """Map fn over the experts' matrices; all other parameters are those of `params`."""
     layers = {
         kind: layer | {
-            name: fn(layer[name], *(other["layers"][kind][name] for other in others))
+            name: fn(layer[name], *(tree["layers"][kind][name] for tree in parallel))
             for name in MATRICES if layer.get(name) is not None
         }
         for kind, layer in params["layers"].items()

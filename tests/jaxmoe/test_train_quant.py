@@ -95,6 +95,10 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
     [
         (["quant.experts=fp4"], "must be one of none, mxfp4; got 'fp4'. Try --set quant.experts="),
         (["lora.attention_rank=4"], "with LoRA the experts do not: its base has four bits already"),
+        (
+            ["mesh.fsdp=2"],
+            "needs one device: groups of 32 values are not yet sharded, got mesh.fsdp=2",
+        ),
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],
 )
