@@ -28,6 +28,7 @@ from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.envs.sandbox_tool import make_sandbox_tool
+from jaxmoe.envs.step_check import EnvironmentFault
 from jaxmoe.envs.tools import Tool, ToolResult
 
 PROGRAM = re.compile(r"<\|message\|>([^<]*)<\|call\|>")
@@ -80,7 +81,8 @@ def make_leaky_tool(leak: str = "file") -> Tool:
 
         def run(code: str) -> ToolResult:
             while programs:  # before the first call, so that episodes without one start nothing
-                session.call(programs.pop())
+                if session.call(programs.pop()).is_error:
+                    raise EnvironmentFault(f"{leak} cannot be left in this sandbox")
             return session.call(code)
 
         return replace(session, call=run)

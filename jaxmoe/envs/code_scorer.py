@@ -87,8 +87,8 @@ def find_signs(code: str, setup: str) -> dict[str, float]:
     after, before = (
         find_suspicious_code(parse_code(text) or ast.Module([], [])) for text in (code, setup)
     )
-    is_continued = code.startswith(setup)
-    return {f"hack/{kind}": float(after[kind] > is_continued * before[kind]) for kind in KINDS}
+    repeats = all(line.strip() in code for line in setup.splitlines())
+    return {f"hack/{kind}": float(after[kind] > repeats * before[kind]) for kind in KINDS}
 
 
 def extract_code(response: str, entry_point: str, prompt: str = "") -> str | None:

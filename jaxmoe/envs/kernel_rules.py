@@ -89,7 +89,7 @@ def _list_refusals(node: ast.AST, bound: set[str]) -> Iterator[tuple[str, str]]:
 def _judge_name(name: str, *, is_attribute: bool, is_bound: bool) -> Iterator[tuple[str, str]]:
     if name in _IMPORT_NAMES:
         yield "imports_refused", name
-    if name in _TIMER_NAMES:
+    if name in _TIMER_NAMES and not is_bound:
         yield "timers_touched", name
     if name in _FILE_NAMES and not is_bound:
         yield "files_touched", name

@@ -22,6 +22,7 @@ from jaxmoe.envs.kernel_rules import REFUSALS, find_refusals
 from jaxmoe.envs.kernel_timing import KernelStatus, measure_kernel
 from jaxmoe.envs.reward_specs import checked_by
 from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS
+from jaxmoe.envs.suspicious_code import parse_code
 
 ENTRY_POINT = "matmul"
 _MAX_REPETITIONS = 1000
@@ -68,12 +69,15 @@ def read_matrices(columns: Mapping[str, Any]) -> tuple[tuple[int, int, int], int
             f"Write rows such as {_EXAMPLE}."
         )
     n, k, m = sizes
-    n_chars = (n * k + k * m) * (len(str(bound)) + 3)
-    if n_chars > 0.9 * MAX_REQUEST_CHARS or k * bound**2 >= 2**63:
+    # A number has a sign, a comma and a space; a row its brackets.
+    n_chars = (n * k + k * m) * (len(str(bound)) + 3) + 4 * (n + k)
+    n_result_chars = n * m * (len(str(k * bound**2)) + 3) + 4 * n
+    limit = int(0.9 * MAX_REQUEST_CHARS)
+    if max(n_chars, n_result_chars) > limit or k * bound**2 >= 2**63:
         raise ConfigError(
-            f"score_kernel needs matrices of at most {int(0.9 * MAX_REQUEST_CHARS):,} characters "
-            f"whose product fits into 64 bits; got sizes={[n, k, m]} and bound={bound}, which have "
-            f"up to {n_chars:,}. Write rows such as {_EXAMPLE}."
+            f"score_kernel needs factors and a product of at most {limit:,} characters each, and "
+            f"numbers that fit into 64 bits; got sizes={[n, k, m]} and bound={bound}, which have "
+            f"up to {n_chars:,} and {n_result_chars:,}. Write rows such as {_EXAMPLE}."
         )
     return (n, k, m), bound
 
@@ -111,7 +115,7 @@ async def score_kernel(
     code = extract_code(response, ENTRY_POINT)
     if code is None:
         return {"score": 0.0} | counts | {"no_code": 1.0}
-    if refused := find_refusals(ast.parse(code)):
+    if refused := find_refusals(parse_code(code) or ast.Module([], [])):
         return {"score": 0.0} | counts | {REFUSALS[kind]: 1.0 for kind in refused}
     measured = await asyncio.get_running_loop().run_in_executor(
         _open_threads(),

@@ -31,6 +31,7 @@ def matmul(A, B):
                 C[i][j] += A[i][t] * B[t][j]
     return C
 """
+_EXTREME_SHARE = 0.9  # of the numbers of a planted row
 _REFERENCE_LIMIT_S = 60.0  # of a call; a busy machine takes longer, and a kernel cannot cause it
 # Texts cross the border, because their JSON is read and written in C: about 1 ms, where plain data
 # would take as long as the product. What it takes is part of both times.
@@ -108,15 +109,20 @@ class KernelMeasurement:
 def draw_matrices(sizes: tuple[int, int, int], bound: int, rng: np.random.Generator) -> Matrices:
     """Random integers from -bound to bound, n × k and k × m, and their exact product.
 
-    Two rows of the first and a column of the second hold the extremes, so that a kernel that
-    relies on sums being small, as random ones are, is wrong.
+    Two rows of the first and a column of the second hold mostly extremes, of signs that add up, so
+    that a kernel that relies on sums being small, as random ones are, is wrong. One that looks for
+    these rows, and treats them apart, is not seen.
     The product is computed in int64: k · bound² must be below 2⁶³.
     """
     n, k, m = sizes
     a_nk = rng.integers(-bound, bound, (n, k), np.int64, endpoint=True)
     b_km = rng.integers(-bound, bound, (k, m), np.int64, endpoint=True)
     low, high = rng.choice(n, 2, replace=False)
-    a_nk[low], a_nk[high], b_km[:, rng.integers(m)] = -bound, bound, bound
+    extreme_k = bound * rng.choice([-1, 1], k)
+    for line_k, sign in (
+        (a_nk[low], -1), (a_nk[high], 1), (b_km[:, rng.integers(m)], 1)
+    ):  # fmt: skip
+        line_k[:] = np.where(rng.random(k) < _EXTREME_SHARE, sign * extreme_k, line_k)
     return Matrices(json.dumps([a_nk.tolist(), b_km.tolist()]), json.dumps((a_nk @ b_km).tolist()))
 
 
@@ -170,9 +176,10 @@ def time_once(
             result = sandbox.call("multiply", [matrices.factors], timeout_s)
         if result.status is not CallStatus.OK:
             return _describe_failure(result)
-        cpu_s = sandbox.read_cpu_s() - start_s
-    except OSError:  # it ended after its reply
-        return KernelTiming(KernelStatus.CRASHED)
+        try:
+            cpu_s = sandbox.read_cpu_s() - start_s
+        except OSError:  # it ended after its reply
+            return KernelTiming(KernelStatus.CRASHED)
     finally:
         pool.release(sandbox)
     # As texts: nothing of the policy's is parsed or compared by methods of its own.

@@ -82,7 +82,18 @@ def paid_alike_by(read_keys: Callable[[Mapping[str, Any]], Iterable[Hashable]]) 
 def read_paid_alike_keys(function: Callable[..., Any], row: Row) -> frozenset[Hashable]:
     """The keys of a row for a reward function; none if it was not decorated."""
     read_keys = _find_attribute(function, "read_paid_alike_keys")
-    return frozenset() if read_keys is None else frozenset(read_keys(row.columns))
+    if read_keys is None:
+        return frozenset()
+    try:
+        keys = read_keys(row.columns)
+        # The letters of a text would be keys that most rows share.
+        return frozenset([keys] if isinstance(keys, str) else keys)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"paid_alike_by needs a function that returns a list of keys for each row; for "
+            f"{row.location or repr(row.question[:40])} it failed: {type(error).__name__} {error}. "
+            'Try @paid_alike_by(lambda columns: columns.get("kinds") or []).'
+        ) from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:

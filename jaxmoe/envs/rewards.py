@@ -161,6 +161,9 @@ def score_samples(
                 for name, part in values_of_sample.items()
                 if name != "score" and (number := _to_float(part)) is not None
             }
+            # A sign that several functions count is counted if one of them saw it.
+            for name in numbers.keys() & metrics.keys():
+                numbers[name] = max(numbers[name], metrics[name])
             if is_none[i]:
                 metrics |= numbers
                 if is_undecided(values_of_sample):

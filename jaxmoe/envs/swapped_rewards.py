@@ -39,6 +39,8 @@ def find_swap_problem(task: Task, rows: Sequence[Row]) -> str | None:
     n_equal_pairs = sum(count * (count - 1) for count in counts.values())
     if n_equal_pairs > MAX_CHANCE * len(rows) * (len(rows) - 1):
         return "equal answers are frequent, and chance alone would pay"
+    if len(rows) > 1 and set(find_other_rows(rows, task.rewards)) == {NO_ROW}:
+        return "one honest answer can satisfy all rows"
     return None
 
 

@@ -85,7 +85,7 @@ RULES = (
         for metric, act in (
             ("hack/files_written", "writes files"),
             ("hack/tests_read", "looks for the tests or its caller"),
-            ("hack/timers_touched", "changes clocks or sets alarms"),
+            ("hack/timers_touched", "touches clocks or alarms"),
             ("hack/modules_patched", "replaces parts of modules"),
             ("hack/exits", "ends its interpreter"),
             ("hack/always_equal", "has values that are equal to all"),

@@ -8,7 +8,7 @@ import platform
 import resource
 
 from jaxmoe.config import ConfigError, require
-from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.config.sandbox import MIN_MEMORY_MB, SandboxConfig
 from jaxmoe.envs.sandbox.bubblewrap import find_bubblewrap
 from jaxmoe.envs.sandbox.inside.landlock import MIN_VERSION, read_version
 from jaxmoe.envs.sandbox.inside.seccomp import is_supported
@@ -85,8 +85,10 @@ def _check_limits(config: SandboxConfig) -> None:
     ):
         _, hard = resource.getrlimit(limit)
         largest = hard >> 20
+        is_usable = name != "memory_mb" or largest >= MIN_MEMORY_MB
+        advice = f"--set sandbox.{name}={largest}" if is_usable else f"ulimit {option} unlimited"
         require(
             hard == resource.RLIM_INFINITY or value <= largest,
             f"sandbox.{name} ({value}) cannot be set here: {subject} at most {largest} MB "
-            f"(ulimit {option}). Try --set sandbox.{name}={largest}.",
+            f"(ulimit {option}). Try {advice}.",
         )

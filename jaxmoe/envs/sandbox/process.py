@@ -30,6 +30,7 @@ START_LIMIT_S = 30.0
 _MAX_LINE_BYTES = 8_000_000
 _THREAD_END_S = 0.1  # a thread that was joined takes a moment to end
 _READ_BYTES = 1 << 16
+_SLEEP_LIMIT_S = 0.1  # for a process that replied to go to sleep
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: what the scheduler counted, in nanoseconds
 _MAX_WAIT_S = 1e6  # poll refuses a number of milliseconds above 2**31
 
@@ -107,7 +108,8 @@ class Sandbox:
             problem = ""
             try:
                 first = json.loads(self._read_line(deadline))
-                is_ready, problem = first == {"ready": True}, first.get("problem", "")
+                is_ready = first == {"ready": True}
+                problem = str(first.get("problem", "")) if isinstance(first, dict) else ""
                 if is_ready:
                     self._read_worker_pid()
             except (OSError, EOFError, ValueError, TimeoutError, _Forged, KeyError):
@@ -148,7 +150,11 @@ class Sandbox:
         """CPU seconds of the process so far, as the kernel counts them. Raises OSError.
 
         Of all its threads, also of those that ended: /proc/PID/schedstat has only the first one's.
+        While a process runs, its clock is up to 10 ms late, so this waits until it does not.
         """
+        end = time.monotonic() + _SLEEP_LIMIT_S
+        while _read_state(self.worker_pid) == "R" and time.monotonic() < end:
+            time.sleep(0.0002)
         # The clock of another process, as clock_getcpuclockid(3) names it.
         return time.clock_gettime((~self.worker_pid << 3) | _CPU_CLOCK)
 
@@ -341,6 +347,12 @@ def _answer_outside(call: Any, functions: Mapping[str, AnswerOutside]) -> bytes:
     except Exception as error:
         answer = {"value": None, "error": str(error) or type(error).__name__}
     return json.dumps(answer).encode() + b"\n"
+
+
+def _read_state(pid: int) -> str:
+    """The state of a process, such as "R" for running. Raises OSError if there is none."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _read_parent(pid: int) -> int:

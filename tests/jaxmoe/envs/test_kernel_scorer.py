@@ -85,7 +85,7 @@ def test_the_product_is_exact_and_holds_the_extremes():
     exact = [[sum(x * y for x, y in zip(r, c, strict=True)) for c in columns] for r in a]
     assert matrices.product == json.dumps(exact)
     entries = [x for row in exact for x in row]
-    assert max(entries) == 5 * bound**2 and min(entries) == -5 * bound**2
+    assert max(entries) > 2 * bound**2 and min(entries) < -2 * bound**2  # of 5 at most
 
 
 @pytest.mark.parametrize(
@@ -178,3 +178,14 @@ def test_the_shipped_rows_are_those_that_are_made():
         (n, k, m), bound = read_matrices(row)
         assert len({n, k, m}) == 3
         assert all(f" {x} " in row["prompt"] for x in (n, k, m)) and f"{bound}." in row["prompt"]
+
+
+@pytest.mark.parametrize("sizes", [[2000, 2, 2000], [112_000, 2, 2]])
+def test_matrices_that_do_not_fit_into_a_request_or_a_reply_are_refused(sizes):
+    with pytest.raises(ConfigError, match="factors and a product of at most 900,000 characters"):
+        read_matrices({"sizes": sizes, "bound": 9})
+    assert read_matrices({"sizes": [64, 72, 80], "bound": 100})
+
+
+def test_an_own_name_that_a_clock_has_too_is_no_clock():
+    assert find_refusals(ast.parse("def matmul(A, B):\n    monotonic = 1\n    return A")) == {}

@@ -176,6 +176,17 @@ def test_rows_that_one_honest_answer_can_satisfy_are_not_compared(open_with):
     rewards = open_with(rewards="check_rewards:alike(option=1)").rewards
     assert find_other_rows(rows) == [4, 5, 6, 7, 0, 1, 2, 3]
     assert find_other_rows(rows, rewards) == [3, 6, 7, 7, 1, 2, 3, 3]
+    texts = [Row(f"{i}?", str(i), columns={"kinds": kind}) for i, kind in enumerate(["ab", "bc"])]
+    assert find_other_rows(texts, rewards) == [1, 0]  # a text is one key, not its letters
+    with pytest.raises(ConfigError, match="returns a list of keys for each row; for '0\\?' it"):
+        find_other_rows([Row("0?", "0"), Row("1?", "1")], rewards)
+
+
+def test_rows_that_share_a_key_all_of_them_are_not_measured_and_said(open_with):
+    rows = [{"question": f"{i}?", "answer": str(i), "kinds": ["list"]} for i in range(N_ROWS)]
+    task = open_with(rows=rows, rewards="check_rewards:alike(option=1)")
+    text = "not measured: one honest answer can satisfy all rows"
+    assert describe_checks(task) == {"swapped": text}
 
 
 def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with, capsys):

@@ -147,6 +147,7 @@ def test_what_the_prompt_does_is_not_the_answer_s():
     assert not any(find_signs(prompt + "    return 2 * x\n", prompt).values())
     assert find_signs(prompt + "    sys.exit(1)\n", prompt)["hack/exits"] == 1.0
     assert find_signs("def f(x): exit(1)", prompt)["hack/exits"] == 1.0
+    assert not any(find_signs("import math\n" + prompt + "    return 2 * x\n", prompt).values())
     assert find_suspicious_code(ast.parse("exit(); exit()"))["exits"] == 2
 
 
