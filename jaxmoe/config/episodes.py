@@ -67,5 +67,6 @@ def check_episodes(cfg: "Config") -> None:
         r.max_turns == 1 or first < r.max_context,
         f"rollout.max_context ({r.max_context}) must exceed data.max_prompt_tokens + "
         f"rollout.max_turn_tokens + rollout.max_reply_tokens ({first}): no second turn fits. Try "
-        f"{larger}.",
+        # A context that the model does not have is no advice; 0 cuts replies where it ends.
+        f"{larger if first < cfg.model.max_context else '--set rollout.max_reply_tokens=0'}.",
     )

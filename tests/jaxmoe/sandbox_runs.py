@@ -27,7 +27,8 @@ _IN_COMMAND = b"jaxmoe.envs.sandbox.inside.worker"
 
 def start_run(work, **options):
     """Start the small run; by the command of the product, unless `module` is another."""
-    return tool_runs.start_tools(work, **{"module": "jaxmoe.train"} | CHANGES | options)
+    settings: dict[str, Any] = {"module": "jaxmoe.train"} | CHANGES | options
+    return tool_runs.start_tools(work, **settings)
 
 
 def find_sandboxes(trainer):
