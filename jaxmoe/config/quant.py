@@ -15,7 +15,7 @@ EXPERTS = ("none", "mxfp4")
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """What the forwards of trainer and engine read of the weights that train."""
+    """Rounding of weights wherever they are read; they train unrounded."""
 
     # mxfp4: every forward reads the experts rounded to four bits, as they are exported; the
     # optimizer keeps the unrounded ones

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code of a kernel may not name, found in its syntax before anything runs.
+"""Names that the code of a kernel may not use, found in its syntax before anything runs.
 
 These rules say what the task is: plain Python without libraries. They are not what makes a
 measurement honest; that is jaxmoe/envs/kernel_timing.py, which trusts nothing inside.

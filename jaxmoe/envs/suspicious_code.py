@@ -125,7 +125,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 @dataclass(frozen=True)
 class _Names:
-    """What the names of a program stand for: modules, what is imported from them, or its own."""
+    """Meaning of the names of a program: a module, something imported from one, or its own."""
 
     imported: Mapping[str, str]
     defined: frozenset[str]  # by the program

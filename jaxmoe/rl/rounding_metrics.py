@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step did to experts that are read in four bits: which codes changed, what is out of reach.
+"""Metrics of experts that are read in four bits: codes that a step changed, and saturated values.
 
 A master that never crosses the border to another code teaches the model nothing, whatever its
 gradient. Next: jaxmoe/model/rounded.py.

@@ -8,21 +8,10 @@ product without it.
 
 from typing import NamedTuple
 
+from tests.bench.kernel_ranking import KERNELS
+
 HONEST = "honest"
-PRODUCT = """
-def product(A, B):
-    columns = [list(column) for column in zip(*B)]
-    C = []
-    for row in A:
-        out = []
-        for column in columns:
-            total = 0
-            for x, y in zip(row, column):
-                total += x * y
-            out.append(total)
-        C.append(out)
-    return C
-"""
+PRODUCT = KERNELS["columns first"].replace("matmul", "product")
 HONEST_KERNEL = f"{PRODUCT}\ndef matmul(A, B):\n    return product(A, B)\n"
 # The worker's frame has the id of the request, and the descriptor that replies are written to.
 _FIND = """
