@@ -5,13 +5,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.run import restore_run
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.eval import main as eval_main
 from jaxmoe.export import main as export_main
-from jaxmoe.model.rounded import MATRICES, round_experts
+from jaxmoe.model import init_params
+from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -106,3 +107,19 @@ def test_what_cannot_be_rounded_is_refused_in_one_line(changes, text):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny_mxfp4.py"), *changes)
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["mxfp4", "bfloat16", "float32"])
+def test_an_export_of_any_dtype_has_the_values_that_were_read(dtype, tmp_path):
+    cfg = load_config("tiny_mxfp4.py").model
+    packed = round_experts(init_params(jax.random.key(0), cfg))
+    save_params(packed, cfg, tmp_path / "export", dtype=dtype)
+    exported, read = (
+        load_params(tmp_path / "export", cfg, "float32"),
+        decode_experts(packed, "float32"),
+    )
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            np.testing.assert_array_equal(
+                exported["layers"][kind][name], read["layers"][kind][name]
+            )
