@@ -23,8 +23,8 @@ from jaxmoe.rl.batch import Batch, supervised_batch
 def check_targets(task: Task, length: int) -> None:
     """Check that a warm start can train on the rows that are checked before a run.
 
-    Raises: ConfigError if a target is missing, a row has more than `length` tokens, or no policy
-        could sample a demonstration.
+    Raises ConfigError if a target is missing, if a row has more than `length` tokens, or if no
+    policy could sample a demonstration.
     """
     prompts = [task.make_prompt(task.train, i) for i in task.rows_to_check(task.train)]
     targets = [warm_start_target(prompt, task) for prompt in prompts]
