@@ -10,7 +10,7 @@ from jaxmoe.config.model import CHECKPOINT_MODEL
 if TYPE_CHECKING:
     from jaxmoe.config import Config
 
-EXPERTS = ("none", "mxfp4")
+EXPERTS = ("none", "mxfp4", "mxfp4_rollout")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class QuantConfig:
     """Rounding of weights wherever they are read; they train unrounded."""
 
     # mxfp4: every forward reads the experts rounded to four bits, as they are exported; the
-    # optimizer keeps the unrounded ones
+    # optimizer keeps the unrounded ones. mxfp4_rollout: engine, evaluation and export read four
+    # bits, and the trainer unrounded weights: sampling is another policy than training.
     experts: str = "none"
 
     def __post_init__(self) -> None:
@@ -35,13 +36,13 @@ def check_quant(cfg: "Config") -> None:
         return
     require(
         not cfg.lora.ranks,
-        "quant.experts=mxfp4 rounds weights that train, and with LoRA the experts do not: its base "
+        f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts do not: its base "
         "has four bits already. Try --set quant.experts=none.",
     )
     sizes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
     require(
         not sizes,
-        "quant.experts=mxfp4 needs one device: groups of 32 values are not yet sharded, got "
+        f"quant.experts={cfg.quant.experts} needs one device: groups of 32 values are not yet sharded, got "
         f"{', '.join(f'mesh.{name}={size}' for name, size in sizes.items())}. "
         f"Try {' '.join(f'--set mesh.{name}=1' for name in sizes)}.",
     )
@@ -49,6 +50,6 @@ def check_quant(cfg: "Config") -> None:
         size = getattr(cfg.model, name)
         require(
             size % 64 == 0 or cfg.model == CHECKPOINT_MODEL,
-            f"quant.experts=mxfp4 needs model.{name} to be a multiple of 64, got {size}: a byte "
+            f"quant.experts={cfg.quant.experts} needs model.{name} to be a multiple of 64, got {size}: a byte "
             f"holds values of two groups of 32. Try --set model.{name}={-(-size // 64) * 64}.",
         )

@@ -65,7 +65,7 @@ def decode_experts(params: Params, dtype: DTypeLike) -> Params:
 
 
 def decode_rounded(params: Params, cfg: Config) -> Params:
-    """Return dense weights with the values that a run's forwards read."""
+    """Return dense weights with the values that a run's engine reads."""
     if cfg.quant.experts == "none":
         return params
     return decode_experts(round_experts(params), cfg.model.dtype)
@@ -83,9 +83,9 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     return partial(decode_rounded, cfg=cfg)
 
 
-def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
-    """Return `round_experts` if the config rounds experts, else None."""
-    return None if cfg.quant.experts == "none" else round_experts
+def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return the function from a run's weights to those that the trainer reads; None: the same."""
+    return round_experts if cfg.quant.experts == "mxfp4" else None
 
 
 def read_rounded(w_EDF: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:
