@@ -57,6 +57,7 @@ from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.job import Job
 from jaxmoe.run.parts import STAGES, Parts, make_parts
 from jaxmoe.run.programs import out_shardings_option, warmup_optimizer
+from jaxmoe.run.start_codes import StartCodes
 from jaxmoe.shapes import Params
 
 
@@ -207,6 +208,7 @@ def train_rl(job: Job) -> None:
             engine.share_base(job.base)
         engine.load(job.policy_params(), job.position.step)
         job.evaluate_at_start()
+        start_codes = StartCodes(cfg, state.policy, job.position.step, parts.mesh)
         rollouts.weights_synced(job.position.step)
         with Progress(cfg.steps, "rl", step=job.position.step) as progress:
             job.progress = progress
@@ -240,7 +242,7 @@ def train_rl(job: Job) -> None:
                 if cfg.rollout.overlong_buffer:
                     paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
-                metrics |= unknown_experts_metric(batch)
+                metrics |= unknown_experts_metric(batch) | start_codes.measure(state.policy)
                 with job.log_metrics_on_error(metrics):
                     job.write_sample_groups(step, collected, batch, stats)
                     with job.time_phase("weight_sync"):

@@ -36,20 +36,21 @@ def check_quant(cfg: "Config") -> None:
         return
     require(
         not cfg.lora.ranks,
-        f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts do not: its base "
-        "has four bits already. Try --set quant.experts=none.",
+        f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts "
+        "do not: its base has four bits already. Try --set quant.experts=none.",
     )
     sizes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
     require(
         not sizes,
-        f"quant.experts={cfg.quant.experts} needs one device: groups of 32 values are not yet sharded, got "
-        f"{', '.join(f'mesh.{name}={size}' for name, size in sizes.items())}. "
+        f"quant.experts={cfg.quant.experts} needs one device: groups of 32 values are not yet "
+        f"sharded, got {', '.join(f'mesh.{name}={size}' for name, size in sizes.items())}. "
         f"Try {' '.join(f'--set mesh.{name}=1' for name in sizes)}.",
     )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(
             size % 64 == 0 or cfg.model == CHECKPOINT_MODEL,
-            f"quant.experts={cfg.quant.experts} needs model.{name} to be a multiple of 64, got {size}: a byte "
-            f"holds values of two groups of 32. Try --set model.{name}={-(-size // 64) * 64}.",
+            f"quant.experts={cfg.quant.experts} needs model.{name} to be a multiple of 64, got "
+            f"{size}: a byte holds values of two groups of 32. Try --set "
+            f"model.{name}={-(-size // 64) * 64}.",
         )

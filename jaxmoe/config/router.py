@@ -37,7 +37,7 @@ class RouterConfig:
     freeze: bool = False  # train everything but the routers
     lr_scale: float = 1.0  # learning rate of the routers in RL, relative to the other parameters
     record: str = ""  # arrays for the loss: "record_router_logits", or "module:function + …"
-    instruments: bool = False  # log margins, loads, switches by layer: router.jsonl, plots/router
+    instruments: bool = False  # log margins, loads, switches by layer: layers.jsonl, plots/router
 
     def __post_init__(self) -> None:
         likely = self.replay.strip().upper()

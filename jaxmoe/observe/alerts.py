@@ -100,6 +100,11 @@ RULES = (
     Rule("router/replay_agreement", lambda x: x < 0.5, "< 0.5 (1: equal experts, 0: chance)",
          "python -m jaxmoe.doctor: the replayed experts are not those that the trainer chooses for "
          "the same tokens. Expected only with a large router.noise, or weights that differ much"),
+    Rule("quant/moved_frac", lambda x: x < 1e-6, "< 1e-6 of the experts' values",
+         "optim.lr and quant/distance: the masters move, and no four-bit value changes, so the "
+         "experts learn nothing that is sampled or exported", steps=3),
+    Rule("quant/saturated_frac", lambda x: x > 0.1, "> 0.1 of the experts' values",
+         "optim.lr: these masters are above the largest value of their group and get no gradient"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
          "the alerts after this one in metrics.jsonl: the engine failed and was reconnected"),
     Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.* in the config: this batch was skipped"),

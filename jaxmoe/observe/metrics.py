@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write metrics.jsonl, router.jsonl, samples.jsonl and TensorBoard's files. Next: plots.py.
+"""Write metrics.jsonl, layers.jsonl, samples.jsonl and TensorBoard's files. Next: plots.py.
 
 One line per step, written at once. If an evaluation failed, the resumed run repeats it and writes
 a separate line. A resumed run first drops the lines after its checkpoint, so that no step is
@@ -73,7 +73,7 @@ class MetricsLog:
             # be the old one.
             _drop_lines_after(path, last)
         self._metrics, self._samples = (self._until_closed(open_to_append(f)) for f in files)
-        self._layers, self._layers_path = None, directory / "router.jsonl"
+        self._layers, self._layers_path = None, directory / "layers.jsonl"
         _drop_lines_after(self._layers_path, last)
         make_folder(directory / "tensorboard")
         # The stages have separate folders, because a purge hides all tags of its folder.
@@ -134,7 +134,7 @@ class MetricsLog:
         self._trackers.log(stage, step, metrics)
 
     def write_layers(self, stage: str, step: int, layers: Mapping[str, Sequence[float]]) -> None:
-        """Write the metrics by layer of one step to router.jsonl; nothing if there are none.
+        """Write the metrics by layer of one step to layers.jsonl; nothing if there are none.
 
         Raises: RunFolderError if the file cannot be written.
         """

@@ -26,7 +26,7 @@ _MAX_LAYERS = 4096  # a longer list is not of a model
 
 
 def plot_router(rows: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    """Draw one panel for each metric of `rows`, the lines of router.jsonl; others stay empty."""
+    """Draw one panel for each metric of `rows`, the lines of layers.jsonl; others stay empty."""
     folder = make_folder(directory / "plots")
     figure = Figure(figsize=(13, 8.5))
     figure.subplots_adjust(0.05, 0.06, 0.96, 0.95, wspace=0.32, hspace=0.38)

@@ -5,46 +5,112 @@ A master that never crosses the border to another code teaches the model nothing
 gradient. Next: jaxmoe/model/rounded.py.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array
+from collections.abc import Mapping
 
-from jaxmoe.model.rounded import MATRICES, is_saturated
-from jaxmoe.shapes import Metrics, Params
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxmoe.model.rounded import MATRICES, is_saturated, round_experts
+from jaxmoe.rl.metrics import BY_LAYER
+from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
 
+SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
+
 
 def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
-    """Shares of all values of the experts' matrices, and their error.
+    """Shares of all values of the experts' matrices, and their distance from the masters.
 
     quant/moved_frac: values whose code or scale changed in this step.
     quant/saturated_frac: masters above the largest value of their group; they get no gradient.
     quant/relative_error: ‖values − masters‖ / ‖masters‖, Frobenius.
+    quant/distance: mean |value − master| / 2^e, with 2^e the scale of the group. Neighbouring codes
+        are 0.5, 1 or 2 apart. It is 0 at the start from released weights.
+    layers/quant_relative_error, layers/quant_moved_frac: arrays [L].
 
     before, after: packed weights (`round_experts`) around the step; masters: the weights after it.
     """
-    moved, saturated, error, norm, count = (jnp.zeros(()) for _ in range(5))
-    for kind, layer in after["layers"].items():
-        for name in MATRICES:
-            old, new = before["layers"][kind][name], layer[name]
-            master = masters["layers"][kind][name].astype(jnp.float32)
-            moved += count_changed(old, new)
-            saturated += jnp.sum(is_saturated(master, new.scales_EDF), dtype=jnp.float32)
-            error += jnp.sum(jnp.square(mxfp4_to_dense(new) - master))
-            norm += jnp.sum(jnp.square(master))
-            count += master.size
+    kinds = {
+        kind: _measure_kind(before["layers"][kind], layer, masters["layers"][kind])
+        for kind, layer in after["layers"].items()
+    }
+    # Layers alternate between the kinds, the sliding ones first.
+    sums = {
+        name: jnp.stack([kinds["sliding"][name], kinds["full"][name]], axis=-1).reshape(-1)
+        for name in kinds["full"]
+    }
+    total = {name: jnp.sum(x_L) for name, x_L in sums.items()}
     return {
-        "quant/moved_frac": moved / count,
-        "quant/saturated_frac": saturated / count,
-        "quant/relative_error": jnp.sqrt(error / norm),
+        "quant/moved_frac": total["moved"] / total["count"],
+        "quant/saturated_frac": total["saturated"] / total["count"],
+        "quant/relative_error": jnp.sqrt(total["error"] / total["norm"]),
+        "quant/distance": total["distance"] / total["count"],
+        BY_LAYER + "quant_relative_error": jnp.sqrt(sums["error"] / sums["norm"]),
+        BY_LAYER + "quant_moved_frac": sums["moved"] / sums["count"],
     }
 
 
-def count_changed(old: Mxfp4, new: Mxfp4) -> Array:
-    """Number of values whose code or scale differs, float32."""
+def _measure_kind(old: Params, new: Params, masters: Params) -> dict[str, Array]:
+    """Sums over both matrices of each layer of a kind, arrays [L]."""
+    sums: dict[str, Array] = {}
+    for name in MATRICES:
+        packed, master = new[name], masters[name].astype(jnp.float32)
+        difference = mxfp4_to_dense(packed) - master
+        scale = jnp.repeat(packed.scales_EDF, GROUP, axis=-2).astype(jnp.float32)
+        parts = {
+            "moved": is_changed(old[name], packed).astype(jnp.float32),
+            "saturated": is_saturated(master, packed.scales_EDF).astype(jnp.float32),
+            "error": jnp.square(difference),
+            "norm": jnp.square(master),
+            "distance": jnp.abs(difference) * jnp.exp2(127 - scale),
+            "count": jnp.ones_like(master),
+        }
+        for key, x_LEDF in parts.items():
+            sums[key] = sums.get(key, 0.0) + jnp.sum(x_LEDF, axis=(1, 2, 3))
+    return sums
+
+
+def is_changed(old: Mxfp4, new: Mxfp4) -> Bool[Array, "*E D F"]:
+    """True for each value whose code or scale differs."""
     differs = old.nibbles_EDF ^ new.nibbles_EDF
-    half = differs.shape[-2]
+    is_code_changed = jnp.concatenate([differs & 15 != 0, differs >> 4 != 0], axis=-2)
     is_scale_changed = jnp.repeat(old.scales_EDF != new.scales_EDF, GROUP, axis=-2)
-    low = (differs & 15 != 0) | is_scale_changed[..., :half, :]
-    high = (differs >> 4 != 0) | is_scale_changed[..., half:, :]
-    return jnp.sum(low, dtype=jnp.float32) + jnp.sum(high, dtype=jnp.float32)
+    return is_code_changed | is_scale_changed
+
+
+def sample_codes(params: Params) -> dict[str, Leaf]:
+    """Return the codes of a fixed sample of the experts' matrices, by name, to be compared later.
+
+    The sample has at most SAMPLED_EXPERTS experts and SAMPLED_COLUMNS columns of each matrix, in
+    all layers.
+    """
+    layers = {
+        kind: {name: _take_sample(layer[name]) for name in MATRICES}
+        for kind, layer in params["layers"].items()
+    }
+    packed = round_experts({"layers": layers})["layers"]
+    return {
+        f"{kind}/{name}/{part}": x
+        for kind, layer in packed.items()
+        for name, matrix in layer.items()
+        for part, x in matrix._asdict().items()
+    }
+
+
+def _take_sample(w_LEDF: Leaf) -> Leaf:
+    _, n_experts, _, width = w_LEDF.shape
+    experts = slice(None, None, max(1, n_experts // SAMPLED_EXPERTS))
+    return w_LEDF[:, experts, :, :: max(1, width // SAMPLED_COLUMNS)]
+
+
+def moved_share(start: Mapping[str, Leaf], params: Params) -> Array:
+    """Return the share of the sampled values whose code or scale differs from `sample_codes`."""
+    changed: list[Array] = []
+    new = sample_codes(params)
+    for name in new:
+        if name.endswith("/nibbles_EDF"):
+            stem = name.removesuffix("nibbles_EDF")
+            old_new = (Mxfp4(codes[name], codes[stem + "scales_EDF"]) for codes in (start, new))
+            changed.append(is_changed(*old_new).reshape(-1))
+    return jnp.mean(jnp.concatenate(changed), dtype=jnp.float32)

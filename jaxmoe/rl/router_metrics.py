@@ -2,7 +2,7 @@
 """Metrics of the router: load, switches, and with `router.instruments` more, by layer.
 
 All are of the tokens of a complete batch; padding never counts. Those by layer are arrays [L] whose
-names begin with `LAYERS`. Next: jaxmoe/observe/router_plot.py draws them.
+names begin with `BY_LAYER`. Next: jaxmoe/observe/router_plot.py draws them.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from jaxmoe.losses.kl import k3_from_log_ratio
 from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.records import UNKNOWN_EXPERT, expert_dtype
 from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.metrics import BY_LAYER
 from jaxmoe.rl.switches import (
     compare_expert_sets,
     engine_read_mask,
@@ -23,7 +24,6 @@ from jaxmoe.rl.switches import (
 )
 from jaxmoe.shapes import Metrics
 
-LAYERS = "router_layers/"  # begins the name of a metric that is an array [L]
 BOUNDARY = 0.1  # margin in logits below which a token counts as near a switch
 STATISTICS = ("router_margin_BTL", "router_entropy_BTL", "router_mass_BTL")
 
@@ -128,7 +128,7 @@ def router_rows(
 def measure_router(rows: Mapping[str, Array], batch: Batch, n_experts: int) -> Metrics:
     """Return the metrics of `router.instruments`; `rows` are those of `router_rows`.
 
-    router_layers/<name> is an array [L]. router/<name> is the mean over layers, or the quantile
+    layers/<name> is an array [L]. router/<name> is the mean over layers, or the quantile
     over the tokens of all layers. The names are listed in docs/glossary.md.
     """
     token_mask_BT = jnp.asarray(batch.segment_ids_BT) > 0
@@ -173,7 +173,7 @@ def measure_router(rows: Mapping[str, Array], batch: Batch, n_experts: int) -> M
         total[f"router/{name}"] = masked_quantile(
             margin_BTL.reshape(-1, 1), is_token_BTL.reshape(-1, 1), share
         )[0]
-    return total | {LAYERS + name: x_L for name, x_L in layers.items()}
+    return total | {BY_LAYER + name: x_L for name, x_L in layers.items()}
 
 
 def split_by_switch(

@@ -42,7 +42,7 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
-from jaxmoe.rl.router_metrics import LAYERS
+from jaxmoe.rl.metrics import BY_LAYER
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
@@ -149,7 +149,7 @@ class Job:
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
         check_finite(values | layers, step, rate=rate)
         self.layer_metrics = {
-            name.removeprefix(LAYERS): value.tolist() for name, value in layers.items()
+            name.removeprefix(BY_LAYER): value.tolist() for name, value in layers.items()
         }
         assert_compiled_once(step_fn, step - self.first_step)
         return values
@@ -285,7 +285,7 @@ class Job:
         try:
             self.parts.plot_run(rows, self.work, panels=last, score=self.parts.task.score_name)
             if self.cfg.router.instruments:
-                plot_router(read_samples(self.work / "router.jsonl"), self.work)
+                plot_router(read_samples(self.work / "layers.jsonl"), self.work)
         # Plots can be drawn again from metrics.jsonl, so a run does not end for them.
         except RunFolderError as error:
             print(f"! no plots: {error}", file=sys.stderr, flush=True)

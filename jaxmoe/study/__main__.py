@@ -3,6 +3,7 @@
 
     router_exact   every remedy for top-k routing on micro models, all answers enumerated
     router         the same remedies trained over seeds, where the router is disturbed
+    mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
 
 A stopped study continues where it was: finished results are in FOLDER.
 Exit status 0: finished; 2: a mistake.
@@ -21,6 +22,9 @@ from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.study.micro_model import MicroSizes
+from jaxmoe.study.mxfp4_bed import MXFP4_BEDS
+from jaxmoe.study.mxfp4_report import format_mxfp4_tables
+from jaxmoe.study.mxfp4_trained import run_mxfp4_bed
 from jaxmoe.study.router_bed import BEDS
 from jaxmoe.study.router_costs import measure_costs
 from jaxmoe.study.router_exact import RouterStudy, run_router_exact
@@ -62,6 +66,17 @@ def make_study_parser() -> argparse.ArgumentParser:
     trained.add_argument("--out", type=Path, default=Path("runs/router"), metavar="FOLDER",
                          help="folder of the results; the same folder continues")  # fmt: skip
     trained.set_defaults(run=run_trained_command)
+    mxfp4 = studies.add_parser(
+        "mxfp4", help="ways to train a model that is shipped with four-bit experts, over seeds"
+    )
+    mxfp4.add_argument("--beds", nargs="+", choices=MXFP4_BEDS, default=list(MXFP4_BEDS),
+                       metavar="BED",
+                       help=f"of {', '.join(MXFP4_BEDS)}; all by default")  # fmt: skip
+    mxfp4.add_argument("--seeds", type=int, default=8, metavar="N", help="seeds of a contender")
+    mxfp4.add_argument("--steps", type=int, default=60, metavar="N", help="RL steps of a run")
+    mxfp4.add_argument("--out", type=Path, default=Path("runs/mxfp4"), metavar="FOLDER",
+                       help="folder of the results; the same folder continues")  # fmt: skip
+    mxfp4.set_defaults(run=run_mxfp4_command)
     return parser
 
 
@@ -91,6 +106,29 @@ def run_trained_command(args: argparse.Namespace) -> int:
         return 130  # as a shell reports it
     show_line(tables)
     show_line(f"{time.perf_counter() - start:.0f} s; router.md and .png are in {folder}")
+    return 0
+
+
+def run_mxfp4_command(args: argparse.Namespace) -> int:
+    """Train the contenders on each bed and write mxfp4.md and .png; return the exit status."""
+    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 8.")
+    require(args.steps > 0, f"--steps must be at least 1, got {args.steps}. Try --steps 60.")
+    folder, start, results = make_folder(args.out), time.perf_counter(), {}
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    try:
+        for name in args.beds:
+            results[name] = run_mxfp4_bed(
+                MXFP4_BEDS[name], folder, seeds=args.seeds, steps=args.steps, report=show_line
+            )
+            replace_text(folder / "mxfp4.md", format_mxfp4_tables(results))
+            plot_trained(results, folder / "mxfp4.png")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        show_line(f"stopped; finished runs are in {folder}: the same command continues")
+        return 130  # as a shell reports it
+    show_line(format_mxfp4_tables(results))
+    show_line(f"{time.perf_counter() - start:.0f} s; mxfp4.md and .png are in {folder}")
     return 0
 
 

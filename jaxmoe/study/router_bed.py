@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxmoe.config import (
     Config,
@@ -34,25 +33,30 @@ from jaxmoe.config import (
     RouterConfig,
 )
 from jaxmoe.config_file import override
-from jaxmoe.model import Ops, init_params, make_engine_ops, make_ops
+from jaxmoe.model import Ops, make_engine_ops, make_ops
 from jaxmoe.model.router import RouterContext, replay_routing
 from jaxmoe.model.router_noise import normal_noise, route_with_noise
-from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.records import Prompt
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, TrainState, init_rl_state, init_state
-from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.state import TrainState, init_rl_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.run.programs import rl_program
 from jaxmoe.shapes import Metrics, Params
 from jaxmoe.study.automaton import Automaton
+from jaxmoe.study.bed import (
+    WARM_STEPS,
+    evaluate,
+    load_warm_start,
+    make_rate_optimizer,
+    open_bed_engine,
+    sample_batch,
+    sample_held_out,
+)
 
-N_EVAL_PROMPTS = 256  # prompts
-WARM_STEPS, WARM_ROWS, WARM_LR = 1500, 64, 3e-3
 WARM_LOSS = 0.15  # nats per token at which the warm start ends
 
 
@@ -103,44 +107,9 @@ def bed_config(steps: int, *settings: str) -> Config:
     return override(cfg, *settings)
 
 
-def train_warm_start(seed: int, steps: int = WARM_STEPS) -> tuple[Params, float]:
-    """Train on right answers until the mean loss of ten steps is below WARM_LOSS; return the
-    weights and that loss."""
-    cfg = bed_config(1)
-    tx = make_optimizer(OptimConfig(lr=WARM_LR, lr_warmup_steps=20, beta2=0.99), steps=steps)
-    state = init_state(Trained(init_params(jax.random.key(seed), cfg.model)), tx)
-    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, make_ops(cfg)))
-    step_fn = jax.jit(partial(train_step, tx=tx, loss_fn=loss_fn), donate_argnums=0)
-    rng, losses = np.random.default_rng((seed, 1)), deque(maxlen=10)
-    for _ in range(steps):
-        prompts, answers = TASK.sample_prompts(rng, WARM_ROWS)
-        batch = supervised_batch(prompts, answers.tolist(), length=cfg.context, pad_id=0)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            state, metrics = step_fn(state, batch)
-        losses.append(metrics["loss"])
-        if len(losses) == 10 and float(np.mean(jax.device_get(list(losses)))) < WARM_LOSS:
-            break
-    return jax.tree.map(np.asarray, state.policy), float(np.mean(jax.device_get(list(losses))))
-
-
-def load_warm_start(seed: int, folder: Path) -> Params:
-    """Return the weights of `train_warm_start`, which are stored in `folder`."""
-    path, tree = folder / f"warm_start_{seed}.npz", init_shapes()
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in leaves]
-    if not path.is_file():
-        params, _ = train_warm_start(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_suffix(".partial.npz")
-        np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
-        # Renamed when complete, so that an interruption leaves no half-written file.
-        partial_path.replace(path)
-    with np.load(path) as stored:
-        return jax.tree.unflatten(structure, [jnp.asarray(stored[name]) for name in names])
-
-
-def init_shapes() -> Params:
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), bed_config(1).model))
+def load_bed_weights(seed: int, folder: Path, *, steps: int = WARM_STEPS) -> Params:
+    """Return the weights that all contenders start from, which are stored in `folder`."""
+    return load_warm_start(bed_config(1), TASK, seed, folder, steps=steps, until=WARM_LOSS)
 
 
 def route_disturbed(
@@ -179,14 +148,6 @@ class BedPrograms:
     def ops(self) -> Ops:
         return make_ops(self.cfg)
 
-    def optimizer(self, rate: Any) -> optax.GradientTransformation:
-        """The optimizer of the config, whose rate is 1, with its updates times `rate`.
-
-        Adam's update is proportional to its rate, and there is no weight decay. So the rate can be
-        an array, and a step is compiled once for all rates.
-        """
-        return optax.chain(rl_optimizer(self.cfg), optax.scale(rate))
-
     @cached_property
     def step_fn(self) -> Callable[..., Any]:
         """The step: (state, batch, minibatches, rate) -> (state, metrics, token_stats)."""
@@ -197,7 +158,7 @@ class BedPrograms:
 
         def step(state: TrainState, batch: Batch, minibatches: Any, rate: Any) -> Any:
             program = rl_program(
-                cfg, self.ops, None, self.algorithm, self.optimizer(rate), state,
+                cfg, self.ops, None, self.algorithm, make_rate_optimizer(cfg, rate), state,
                 step=partial(rl_step, old_scorer=old_scorer),
             )  # fmt: skip
             return program.fn(state, batch, minibatches)
@@ -207,20 +168,12 @@ class BedPrograms:
     @cached_property
     def engine(self) -> NativeEngine:
         ops = make_engine_ops(self.cfg) or self.ops
-        return self._open(disturb(ops, self.bed.engine_noise))
+        return open_bed_engine(self.cfg, disturb(ops, self.bed.engine_noise))
 
     @cached_property
     def clean_engine(self) -> NativeEngine:
         """The engine of evaluation: the trainer's policy."""
-        return self._open(make_engine_ops(self.cfg) or self.ops)
-
-    def _open(self, ops: Ops) -> NativeEngine:
-        cfg = self.cfg
-        return NativeEngine(
-            cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
-            max_rows=cfg.rollout.sequences_per_step, max_new_tokens=cfg.rollout.max_new_tokens,
-            keep_experts=cfg.records_experts,
-        )  # fmt: skip
+        return open_bed_engine(self.cfg, make_engine_ops(self.cfg) or self.ops)
 
 
 def train_on_bed(
@@ -235,12 +188,12 @@ def train_on_bed(
         bed compares them.
     """
     cfg = programs.cfg
-    state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, programs.optimizer(rate))
+    state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, make_rate_optimizer(cfg, rate))
     rng = np.random.default_rng((seed, 2))
-    held_out = TASK.sample_prompts(np.random.default_rng((seed, 3)), N_EVAL_PROMPTS)
+    held_out = sample_held_out(TASK, seed)
     policies: deque[Params] = deque(maxlen=programs.bed.staleness + 1)
     rows: list[Metrics] = []
-    start = evaluate(programs.clean_engine, state.policy, held_out, 0)
+    start = evaluate(programs.clean_engine, TASK, state.policy, held_out, 0)
     for step in range(1, cfg.steps + 1):
         prompts, answers = TASK.sample_prompts(rng, cfg.rollout.prompts_per_step)
         # The step donates the state, so that weights of a later use are copied.
@@ -252,7 +205,7 @@ def train_on_bed(
             break
     return summarize(rows) | {
         "start": start,
-        "end": evaluate(programs.clean_engine, state.policy, held_out, cfg.steps),
+        "end": evaluate(programs.clean_engine, TASK, state.policy, held_out, cfg.steps),
     }
 
 
@@ -264,21 +217,15 @@ def take_step(
 
     Returns the state after them, and the step's metrics with the mean `reward`.
     """
-    cfg, sampling = programs.cfg, Sampling(TASK.length, (), explores=True)
     programs.engine.load(sampling_policy, step - 1)
-    rollouts = programs.engine.generate(
-        prompts, sampling, seed=seed * 1000 + step, samples=cfg.rollout.samples_per_prompt
+    batch, reward = sample_batch(
+        programs.engine, programs.cfg, TASK, prompts, answers, seed=seed * 1000 + step
     )
-    rewards = TASK.score(rollouts, answers)
-    batch = rollout_batch(
-        rollouts, rewards, samples=cfg.rollout.samples_per_prompt, length=cfg.context, pad_id=0,
-        n_experts=cfg.model.n_experts if cfg.records_experts else None,
-    )  # fmt: skip
     batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         state, metrics, _ = programs.step_fn(state, batch, minibatches, jnp.float32(rate))
     row = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    return state, row | {"reward": float(rewards.mean())}
+    return state, row | {"reward": reward}
 
 
 def summarize(rows: Sequence[Metrics]) -> Metrics:
@@ -291,13 +238,3 @@ def summarize(rows: Sequence[Metrics]) -> Metrics:
         "ratio_max": max(row["policy/ratio_max"] for row in rows),
         "switches": float(np.mean([row.get("router/expert_switches", np.nan) for row in rows])),
     }
-
-
-def evaluate(
-    engine: NativeEngine, params: Params, held_out: tuple[list[Prompt], np.ndarray], step: int
-) -> float:
-    """Return the mean score of one sampled answer to each held-out prompt."""
-    prompts, answers = held_out
-    engine.load(params, step)
-    rollouts = engine.generate(prompts, Sampling(TASK.length, ()), seed=5)
-    return float(TASK.score(rollouts, answers).mean())

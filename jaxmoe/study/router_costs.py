@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmoe.model import init_params
 from jaxmoe.rl.state import init_rl_state
+from jaxmoe.study.bed import make_rate_optimizer
 from jaxmoe.study.results_store import ResultsStore
 from jaxmoe.study.router_bed import BEDS, TASK, Bed, BedPrograms, bed_config, take_step
 from jaxmoe.study.router_trained import REMEDIES
@@ -55,8 +56,10 @@ def make_timed_step(bed: Bed, settings: tuple[str, ...]) -> Callable[[], float]:
     # 40 steps, because an annealed router must end within the run.
     programs = BedPrograms(bed, bed_config(40, *bed.settings, *settings))
     state = init_rl_state(
-        init_params(jax.random.key(0), programs.cfg.model), programs.cfg, programs.optimizer(RATE)
-    )
+        init_params(jax.random.key(0), programs.cfg.model),
+        programs.cfg,
+        make_rate_optimizer(programs.cfg, RATE),
+    )  # fmt: skip
     prompts, answers = TASK.sample_prompts(
         np.random.default_rng(0), programs.cfg.rollout.prompts_per_step
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxmoe.shapes import Metrics
 from jaxmoe.study.contenders import Comparison, Contender, run_study
 from jaxmoe.study.results_store import ResultsStore
-from jaxmoe.study.router_bed import Bed, BedPrograms, bed_config, load_warm_start, train_on_bed
+from jaxmoe.study.router_bed import Bed, BedPrograms, bed_config, load_bed_weights, train_on_bed
 
 RATES = (2.5e-4, 5e-4, 1e-3)
 _DETACHED = ("loss.minibatches=1", "loss.old_logp=detached")
@@ -78,7 +78,7 @@ def run_bed(
 ) -> list[Comparison]:  # fmt: skip
     """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
     store = ResultsStore(folder / f"{bed.name}.json")
-    load = functools.cache(functools.partial(load_warm_start, folder=folder))
+    load = functools.cache(functools.partial(load_bed_weights, folder=folder))
 
     # A contender's runs follow each other, so the programs of one are needed at a time.
     @functools.lru_cache(maxsize=1)

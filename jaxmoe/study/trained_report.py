@@ -38,13 +38,14 @@ def _format_overview(results: Results, costs: Mapping[str, float]) -> str:
         cells = []
         for bed in results.values():
             comparison = next((c for c in bed if c.contender.name == name), None)
-            cells.append("" if comparison is None else _format_difference(comparison))
+            cells.append("" if comparison is None else format_difference(comparison))
         cost = f"{costs[name]:.2f}x" if name in costs else ""
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {cost} |")
     return "\n".join(lines)
 
 
-def _format_difference(comparison: Comparison) -> str:
+def format_difference(comparison: Comparison) -> str:
+    """The difference with its interval, bold if that leaves out 0; for the first its mean."""
     if comparison.difference is None:
         return f"{np.mean(comparison.values):.3f}"
     mean, low, high = comparison.difference
@@ -70,8 +71,9 @@ def _format_bed(comparisons: Sequence[Comparison]) -> str:
 
 
 def plot_trained(results: Results, path: Path) -> None:
-    """Draw the difference of each remedy to the bed's own loss, with its interval, by bed."""
-    figure = Figure(figsize=(4.2 * len(results), 7.5), layout="constrained")
+    """Draw the difference of each contender to the first, with its interval, by bed."""
+    n_rows = max(len(comparisons) for comparisons in results.values())
+    figure = Figure(figsize=(4.2 * len(results), 1.5 + 0.21 * n_rows), layout="constrained")
     axes = figure.subplots(1, len(results), sharey=False, squeeze=False)[0]
     for ax, (bed, comparisons) in zip(axes, results.items(), strict=True):
         compared = [c for c in comparisons if c.difference is not None]
@@ -83,6 +85,7 @@ def plot_trained(results: Results, path: Path) -> None:
             ax.plot([mean], [y], "o", color=color)
         ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])
         ax.axvline(0.0, color="black", linewidth=0.8)
-        ax.set_title(f"{bed}\nnothing ends at {np.mean(comparisons[0].values):.2f}")
+        first = comparisons[0]
+        ax.set_title(f"{bed}\n{first.contender.name} ends at {np.mean(first.values):.2f}")
         ax.set_xlabel("difference, 95 %")
     save_figure(figure, path, dpi=110)

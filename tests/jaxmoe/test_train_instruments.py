@@ -29,11 +29,11 @@ def run(work, *changes):
 @pytest.mark.slow
 def test_a_resume_may_turn_instruments_on_and_each_step_has_one_line_of_layers(tmp_path):
     run(tmp_path / "run", "steps=1")
-    assert not (tmp_path / "run/router.jsonl").exists()
+    assert not (tmp_path / "run/layers.jsonl").exists()
     # A resume may turn instruments on.
     measured = run(tmp_path / "run", "router.instruments=True")
     m = load_config("tiny.py").model
-    (layers,) = read_samples(tmp_path / "run/router.jsonl")
+    (layers,) = read_samples(tmp_path / "run/layers.jsonl")
     assert (layers["stage"], layers["step"]) == ("rl", 2)
     for name, values in layers.items():
         if name not in ("stage", "step"):
@@ -41,5 +41,5 @@ def test_a_resume_may_turn_instruments_on_and_each_step_has_one_line_of_layers(t
             assert f"router/{name}" in measured[-1]
     assert (tmp_path / "run/plots/router.png").is_file()
     again = run(tmp_path / "run", "router.instruments=True", "steps=3")
-    assert [row["step"] for row in read_samples(tmp_path / "run/router.jsonl")] == [2, 3]
+    assert [row["step"] for row in read_samples(tmp_path / "run/layers.jsonl")] == [2, 3]
     assert 0.0 <= again[-1]["router/boundary_mass"] <= 1.0

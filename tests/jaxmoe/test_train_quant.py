@@ -94,7 +94,10 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
 @pytest.mark.parametrize(
     "changes, text",
     [
-        (["quant.experts=fp4"], "must be one of none, mxfp4, mxfp4_rollout; got 'fp4'. Try --set quant."),
+        (
+            ["quant.experts=fp4"],
+            "must be one of none, mxfp4, mxfp4_rollout; got 'fp4'. Try --set quant.",
+        ),
         (["lora.attention_rank=4"], "with LoRA the experts do not: its base has four bits already"),
         (
             ["mesh.fsdp=2"],

@@ -313,7 +313,7 @@ def test_two_processes_train_on_the_numbers_of_one(tmp_path):
                 name,
             )
     layers_of_one, layers_of_two = (
-        read_samples(tmp_path / name / "router.jsonl") for name in ("one", "two")
+        read_samples(tmp_path / name / "layers.jsonl") for name in ("one", "two")
     )
     assert len(layers_of_two) == len(layers_of_one) == 2
     for one, two in zip(layers_of_one, layers_of_two, strict=True):

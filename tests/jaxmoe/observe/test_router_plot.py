@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heat map of the router: what is drawn, and lines of any kind in router.jsonl."""
+"""The heat map of the router: what is drawn, and lines of any kind in layers.jsonl."""
 
 import json
 
@@ -39,16 +39,16 @@ def test_a_panel_has_the_values_of_its_metric_by_step_and_layer():
 def test_layers_are_lines_of_router_jsonl_and_no_step_twice_after_a_resume(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_layers("rl", 1, {})
-        assert not (tmp_path / "router.jsonl").exists()  # a run without instruments has no file
+        assert not (tmp_path / "layers.jsonl").exists()  # a run without instruments has no file
         for step in (1, 2, 3):
             log.write_layers("rl", step, {"entropy": [1.0, float(step)]})
     with MetricsLog(tmp_path, stage="rl", step=2) as log:
         log.write_layers("rl", 3, {"entropy": [0.5, 0.5]})
-    rows = read_samples(tmp_path / "router.jsonl")
+    rows = read_samples(tmp_path / "layers.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[-1]["entropy"] == [0.5, 0.5]
     with MetricsLog(tmp_path, stage="warmup", step=0):
         pass
-    assert read_samples(tmp_path / "router.jsonl") == []
+    assert read_samples(tmp_path / "layers.jsonl") == []
 
 
 def test_only_the_first_process_writes(tmp_path):
@@ -58,7 +58,7 @@ def test_only_the_first_process_writes(tmp_path):
 
 
 def test_any_value_in_a_line_is_drawn_or_left_out(tmp_path):
-    file = tmp_path / "router.jsonl"
+    file = tmp_path / "layers.jsonl"
     (row,) = make_rows([4])
     changes = [(path, value) for path in places(row) for value in VALUES]
     lines = [replaced(row, *changes[i]) for i in np.random.default_rng(0).permutation(len(changes))]

@@ -15,7 +15,7 @@ from jaxmoe.study.router_bed import (
     BedPrograms,
     bed_config,
     disturb,
-    load_warm_start,
+    load_bed_weights,
     route_disturbed,
     train_on_bed,
 )
@@ -62,7 +62,7 @@ def test_every_contender_of_a_bed_is_a_config_that_can_run(name):
 @pytest.mark.slow
 def test_a_bed_runs_its_contenders_and_a_second_call_repeats_none(tmp_path, monkeypatch):
     weights = init_params(jax.random.key(0), CFG)
-    monkeypatch.setattr(router_trained, "load_warm_start", lambda seed, folder: weights)
+    monkeypatch.setattr(router_trained, "load_bed_weights", lambda seed, folder: weights)
     few = {name: router_trained.REMEDIES[name] for name in ("nothing", "R2", "token IS")}
     monkeypatch.setattr(router_trained, "REMEDIES", few)
     reports = []
@@ -97,9 +97,9 @@ def test_noise_between_two_forwards_moves_the_ratio_and_r2_moves_it_back():
 @pytest.mark.slow
 def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmoe.study.router_bed.WARM_LOSS", 2.0)
-    params = load_warm_start(1, tmp_path)
+    params = load_bed_weights(1, tmp_path)
     stored = (tmp_path / "warm_start_1.npz").read_bytes()
-    again = load_warm_start(1, tmp_path)
+    again = load_bed_weights(1, tmp_path)
     assert (tmp_path / "warm_start_1.npz").read_bytes() == stored
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the beds of trained studies share: warm starts, sampling a batch, evaluation.
+
+A bed is a small model and a task that makes its own prompts. Everything is made from a config by
+the functions that `python -m jaxmoe.train` calls.
+Next: jaxmoe/study/router_bed.py and jaxmoe/study/mxfp4_bed.py.
+"""
+
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmoe.config import Config, OptimConfig
+from jaxmoe.model import Ops, init_params, make_ops
+from jaxmoe.model.rounded import trainer_rounding
+from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.shapes import Params
+
+N_EVAL_PROMPTS = 256  # prompts
+WARM_STEPS, WARM_ROWS, WARM_LR = 1500, 64, 3e-3
+
+
+@runtime_checkable
+class BedTask(Protocol):
+    """A task that makes prompts from random numbers, and knows their answers."""
+
+    @property
+    def length(self) -> int: ...  # tokens of an answer
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    def sample_prompts(
+        self, rng: np.random.Generator, count: int
+    ) -> tuple[list[Prompt], np.ndarray]: ...
+
+    def score(self, rollouts: list[Rollout], answers: np.ndarray) -> np.ndarray: ...
+
+
+def train_warm_start(
+    cfg: Config, task: BedTask, seed: int, *, steps: int = WARM_STEPS, until: float
+) -> tuple[Params, float]:
+    """Train on right answers until the mean loss of ten steps is below `until`, nats a token.
+
+    Returns the weights and that loss.
+    """
+    tx = make_optimizer(OptimConfig(lr=WARM_LR, lr_warmup_steps=20, beta2=0.99), steps=steps)
+    state = init_state(Trained(init_params(jax.random.key(seed), cfg.model)), tx)
+    scorer = Scorer(cfg.model, make_ops(cfg), round_params=trainer_rounding(cfg))
+    loss_fn = partial(supervised_loss_fn, scorer=scorer)
+    step_fn = jax.jit(
+        partial(train_step, tx=tx, loss_fn=loss_fn, prepare=scorer.pack_policy), donate_argnums=0
+    )
+    rng, losses = np.random.default_rng((seed, 1)), deque(maxlen=10)
+    for _ in range(steps):
+        prompts, answers = task.sample_prompts(rng, WARM_ROWS)
+        batch = supervised_batch(prompts, answers.tolist(), length=cfg.context, pad_id=0)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            state, metrics = step_fn(state, batch)
+        losses.append(metrics["loss"])
+        if len(losses) == 10 and float(np.mean(jax.device_get(list(losses)))) < until:
+            break
+    return jax.tree.map(np.asarray, state.policy), float(np.mean(jax.device_get(list(losses))))
+
+
+def load_warm_start(
+    cfg: Config, task: BedTask, seed: int, folder: Path, *, steps: int = WARM_STEPS, until: float
+) -> Params:
+    """Return the weights of `train_warm_start`, which are stored in `folder`."""
+    path = folder / f"warm_start_{seed}.npz"
+    tree = jax.eval_shape(lambda: init_params(jax.random.key(0), cfg.model))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in leaves]
+    if not path.is_file():
+        params, _ = train_warm_start(cfg, task, seed, steps=steps, until=until)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial_path = path.with_suffix(".partial.npz")
+        np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
+        # Renamed when complete, so that an interruption leaves no half-written file.
+        partial_path.replace(path)
+    with np.load(path) as stored:
+        return jax.tree.unflatten(structure, [jnp.asarray(stored[name]) for name in names])
+
+
+def make_rate_optimizer(cfg: Config, rate: Any) -> optax.GradientTransformation:
+    """The optimizer of the config, whose rate is 1, with its updates times `rate`.
+
+    Adam's update is proportional to its rate, and there is no weight decay. So the rate can be an
+    array, and a step is compiled once for all rates.
+    """
+    return optax.chain(rl_optimizer(cfg), optax.scale(rate))
+
+
+def open_bed_engine(cfg: Config, ops: Ops) -> NativeEngine:
+    return NativeEngine(
+        cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_rows=cfg.rollout.sequences_per_step, max_new_tokens=cfg.rollout.max_new_tokens,
+        keep_experts=cfg.records_experts,
+    )  # fmt: skip
+
+
+def sample_batch(
+    engine: NativeEngine, cfg: Config, task: BedTask, prompts: list[Prompt], answers: np.ndarray,
+    *, seed: int,
+) -> tuple[Batch, float]:  # fmt: skip
+    """Sample answers by the loaded weights; return the batch and the mean reward."""
+    samples = cfg.rollout.samples_per_prompt
+    rollouts = engine.generate(
+        prompts, Sampling(task.length, (), explores=True), seed=seed, samples=samples
+    )
+    rewards = task.score(rollouts, answers)
+    batch = rollout_batch(
+        rollouts, rewards, samples=samples, length=cfg.context, pad_id=0,
+        n_experts=cfg.model.n_experts if cfg.records_experts else None,
+    )  # fmt: skip
+    return batch, float(rewards.mean())
+
+
+def sample_held_out(task: BedTask, seed: int) -> tuple[list[Prompt], np.ndarray]:
+    """Return the prompts of evaluation and their answers."""
+    return task.sample_prompts(np.random.default_rng((seed, 3)), N_EVAL_PROMPTS)
+
+
+def evaluate(
+    engine: NativeEngine, task: BedTask, params: Params,
+    held_out: tuple[list[Prompt], np.ndarray], step: int,
+) -> float:  # fmt: skip
+    """Return the mean score of one sampled answer to each held-out prompt."""
+    prompts, answers = held_out
+    engine.load(params, step)
+    rollouts = engine.generate(prompts, Sampling(task.length, ()), seed=5)
+    return float(task.score(rollouts, answers).mean())

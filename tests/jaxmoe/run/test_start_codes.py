@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes at the start of RL are kept in the run folder, and a resume compares with them."""
+
+import jax
+import pytest
+
+from jaxmoe.config_file import load_config, override
+from jaxmoe.model import init_params
+from jaxmoe.run.start_codes import METRIC, NAME, StartCodes
+
+
+@pytest.mark.parametrize("experts", ["mxfp4", "mxfp4_rollout"])
+def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}", f"quant.experts={experts}")
+    first, other = (init_params(jax.random.key(seed), cfg.model) for seed in range(2))
+    assert StartCodes(cfg, first, 0, None).measure(first) == {METRIC: 0.0}
+    resumed = StartCodes(cfg, other, 3, None)
+    assert resumed.measure(first) == {METRIC: 0.0}
+    assert 0.5 < resumed.measure(other)[METRIC] < 1
+    # A run that begins anew in the folder has a start of its own.
+    assert StartCodes(cfg, other, 0, None).measure(other) == {METRIC: 0.0}
+
+
+def test_a_run_that_was_dense_compares_with_its_first_rounded_step(tmp_path):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
+    params = init_params(jax.random.key(0), cfg.model)
+    assert StartCodes(cfg, params, 7, None).measure(params) == {METRIC: 0.0}
+
+
+def test_a_dense_run_has_neither_file_nor_metric(tmp_path):
+    cfg = override(load_config("tiny.py"), f"workdir={tmp_path}")
+    params = init_params(jax.random.key(0), cfg.model)
+    assert StartCodes(cfg, params, 0, None).measure(params) == {}
+    assert not (tmp_path / NAME).exists()

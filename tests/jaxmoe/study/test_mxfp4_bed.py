@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The beds of the four-bit study: the released start, what each contender reads, and the tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
+from jaxmoe.study import Contender, mxfp4_trained
+from jaxmoe.study.__main__ import main
+from jaxmoe.study.bed import train_warm_start
+from jaxmoe.study.mxfp4_bed import (
+    MXFP4_BEDS,
+    Mxfp4Programs,
+    changed_share,
+    mxfp4_bed_config,
+    train_on_mxfp4_bed,
+)
+from jaxmoe.study.mxfp4_trained import MXFP4_CONTENDERS
+from jaxmoe.study.reversal import Reversal
+
+BED = MXFP4_BEDS["reversal"]
+
+
+@pytest.fixture(scope="module")
+def released():
+    cfg = mxfp4_bed_config(BED.task, 1, "quant.experts=mxfp4")
+    masters, _ = train_warm_start(cfg, BED.task, 0, steps=20, until=0.0)
+    return decode_experts(round_experts(jax.tree.map(jnp.asarray, masters)), jnp.float32)
+
+
+def test_a_word_backward_is_right_and_all_else_is_wrong():
+    task = Reversal(n_letters=5, length=3)
+    prompts, answers = task.sample_prompts(np.random.default_rng(0), 4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert prompt.tokens == (5, *answer[::-1].tolist(), 6)
+        assert len(prompt.tokens) == task.prompt_tokens and task.vocab_size == 7
+
+
+def test_the_start_has_four_bit_values(released):
+    again = decode_experts(round_experts(released), jnp.float32)
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            np.testing.assert_array_equal(
+                again["layers"][kind][name], released["layers"][kind][name]
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "contender", [MXFP4_CONTENDERS[i] for i in (0, 1, 5, 6)], ids=lambda c: c.name
+)
+def test_only_a_four_bit_engine_differs_from_its_trainer(released, contender):
+    programs = Mxfp4Programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
+    metrics = train_on_mxfp4_bed(programs, 0, released, contender.rates[1])
+    differs = "quant.experts=mxfp4_rollout" in contender.settings
+    assert (metrics["k3"] > 1e-7) == differs
+    # Masters at codes do not cross a border in the first steps of a low rate; with LoRA never.
+    assert (metrics["moved"] == 0) == bool(contender.settings and "lora" in contender.settings[0])
+
+
+def test_the_share_of_moved_codes_of_a_lora_base_is_zero_and_of_others_is_counted(released):
+    packed = round_experts(released)
+    assert changed_share(packed, packed) == 0.0
+    other = round_experts(jax.tree.map(lambda x: -x, released))
+    assert changed_share(packed, other) == 1.0
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_tables_and_goes_on_where_it_stopped(
+    tmp_path, monkeypatch, capsys, released
+):
+    contenders = [Contender(c.name, c.settings, (1e-3,)) for c in MXFP4_CONTENDERS[::5]]
+    monkeypatch.setattr(mxfp4_trained, "MXFP4_CONTENDERS", contenders)
+    monkeypatch.setattr(mxfp4_trained, "load_released", lambda bed, seed, folder: released)
+    argv = ["mxfp4", "--beds", "reversal", "--seeds", "2", "--steps", "1", "--out", str(tmp_path)]
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(argv) == 0
+        table = (tmp_path / "mxfp4.md").read_text()
+        assert "four bits on both sides" in table and (tmp_path / "mxfp4.png").stat().st_size
+        assert "reversal 4/4: four bits" in capsys.readouterr().out
+        assert main(argv) == 0
+    assert "reversal 4/4" not in capsys.readouterr().out
+    assert (tmp_path / "mxfp4.md").read_text() == table
+
+
+def test_a_study_of_one_seed_is_refused(tmp_path):
+    assert main(["mxfp4", "--seeds", "1", "--out", str(tmp_path)]) == 2
