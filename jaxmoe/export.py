@@ -25,7 +25,7 @@ from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
 from jaxmoe.distributed.processes import check_one_process
 from jaxmoe.model.lora import adapter_shapes, with_adapters
-from jaxmoe.model.rounded import round_experts
+from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
@@ -98,8 +98,8 @@ def export_checkpoint(
         f"{position.stage} step {position.step} of {cfg.workdir}",
     )
     _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
-    if cfg.quant.experts != "none":
-        policy = round_experts(policy)
+    if (round_params := rounding_from_config(cfg)) is not None:
+        policy = round_params(policy)
     if cfg.lora.ranks and position.stage == "rl":
         if adapts:
             base = check_base(cfg)

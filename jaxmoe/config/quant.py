@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from jaxmoe.config import Config
 
 EXPERTS = ("none", "mxfp4", "mxfp4_rollout")
+SCALES = ("ocp", "least_error")
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,33 @@ class QuantConfig:
     # optimizer keeps the unrounded ones. mxfp4_rollout: engine, evaluation and export read four
     # bits, and the trainer unrounded weights: sampling is another policy than training.
     experts: str = "none"
+    # of each group of 32 values: that of its largest value, or the one of least squared error
+    scale: str = "ocp"
+    # stochastic: to one of the two codes next to a value, so that the mean is the value
+    rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        require(
-            self.experts in EXPERTS,
-            f"quant.experts must be one of {', '.join(EXPERTS)}; got {self.experts!r}. "
-            "Try --set quant.experts=mxfp4.",
-        )
+        for name, allowed, example in (
+            ("experts", EXPERTS, "mxfp4"),
+            ("scale", SCALES, "ocp"),
+            ("rounding", ROUNDINGS, "nearest"),
+        ):
+            value = getattr(self, name)
+            require(
+                value in allowed,
+                f"quant.{name} must be one of {', '.join(allowed)}; got {value!r}. "
+                f"Try --set quant.{name}={example}.",
+            )
 
 
 def check_quant(cfg: "Config") -> None:
     """Raise ConfigError for settings that do not work with experts that are rounded."""
     if cfg.quant.experts == "none":
+        require(
+            (cfg.quant.scale, cfg.quant.rounding) == ("ocp", "nearest"),
+            f"quant.scale={cfg.quant.scale} and quant.rounding={cfg.quant.rounding} need experts "
+            "that are rounded, got quant.experts=none. Try --set quant.experts=mxfp4.",
+        )
         return
     require(
         not cfg.lora.ranks,

@@ -28,7 +28,13 @@ from pallas_kernels.grouped_matmul.mxfp4 import (
     mxfp4_to_dense,
     mxfp4_to_float32_bits,
 )
-from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+from pallas_kernels.grouped_matmul.mxfp4_encode import (
+    choose_ocp_exponent,
+    encode_mxfp4,
+    round_to_nearest,
+)
+from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_exponent
+from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 
 MATRICES = ("w_gate_up", "w_down")
 LARGEST_CODE = 7  # the value 6
@@ -46,12 +52,29 @@ class Rounded:
         return self.master.shape
 
 
-def round_experts(params: Params) -> Params:
+def round_experts(params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4) -> Params:
     """Return the same weights with the experts' matrices in MXFP4; a critic has none and keeps all.
 
     Numerics: rounds as `encode_mxfp4`. Masters that are not finite become NaN.
     """
-    return _map_experts(encode_mxfp4, params)
+    return _map_experts(encode, params)
+
+
+def encoder_from_config(cfg: Config) -> Callable[[Array], Mxfp4]:
+    """Return `encode_mxfp4` with the rules of `quant.scale` and `quant.rounding`."""
+    exponents = {"ocp": choose_ocp_exponent, "least_error": choose_least_error_exponent}
+    roundings = {"nearest": round_to_nearest, "stochastic": round_stochastically}
+    return partial(
+        encode_mxfp4, choose_exponent=exponents[cfg.quant.scale],
+        round_magnitude=roundings[cfg.quant.rounding],
+    )  # fmt: skip
+
+
+def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return `round_experts` with the rules of the config; None if no expert is rounded."""
+    if cfg.quant.experts == "none":
+        return None
+    return partial(round_experts, encode=encoder_from_config(cfg))
 
 
 def with_rounded(params: Params, packed: Params) -> Params:
@@ -66,9 +89,9 @@ def decode_experts(params: Params, dtype: DTypeLike) -> Params:
 
 def decode_rounded(params: Params, cfg: Config) -> Params:
     """Return dense weights with the values that a run's engine reads."""
-    if cfg.quant.experts == "none":
+    if (round_params := rounding_from_config(cfg)) is None:
         return params
-    return decode_experts(round_experts(params), cfg.model.dtype)
+    return decode_experts(round_params(params), cfg.model.dtype)
 
 
 def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
@@ -76,16 +99,15 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 
     Engines that do not read four bits get the packed values in the model's dtype.
     """
-    if cfg.quant.experts == "none":
-        return None
-    if describe_engine(cfg).reads_four_bits:
-        return round_experts
+    round_params = rounding_from_config(cfg)
+    if round_params is None or describe_engine(cfg).reads_four_bits:
+        return round_params
     return partial(decode_rounded, cfg=cfg)
 
 
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
-    return round_experts if cfg.quant.experts == "mxfp4" else None
+    return rounding_from_config(cfg) if cfg.quant.experts == "mxfp4" else None
 
 
 def read_rounded(w_EDF: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:

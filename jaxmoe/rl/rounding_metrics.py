@@ -5,7 +5,7 @@ A master that never crosses the border to another code teaches the model nothing
 gradient. Next: jaxmoe/model/rounded.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -15,6 +15,7 @@ from jaxmoe.rl.metrics import BY_LAYER
 from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 
 SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
 
@@ -79,7 +80,9 @@ def is_changed(old: Mxfp4, new: Mxfp4) -> Bool[Array, "*E D F"]:
     return is_code_changed | is_scale_changed
 
 
-def sample_codes(params: Params) -> dict[str, Leaf]:
+def sample_codes(
+    params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4
+) -> dict[str, Leaf]:
     """Return the codes of a fixed sample of the experts' matrices, by name, to be compared later.
 
     The sample has at most SAMPLED_EXPERTS experts and SAMPLED_COLUMNS columns of each matrix, in
@@ -89,7 +92,7 @@ def sample_codes(params: Params) -> dict[str, Leaf]:
         kind: {name: _take_sample(layer[name]) for name in MATRICES}
         for kind, layer in params["layers"].items()
     }
-    packed = round_experts({"layers": layers})["layers"]
+    packed = round_experts({"layers": layers}, encode)["layers"]
     return {
         f"{kind}/{name}/{part}": x
         for kind, layer in packed.items()
@@ -104,10 +107,12 @@ def _take_sample(w_LEDF: Leaf) -> Leaf:
     return w_LEDF[:, experts, :, :: max(1, width // SAMPLED_COLUMNS)]
 
 
-def moved_share(start: Mapping[str, Leaf], params: Params) -> Array:
+def moved_share(
+    start: Mapping[str, Leaf], params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4
+) -> Array:
     """Return the share of the sampled values whose code or scale differs from `sample_codes`."""
     changed: list[Array] = []
-    new = sample_codes(params)
+    new = sample_codes(params, encode)
     for name in new:
         if name.endswith("/nibbles_EDF"):
             stem = name.removesuffix("nibbles_EDF")

@@ -5,6 +5,7 @@ A sample of the start's codes is kept in start_codes.npz of the run folder, so t
 compares with the same start. Next: jaxmoe/rl/rounding_metrics.py.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
+from jaxmoe.model.rounded import encoder_from_config
 from jaxmoe.rl.rounding_metrics import moved_share, sample_codes
 from jaxmoe.run_files import replace_file
 from jaxmoe.shapes import Metrics, Params
@@ -30,6 +32,7 @@ class StartCodes:
         self._codes: dict[str, np.ndarray] = {}
         if cfg.quant.experts == "none":
             return
+        encode = encoder_from_config(cfg)
         path = Path(cfg.workdir) / NAME
         if step and path.is_file():
             with np.load(path) as stored:
@@ -37,12 +40,12 @@ class StartCodes:
         else:
             # Each process reads all of it.
             options = {"out_shardings": NamedSharding(mesh, PartitionSpec())} if mesh else {}
-            codes = jax.jit(sample_codes, **options)(params)
+            codes = jax.jit(partial(sample_codes, encode=encode), **options)(params)
             self._codes = {name: np.asarray(x) for name, x in codes.items()}
             if jax.process_index() == 0:
                 with replace_file(path) as file:
                     np.savez_compressed(file, allow_pickle=False, **self._codes)
-        self._moved_share = jax.jit(moved_share)
+        self._moved_share = jax.jit(partial(moved_share, encode=encode))
 
     def measure(self, params: Params) -> Metrics:
         """Return the share of the sampled values that differ from the start; {} without them."""

@@ -67,6 +67,15 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", ["quant.scale=least_error", "quant.rounding=stochastic"])
+def test_trainer_and_engine_read_the_same_bits_by_other_rules_of_rounding(tmp_path, rule):
+    assert run(tmp_path, "model.numerics=invariant", "steps=2", rule) == 0
+    for row in rl_rows(tmp_path):
+        assert row["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert row["quant/moved_since_start_frac"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -102,6 +111,12 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
         (
             ["mesh.fsdp=2"],
             "needs one device: groups of 32 values are not yet sharded, got mesh.fsdp=2",
+        ),
+        (["quant.scale=max"], "quant.scale must be one of ocp, least_error; got 'max'"),
+        (["quant.rounding=up"], "quant.rounding must be one of nearest, stochastic; got 'up'"),
+        (
+            ["quant.experts=none", "quant.rounding=stochastic"],
+            "quant.rounding=stochastic need experts that are rounded, got quant.experts=none",
         ),
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],
