@@ -30,32 +30,61 @@ def assert_equal_bytes(w_DF):
     return actual
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    arrays.arrays(np.uint32, (64, 3), elements=st.integers(0, 2**32 - 1)),
-    st.integers(0, 255),
-    st.integers(0, 40),
-)
-def test_any_finite_floats_become_the_same_bytes_as_on_the_host(bits, exponent, spread):
+def compare_with_host(bits, exponent, spread):
     """Exponents near one another, since the largest of a group decides; any sign and mantissa."""
     field = np.clip(exponent - bits % (spread + 1), 0, 254).astype(np.uint32)
     bits = (bits & np.uint32(0x807FFFFF)) | (field << 23)
     assert_equal_bytes(bits.view(np.float32))
 
 
+FLOATS = (
+    arrays.arrays(np.uint32, (64, 3), elements=st.integers(0, 2**32 - 1)),
+    st.integers(0, 255),
+    st.integers(0, 40),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(*FLOATS)
+def test_any_finite_floats_become_the_same_bytes_as_on_the_host(bits, exponent, spread):
+    compare_with_host(bits, exponent, spread)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@settings(max_examples=10_000, deadline=None)
+@given(*FLOATS)
+def test_ten_thousand_matrices_become_the_same_bytes_as_on_the_host(bits, exponent, spread):
+    compare_with_host(bits, exponent, spread)
+
+
+def borders_of_scale(exponent):
+    """256 values: both signs of each border between two codes, of each code, and of their
+    neighbours among the floats. Each 32 of them have the scale 2^exponent."""
+    middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0]
+    with np.errstate(over="ignore", under="ignore"):
+        near = np.array(middles, np.float32) * np.ldexp(np.float32(1), exponent)
+        around = [near]
+        for limit in (0, np.inf):
+            step = near
+            for _ in range(4):
+                step = np.nextafter(step, np.float32(limit))
+                around.append(step)
+        values = np.concatenate(around)
+    values = np.resize(np.where(np.isfinite(values), values, 0), 124)
+    values = np.concatenate([values, -values]).reshape(31, 8)
+    # The largest value of each group, which makes the scale.
+    largest = np.full((1, 8), np.ldexp(np.float32(4), exponent))
+    return np.concatenate([values, largest]).astype(np.float32)
+
+
 def test_values_at_each_border_between_two_codes_become_the_same_bytes_at_each_scale():
-    """All 7 midpoints with the floats next to them, both signs, at all 255 scales."""
-    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0], np.float32)
-    columns = []
-    for exponent in range(-127, 126):
-        with np.errstate(over="ignore", under="ignore"):
-            power = np.ldexp(np.float32(1), exponent)
-            near = middles * power
-            values = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.inf)])
-            values = np.concatenate([values, [4 * power, 0.0, -0.0, power / 2, -power / 2]])
-        columns.append(np.resize(np.where(np.isfinite(values), values, 0), 32))
-    half = np.array(columns, np.float32).T
-    assert_equal_bytes(np.concatenate([half, -half]))
+    """256 values at each of the 253 scales that a float32 can have."""
+    for first in range(-127, 126, 23):
+        columns = np.concatenate([borders_of_scale(e) for e in range(first, first + 23)], axis=1)
+        packed = assert_equal_bytes(np.concatenate([columns, -columns]))
+        scales = np.asarray(packed.scales_EDF)[0].reshape(23, 8)
+        assert np.array_equal(scales, np.repeat(np.arange(first, first + 23)[:, None] + 127, 8, 1))
 
 
 def test_each_code_with_each_scale_is_encoded_to_itself():
