@@ -3,6 +3,8 @@
 
     automaton    answers of 32 tokens, the reward is the share of right ones
     reversal     answers of 8 tokens, the reward is 1 or 0
+    small_rate   reversal, where only experts train, so slowly that masters which begin at a code
+                 do not reach the border to the next
 
 The model that training starts from has experts whose values are four-bit codes, as the released
 GPT-OSS has, and was trained to work with them. Every contender is evaluated with the experts that
@@ -23,7 +25,13 @@ from jaxmoe.config import Config, DataConfig, ModelConfig, OptimConfig, RolloutC
 from jaxmoe.config_file import override
 from jaxmoe.model import Ops, make_engine_ops, make_ops
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.rounded import MATRICES, decode_experts, engine_rounding, round_experts
+from jaxmoe.model.rounded import (
+    MATRICES,
+    decode_experts,
+    engine_rounding,
+    round_experts,
+    rounding_from_config,
+)
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
@@ -47,11 +55,20 @@ from jaxmoe.study.reversal import Reversal
 
 @dataclass(frozen=True)
 class Mxfp4Bed:
-    """A task, and the loss at which its warm start ends, in nats a token."""
+    """A task and what its contenders share.
+
+    warm_loss: the loss at which the warm start ends, in nats a token.
+    settings: changes of `mxfp4_bed_config`.
+    contenders: the names of those that it has; () for all.
+    rate: the learning rate of all contenders; None if each has rates of its own.
+    """
 
     name: str
     task: BedTask
     warm_loss: float
+    settings: tuple[str, ...] = ()
+    contenders: tuple[str, ...] = ()
+    rate: float | None = None
 
 
 MXFP4_BEDS = {
@@ -59,8 +76,15 @@ MXFP4_BEDS = {
     for bed in (
         Mxfp4Bed("automaton", Automaton(), warm_loss=0.15),
         Mxfp4Bed("reversal", Reversal(), warm_loss=0.25),
+        Mxfp4Bed(
+            "small_rate", Reversal(), warm_loss=0.25,
+            settings=("optim.trainable=.*(w_gate_up|w_down)",), rate=1e-4,
+            contenders=(
+                "dense, then rounded", "four bits on both sides", "four bits, stochastic",
+            ),
+        ),
     )
-}
+}  # fmt: skip
 
 
 def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
@@ -115,7 +139,8 @@ class Mxfp4Programs:
     @cached_property
     def shipped(self) -> Callable[[Params, Params | None], Params]:
         """(trained weights, base) -> weights with four-bit experts, and with LoRA's adapters."""
-        return jax.jit(lambda params, base: self._combine(params, base, round_experts))
+        round_params = rounding_from_config(self.cfg) or round_experts
+        return jax.jit(lambda params, base: self._combine(params, base, round_params))
 
     def _combine(
         self, params: Params, base: Params | None, round_params: Callable[[Params], Params] | None

@@ -7,6 +7,7 @@ of its rates. Next: jaxmoe/study/mxfp4_bed.py trains one run.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from jaxmoe.shapes import Metrics
@@ -37,10 +38,18 @@ MXFP4_CONTENDERS = [
     ),
     Contender("four-bit engine, ratio to it", (_ENGINE, "loss.old_logp=rollout"), RATES),
     Contender("four bits on both sides", ("quant.experts=mxfp4",), RATES),
+    Contender("four bits, least error", ("quant.experts=mxfp4", "quant.scale=least_error"), RATES),
+    Contender("four bits, stochastic", ("quant.experts=mxfp4", "quant.rounding=stochastic"), RATES),
     Contender(
         "LoRA on the packed base", ("lora.attention_rank=8", "lora.expert_rank=8"), LORA_RATES
     ),
 ]
+
+
+def bed_contenders(bed: Mxfp4Bed) -> list[Contender]:
+    """Return the contenders of a bed, with the bed's rate if it has one."""
+    chosen = [c for c in MXFP4_CONTENDERS if c.name in bed.contenders or not bed.contenders]
+    return chosen if bed.rate is None else [replace(c, rates=(bed.rate,)) for c in chosen]
 
 
 def run_mxfp4_bed(
@@ -54,7 +63,7 @@ def run_mxfp4_bed(
     # A contender's runs follow each other, so the programs of one are needed at a time.
     @functools.lru_cache(maxsize=1)
     def compile_programs(settings: tuple[str, ...]) -> Mxfp4Programs:
-        return Mxfp4Programs(bed, mxfp4_bed_config(bed.task, steps, *settings))
+        return Mxfp4Programs(bed, mxfp4_bed_config(bed.task, steps, *bed.settings, *settings))
 
     def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
         assert rate is not None
@@ -65,9 +74,10 @@ def run_mxfp4_bed(
         )
         return metrics
 
+    contenders = bed_contenders(bed)
     # Each rate is tried on the tuning seeds, and the best one runs on the others.
-    n_runs = sum(len(c.rates) * tuning_seeds + seeds - tuning_seeds for c in MXFP4_CONTENDERS)
+    n_runs = sum(len(c.rates) * tuning_seeds + seeds - tuning_seeds for c in contenders)
     return run_study(
-        MXFP4_CONTENDERS, run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
+        contenders, run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
         measure="end", tuning_seeds=tuning_seeds, report=lambda c: None,
     )  # fmt: skip
