@@ -198,7 +198,8 @@ def train_on_mxfp4_bed(
         batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
             state, metrics, _ = programs.step_fn(state, batch, minibatches, base, jnp.float32(rate))
-        row = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        fetched = jax.device_get(metrics).items()
+        row = {name: float(x) for name, x in fetched if np.ndim(x) == 0}
         before, codes = codes, programs.shipped(state.policy, base)
         rows.append(row | {"reward": reward, "moved": changed_share(before, codes)})
         report(step, reward)
