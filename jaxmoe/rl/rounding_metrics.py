@@ -24,6 +24,8 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
     """Shares of all values of the experts' matrices, and their distance from the masters.
 
     quant/moved_frac: values whose code or scale changed in this step.
+    quant/rescaled_frac: values of groups whose scale changed. The largest value of a group that falls
+        from 4 · 2^e by a little halves the scale, and becomes 3 · 2^e.
     quant/saturated_frac: masters above the largest value of their group; they get no gradient.
     quant/relative_error: ‖values − masters‖ / ‖masters‖, Frobenius.
     quant/distance: mean |value − master| / 2^e, with 2^e the scale of the group. Neighbouring codes
@@ -44,6 +46,7 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
     total = {name: jnp.sum(x_L) for name, x_L in sums.items()}
     return {
         "quant/moved_frac": total["moved"] / total["count"],
+        "quant/rescaled_frac": total["rescaled"] / total["count"],
         "quant/saturated_frac": total["saturated"] / total["count"],
         "quant/relative_error": jnp.sqrt(total["error"] / total["norm"]),
         "quant/distance": total["distance"] / total["count"],
@@ -61,6 +64,7 @@ def _measure_kind(old: Params, new: Params, masters: Params) -> dict[str, Array]
         scale = jnp.repeat(packed.scales_EDF, GROUP, axis=-2).astype(jnp.float32)
         parts = {
             "moved": is_changed(old[name], packed).astype(jnp.float32),
+            "rescaled": GROUP * (old[name].scales_EDF != packed.scales_EDF).astype(jnp.float32),
             "saturated": is_saturated(master, packed.scales_EDF).astype(jnp.float32),
             "error": jnp.square(difference),
             "norm": jnp.square(master),

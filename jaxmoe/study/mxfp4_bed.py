@@ -80,7 +80,8 @@ MXFP4_BEDS = {
             "small_rate", Reversal(), warm_loss=0.25,
             settings=("optim.trainable=.*(w_gate_up|w_down)",), rate=1e-4,
             contenders=(
-                "dense, then rounded", "four bits on both sides", "four bits, stochastic",
+                "dense, then rounded", "four bits on both sides", "four bits, least error",
+                "four bits, stochastic",
             ),
         ),
     )

@@ -43,7 +43,7 @@ def test_every_metric_is_that_of_numpy_in_each_layer():
     for name in MATRICES:
         new = change(new, "full", name, 1, old["layers"]["full"][name][1])
     metrics = rounding_metrics(round_experts(old), round_experts(new), new)
-    moved, error, norm, distance, saturated, count = (np.zeros(4) for _ in range(6))
+    moved, rescaled, error, norm, distance, saturated, count = (np.zeros(4) for _ in range(7))
     for i, kind in enumerate(("sliding", "full")):
         for name in MATRICES:
             before = numpy_values(round_experts(old)["layers"][kind][name])
@@ -54,14 +54,16 @@ def test_every_metric_is_that_of_numpy_in_each_layer():
                 is_changed = (before[0][pair] != codes[pair]) | (before[1][pair] != scales[pair])
                 gap = np.abs(values[pair] - master[pair])
                 moved[layer] += is_changed.sum()
+                rescaled[layer] += (before[1][pair] != scales[pair]).sum()
                 error[layer] += (gap**2).sum()
                 norm[layer] += (master[pair] ** 2).sum()
                 distance[layer] += (gap / power).sum()
                 saturated[layer] += (np.abs(master[pair]) > 6 * power).sum()
                 count[layer] += master[pair].size
-    assert moved[3] == 0 and (moved[:3] > 0).all() and saturated.sum() > 0
+    assert moved[3] == 0 and rescaled.sum() > 0 and (moved[:3] > 0).all() and saturated.sum() > 0
     expected = {
         "quant/moved_frac": moved.sum() / count.sum(),
+        "quant/rescaled_frac": rescaled.sum() / count.sum(),
         "quant/saturated_frac": saturated.sum() / count.sum(),
         "quant/relative_error": np.sqrt(error.sum() / norm.sum()),
         "quant/distance": distance.sum() / count.sum(),
