@@ -24,8 +24,8 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
     """Shares of all values of the experts' matrices, and their distance from the masters.
 
     quant/moved_frac: values whose code or scale changed in this step.
-    quant/rescaled_frac: values of groups whose scale changed. The largest value of a group that falls
-        from 4 · 2^e by a little halves the scale, and becomes 3 · 2^e.
+    quant/rescaled_frac: values of groups whose scale changed. If the largest value of a group falls
+        a little below 4 · 2^e, the scale is halved, and that value becomes 3 · 2^e.
     quant/saturated_frac: masters above the largest value of their group; they get no gradient.
     quant/relative_error: ‖values − masters‖ / ‖masters‖, Frobenius.
     quant/distance: mean |value − master| / 2^e, with 2^e the scale of the group. Neighbouring codes
