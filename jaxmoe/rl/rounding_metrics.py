@@ -23,7 +23,7 @@ SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
 def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
     """Shares of all values of the experts' matrices, and their distance from the masters.
 
-    quant/moved_frac: values whose code or scale changed in this step.
+    quant/moved_frac: values that this step changed.
     quant/rescaled_frac: values of groups whose scale changed. If the largest value of a group falls
         a little below 4 · 2^e, the scale is halved, and that value becomes 3 · 2^e.
     quant/saturated_frac: masters above the largest value of their group; they get no gradient.
@@ -77,11 +77,8 @@ def _measure_kind(old: Params, new: Params, masters: Params) -> dict[str, Array]
 
 
 def is_changed(old: Mxfp4, new: Mxfp4) -> Bool[Array, "*E D F"]:
-    """True for each value whose code or scale differs."""
-    differs = old.nibbles_EDF ^ new.nibbles_EDF
-    is_code_changed = jnp.concatenate([differs & 15 != 0, differs >> 4 != 0], axis=-2)
-    is_scale_changed = jnp.repeat(old.scales_EDF != new.scales_EDF, GROUP, axis=-2)
-    return is_code_changed | is_scale_changed
+    """True for each value that differs; another sign of 0 or another scale alone is no change."""
+    return mxfp4_to_dense(old) != mxfp4_to_dense(new)
 
 
 def sample_codes(
@@ -114,7 +111,7 @@ def _take_sample(w_LEDF: Leaf) -> Leaf:
 def moved_share(
     start: Mapping[str, Leaf], params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4
 ) -> Array:
-    """Return the share of the sampled values whose code or scale differs from `sample_codes`."""
+    """Return the share of the sampled values that differ from `sample_codes`."""
     changed: list[Array] = []
     new = sample_codes(params, encode)
     for name in new:

@@ -176,7 +176,7 @@ def train_on_mxfp4_bed(
     end_unrounded: the same of the weights that the optimizer has.
     k3, ess: between engine and trainer, means over the steps.
     grad_norm_median, grad_norm_p99, ratio_max: over the steps.
-    moved: share of the experts' values whose code or scale is another than at the start.
+    moved: share of the experts' values that differ from those at the start.
     moved_per_step: mean share in a step.
     """
     cfg, task = programs.cfg, programs.bed.task
@@ -216,7 +216,7 @@ def train_on_mxfp4_bed(
 
 
 def changed_share(old: Params, new: Params) -> float:
-    """Share of the experts' values whose code or scale differs; 0 for the frozen base of LoRA."""
+    """Share of the experts' values that differ; 0 for the frozen base of LoRA."""
     changed, count = 0.0, 0
     for kind, layer in new["layers"].items():
         for name in MATRICES:

@@ -13,6 +13,7 @@ from jaxmoe.model import init_params, tiny
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.rounding_metrics import moved_share, rounding_metrics, sample_codes
 from pallas_kernels.grouped_matmul import Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 
 CFG = replace(tiny(), dtype="float32", n_layers=4, n_experts=3)
 
@@ -51,7 +52,7 @@ def test_every_metric_is_that_of_numpy_in_each_layer():
             master = np.asarray(new["layers"][kind][name], np.float64)
             for pair in range(2):
                 layer, power = 2 * pair + i, 2.0 ** (scales[pair] - 127)
-                is_changed = (before[0][pair] != codes[pair]) | (before[1][pair] != scales[pair])
+                is_changed = before[2][pair] != values[pair]
                 gap = np.abs(values[pair] - master[pair])
                 moved[layer] += is_changed.sum()
                 rescaled[layer] += (before[1][pair] != scales[pair]).sum()
@@ -85,7 +86,13 @@ def test_a_sample_of_the_codes_sees_what_moved_since_the_start():
     smallest = int(jnp.argsort(jnp.abs(value))[20])
     moved = change(params, "full", "w_down", (1, 2, smallest, 0), 0.0)
     assert float(moved_share(start, moved)) == pytest.approx(1 / total)
-    # A group whose scale changes has moved as a whole, whatever its codes.
+    # A group whose scale changes has moved but for its zeros, whatever its codes.
     doubled = change(params, "sliding", "w_gate_up", (0, 0, slice(0, 32), 0),
                      2 * params["layers"]["sliding"]["w_gate_up"][0, 0, :32, 0])  # fmt: skip
-    assert float(moved_share(start, doubled)) == pytest.approx(32 / total)
+    values = mxfp4_to_dense(round_experts(params)["layers"]["sliding"]["w_gate_up"])
+    n_zeros = int(jnp.sum(values[0, 0, :32, 0] == 0))
+    assert float(moved_share(start, doubled)) == pytest.approx((32 - n_zeros) / total)
+    # Another sign of zero is the same value.
+    zeros = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), 0.0)
+    negative = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), -0.0)
+    assert float(moved_share(jax.device_get(sample_codes(zeros)), negative)) == 0.0
