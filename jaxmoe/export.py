@@ -143,10 +143,10 @@ def _print_comparison(cfg: Config, policy: Params, out: Path, version: int) -> N
             print(line)
     # The folder is complete, and nothing that stops a measurement may look like its failure.
     except (Exception, KeyboardInterrupt) as error:
-        reason = str(error).strip() or type(error).__name__
+        reason = str(error).strip() or "stopped"
         print(
             f"! {out} is complete, but was not compared with the run: "
-            f"{escape_unprintable(reason.splitlines()[0])}",
+            f"{type(error).__name__}: {escape_unprintable(reason.splitlines()[0])}",
             file=sys.stderr,
         )
 

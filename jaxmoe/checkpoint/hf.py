@@ -46,7 +46,7 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 Progress = Callable[[int, int, str], None]  # bytes read, total bytes, name of the tensor
 
-_QUANTIZATION = {
+QUANTIZATION = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -357,5 +357,5 @@ def _write_shards(
         index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     config = to_hf(cfg, dtype=cfg.dtype if dtype == "mxfp4" else dtype)
-    packed = {"quantization_config": _QUANTIZATION} if dtype == "mxfp4" else {}
+    packed = {"quantization_config": QUANTIZATION} if dtype == "mxfp4" else {}
     (folder / "config.json").write_text(json.dumps(config | packed, indent=2))
