@@ -136,6 +136,16 @@ def test_vllms_mxfp4_loader_takes_the_bytes_and_has_the_trainers_log_probs(
         gap = largest_gap(engine, params)
         print(f"max |dlogp| {gap:.2e}; unreadable {state['unreadable']}")
         assert gap <= 5e-5
+    backend, params = engine.backends[0], packed_weights(3)
+    with write_files(
+        params, CFG, tmp_path, dtype="float32", run="ef", version=1, experts="packed"
+    ) as file:  # the transport of servers
+        backend.start_update()
+        backend.send_update(file.update_info)
+        backend.finish_update(file.label)
+        (state,) = engine.loaded_states()
+        assert state["received"] == file.digests and state["label"] == file.label
+        assert state["stale"] == []
     # the doctor's dense arrays of the same values, and values that four bits do not hold
     engine.load(decode_experts(packed_weights(1), "float32"), 3)
     assert largest_gap(engine, packed_weights(1)) <= 5e-5
