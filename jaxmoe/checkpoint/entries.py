@@ -63,10 +63,10 @@ def list_entries(cfg: ModelConfig) -> list[Entry]:
     return [entry for _, entry in sorted(entries_by_layer, key=lambda item: item[0])]
 
 
-def plan_entry(entry: Entry, dtype: str, others: str = "bfloat16") -> list[PlannedTensor]:
+def plan_entry(entry: Entry, dtype: str, unpacked: str = "bfloat16") -> list[PlannedTensor]:
     """The tensors that store an entry in a file: one, or blocks and scales of packed experts.
 
-    others: for mxfp4, the dtype of all tensors that are not packed.
+    unpacked: for mxfp4, the dtype of all tensors that are not packed.
     """
     if dtype not in (*_FILE_DTYPES, "mxfp4"):
         raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, mxfp4, got {dtype!r}.")
@@ -75,7 +75,7 @@ def plan_entry(entry: Entry, dtype: str, others: str = "bfloat16") -> list[Plann
         scales = (experts, out, summed // mxfp4.GROUP)
         blocks = (*scales, mxfp4.GROUP // 2)
         return [(entry.name + "_blocks", "U8", blocks), (entry.name + "_scales", "U8", scales)]
-    return [(entry.name, _FILE_DTYPES[others if dtype == "mxfp4" else dtype], entry.shape)]
+    return [(entry.name, _FILE_DTYPES[unpacked if dtype == "mxfp4" else dtype], entry.shape)]
 
 
 def planned_tensors(cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:

@@ -65,16 +65,16 @@ def compare_export(cfg: Config, policy: Params, out: Path, *, version: int) -> E
     scored = partial(_score_rollouts, score, version=version)
     answer = partial(_answer_held_out, task=task, cfg=cfg, version=version)
     with closing(open_engine(cfg, ops, Path(cfg.workdir))) as engine:
-        own = policy if round_params is None else jax.jit(round_params)(policy)
-        engine.load(own, version)
+        weights = policy if round_params is None else jax.jit(round_params)(policy)
+        engine.load(weights, version)
         before = answer(engine, "the run's weights") if round_params is None else None
         with report_phase(f"scoring {N_SAMPLES} answers to each of some held-out prompts"):
             rollouts = task.sample(
                 engine, task.held_out_prompts()[:N_PROMPTS], task.sampling, seed=3,
                 samples=N_SAMPLES, held_out=True,
             )  # fmt: skip
-            own_logps, own_experts = scored(own, rollouts)
-            del own
+            own_logps, own_experts = scored(weights, rollouts)
+            del weights
             packed = round_params is not None and cfg.save.export_dtype == "mxfp4"
             exported = jax.device_put(
                 load_params(
@@ -148,8 +148,8 @@ def _score_rollouts(
 
 
 def _answer_held_out(
-    engine: Engine, whose: str, *, task: Task, cfg: Config, version: int
+    engine: Engine, weights_name: str, *, task: Task, cfg: Config, version: int
 ) -> Metrics:
     prompts, samples = task.held_out_prompts(), max(8, cfg.eval.samples_per_prompt)
-    with report_phase(f"answering {len(prompts)} held-out prompts with {whose}"):
+    with report_phase(f"answering {len(prompts)} held-out prompts with {weights_name}"):
         return evaluate_held_out(engine, prompts, task, version=version, samples=samples)[0]

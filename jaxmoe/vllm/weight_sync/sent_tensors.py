@@ -111,8 +111,9 @@ def device_sent(params: Params, entry: Entry, dtype: str, device: Any) -> jax.Ar
 
 def _nibbles_to_blocks(nibbles_EDF: UInt8[Array, "E D_half F"]) -> UInt8[Array, "E F G 16"]:
     """`mxfp4.nibbles_to_blocks` of all experts, on the device."""
-    even, odd = nibbles_EDF[:, 0::2], nibbles_EDF[:, 1::2]
-    low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 240)
+    even_rows, odd_rows = nibbles_EDF[:, 0::2], nibbles_EDF[:, 1::2]
+    low = (even_rows & 15) | (odd_rows << 4)
+    high = (even_rows >> 4) | (odd_rows & 240)
     bytes_EFD = jnp.swapaxes(jnp.concatenate([low, high], axis=1), 1, 2)
     return bytes_EFD.reshape(*bytes_EFD.shape[:2], -1, mxfp4.GROUP // 2)
 
