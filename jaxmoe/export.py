@@ -3,8 +3,9 @@
 
 DIR is a folder that `transformers` and vLLM load: weights, config.json, tokenizer, and a
 generation_config.json with the tokens that end an answer. For a run that trains adapters, it has
-the adapters and the tokenizer, in PEFT's format; with --merge, complete weights.
-Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft.py.
+the adapters and the tokenizer, in PEFT's format; with --merge, complete weights. Four-bit experts
+are then compared with the run's weights.
+Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft.py, jaxmoe/run/compare_export.py.
 """
 
 import json
@@ -26,10 +27,13 @@ from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, wr
 from jaxmoe.distributed.processes import check_one_process
 from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.model.rounded import rounding_from_config
+from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.run.compare_export import compare_export, format_export_gap
+from jaxmoe.shapes import Params
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,20 +44,31 @@ def main(argv: list[str] | None = None) -> int:
             "--merge", action="store_true",
             help="for a LoRA run: export merged weights instead of the adapters",
         )  # fmt: skip
+        parser.add_argument(
+            "--dtype", metavar="DTYPE", help="bfloat16, float32 or mxfp4; as save.export_dtype"
+        )
+        parser.add_argument(
+            "--no-compare", action="store_false", dest="compare",
+            help="do not score answers with the run's weights and with four-bit experts",
+        )  # fmt: skip
         args = parser.parse_args(argv)
         check_one_process("export")
+        if args.dtype is not None:
+            args.changes.append(f"save.export_dtype={args.dtype}")
         export_checkpoint(
-            config_from_args(args), Path(args.out), merge=args.merge, dry_run=args.dry_run
-        )
+            config_from_args(args), Path(args.out), merge=args.merge, dry_run=args.dry_run,
+            compare=args.compare,
+        )  # fmt: skip
     return status.code
 
 
 def export_checkpoint(
-    cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False
+    cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False, compare: bool = False
 ) -> None:
     """Export a run's newest checkpoint to `out`, in the dtype save.export_dtype.
 
-    The folder is complete or absent.
+    The folder is complete or absent. `compare`: if experts are in four bits, also print how far the
+    folder is from the run's weights; whatever stops that leaves the folder as it is.
     Numerics: merged weights are rounded once, to that dtype; for mxfp4, the error is printed.
     Raises: ConfigError if the folder is not empty, the disk is full, there is no checkpoint, or
         the base of a run's adapters is missing or changed.
@@ -98,6 +113,7 @@ def export_checkpoint(
         f"{position.stage} step {position.step} of {cfg.workdir}",
     )
     _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
+    masters = policy
     if (round_params := rounding_from_config(cfg)) is not None:
         policy = round_params(policy)
     if cfg.lora.ranks and position.stage == "rl":
@@ -115,7 +131,24 @@ def export_checkpoint(
             print(f"merged   {format_packing_errors(errors)}", flush=True)
     with report_phase(f"writing {out}"):
         save_params(policy, cfg.model, out, dtype=dtype, add_files=add_files)
-    print(f"{out}: {origin}, {description}")
+    print(f"{out}: {origin}, {description}", flush=True)
+    if compare and not cfg.lora.ranks and (dtype == "mxfp4" or round_params is not None):
+        _print_comparison(cfg, masters, out, position.step if position.stage == "rl" else 0)
+
+
+def _print_comparison(cfg: Config, policy: Params, out: Path, version: int) -> None:
+    """Print how far an export is from the run's weights, or why that is not known."""
+    try:
+        for line in format_export_gap(compare_export(cfg, policy, out, version=version)):
+            print(line)
+    # The folder is complete, and nothing that stops a measurement may look like its failure.
+    except (Exception, KeyboardInterrupt) as error:
+        reason = str(error).strip() or "stopped"
+        print(
+            f"! {out} is complete, but was not compared with the run: "
+            f"{type(error).__name__}: {escape_unprintable(reason.splitlines()[0])}",
+            file=sys.stderr,
+        )
 
 
 def _warn_of_other_router(cfg: Config, step: int) -> None:

@@ -101,6 +101,7 @@ def test_jit_stays_at_the_edge():
     edge.add("check_collectives.py")  # before the run's first program
     edge.add("router_exact.py")  # a command's own programs
     edge.add("job.py")  # rounds the weights for the engine, once a step
+    edge.add("compare_export.py")  # an export's own programs, once
     edge.add("first_difference.py")  # a run's last words: programs of its own, once
     for path in PRODUCT:
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())

@@ -15,7 +15,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import Layout, Spec, param_specs
 from jaxmoe.shapes import Params
 
-_FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32", "mxfp4": "BF16"}  # outside the experts
+_FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,24 @@ def list_entries(cfg: ModelConfig) -> list[Entry]:
     return [entry for _, entry in sorted(entries_by_layer, key=lambda item: item[0])]
 
 
-def plan_entry(entry: Entry, dtype: str) -> list[PlannedTensor]:
-    """The tensors that store an entry in a file: one, or blocks and scales of packed experts."""
-    if dtype not in _FILE_DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, got {dtype!r}.")
+def plan_entry(entry: Entry, dtype: str, unpacked: str = "bfloat16") -> list[PlannedTensor]:
+    """The tensors that store an entry in a file: one, or blocks and scales of packed experts.
+
+    unpacked: for mxfp4, the dtype of all tensors that are not packed.
+    """
+    if dtype not in (*_FILE_DTYPES, "mxfp4"):
+        raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, mxfp4, got {dtype!r}.")
     if dtype == "mxfp4" and entry.is_packable:
         experts, summed, out = entry.shape
         scales = (experts, out, summed // mxfp4.GROUP)
         blocks = (*scales, mxfp4.GROUP // 2)
         return [(entry.name + "_blocks", "U8", blocks), (entry.name + "_scales", "U8", scales)]
-    return [(entry.name, _FILE_DTYPES[dtype], entry.shape)]
+    return [(entry.name, _FILE_DTYPES[unpacked if dtype == "mxfp4" else dtype], entry.shape)]
 
 
 def planned_tensors(cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:
     """(name, safetensors dtype, shape) of each tensor that `iter_hf` yields, in the same order."""
-    return [item for entry in list_entries(cfg) for item in plan_entry(entry, dtype)]
+    return [item for entry in list_entries(cfg) for item in plan_entry(entry, dtype, cfg.dtype)]
 
 
 def leaf_of(params: Params, entry: Entry) -> Any:

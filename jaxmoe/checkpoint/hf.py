@@ -46,7 +46,7 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 Progress = Callable[[int, int, str], None]  # bytes read, total bytes, name of the tensor
 
-_QUANTIZATION = {
+QUANTIZATION = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -209,13 +209,14 @@ def iter_hf(
 
     For a dense dtype, packed leaves are decoded exactly; for mxfp4, their bytes are unchanged.
     Adapters are merged into their base and rounded once.
-    dtype: bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
+    dtype: bfloat16, float32 or mxfp4 (experts packed, the rest in the model's dtype: in bfloat16
+        the released layout).
     Raises: ValueError if a leaf is not in the table or does not fit MXFP4; ConfigError for another
         dtype or a non-finite value.
     """
     check_param_tree(params, cfg)
     for entry in list_entries(cfg):
-        items, leaf = plan_entry(entry, dtype), leaf_of(params, entry)
+        items, leaf = plan_entry(entry, dtype, cfg.dtype), leaf_of(params, entry)
         if len(items) == 2 and isinstance(leaf, Mxfp4):
             packed = _gather_packed(leaf, entry)
             yield from zip(
@@ -355,6 +356,6 @@ def _write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-    config = to_hf(cfg, dtype="bfloat16" if dtype == "mxfp4" else dtype)
-    packed = {"quantization_config": _QUANTIZATION} if dtype == "mxfp4" else {}
+    config = to_hf(cfg, dtype=cfg.dtype if dtype == "mxfp4" else dtype)
+    packed = {"quantization_config": QUANTIZATION} if dtype == "mxfp4" else {}
     (folder / "config.json").write_text(json.dumps(config | packed, indent=2))

@@ -102,10 +102,14 @@ def halves_to_blocks(
     nibbles: UInt8[np.ndarray, "D_half F"], scales: UInt8[np.ndarray, "G F"]
 ) -> tuple[UInt8[np.ndarray, "F G 16"], UInt8[np.ndarray, "F G"]]:
     """The inverse of `blocks_to_halves`."""
+    return nibbles_to_blocks(nibbles), np.ascontiguousarray(scales.T)
+
+
+def nibbles_to_blocks(nibbles: UInt8[np.ndarray, "D_half F"]) -> UInt8[np.ndarray, "F G 16"]:
+    """The blocks of one matrix."""
     half, columns = nibbles.shape
     bytes_2DF = _unpair_halves(nibbles).reshape(2, half // 2, columns)
-    blocks = np.ascontiguousarray(bytes_2DF.transpose(2, 0, 1)).reshape(columns, -1, GROUP // 2)
-    return blocks, np.ascontiguousarray(scales.T)
+    return np.ascontiguousarray(bytes_2DF.transpose(2, 0, 1)).reshape(columns, -1, GROUP // 2)
 
 
 def _pair_halves(low_high: np.ndarray) -> np.ndarray:

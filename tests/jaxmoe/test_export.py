@@ -151,13 +151,31 @@ def test_the_sums_are_those_of_sha256sum(exported):
 
 
 def test_four_bits_keep_their_stated_error(work, tmp_path):
-    assert command(work, tmp_path / "out", "save.export_dtype=mxfp4") == 0
+    args = ["--config", "tiny.py", "--workdir", str(work), "--out", str(tmp_path / "out")]
+    sets = [part for change in SMALL for part in ("--set", change)]
+    assert export.main([*args, *sets, "--dtype", "mxfp4", "--no-compare"]) == 0
     loaded = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]["w_down"]
     want = np.asarray(POLICY["layers"]["full"]["w_down"])
     groups = [np.moveaxis(x, -2, -1).reshape(-1, 32) for x in (want, loaded)]
     bound = np.abs(groups[0]).max(axis=1, keepdims=True) / 4
     error = np.abs(groups[1] - groups[0])
     assert (error <= bound).all() and error.max() > 0
+
+
+def test_whatever_stops_the_comparison_leaves_the_export_and_one_line(
+    work, tmp_path, capsys, monkeypatch
+):
+    def run_out_of_memory(*_, **__):
+        raise MemoryError("no room\nfor two copies")
+
+    monkeypatch.setattr(export, "compare_export", run_out_of_memory)
+    assert command(work, tmp_path / "out", "save.export_dtype=mxfp4") == 0
+    err = capsys.readouterr().err
+    assert (
+        err.count("\n") == 1
+        and "complete, but was not compared with the run: MemoryError: no" in err
+    )
+    assert load_params(tmp_path / "out", CFG.model, "float32")
 
 
 def test_a_folder_that_holds_something_is_left_alone(work, tmp_path, capsys):

@@ -51,7 +51,9 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
         assert row["grad/norm"] > 0 and 0 < row["quant/moved_frac"] < 0.5
         assert 0 < row["quant/saturated_frac"] < 0.1 and 0.05 < row["quant/relative_error"] < 0.2
     assert eval_main(arguments(work, invariant, "steps=2")) == 0
+    capsys.readouterr()
     assert export_main([*arguments(work, invariant, "steps=2"), "--out", str(out)]) == 0
+    assert "max 0 nats; other experts in 0.00% of (token, layer)" in capsys.readouterr().out
 
     cfg = override(load_config("tiny_mxfp4.py"), *SETTINGS, invariant, "steps=2", f"workdir={work}")
     optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
@@ -117,6 +119,14 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
         (
             ["quant.experts=none", "quant.rounding=stochastic"],
             "quant.rounding=stochastic need experts that are rounded, got quant.experts=none",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.dtype=float16"],
+            "rollout.vllm.dtype must be one of empty, float32, bfloat16; got 'float16'",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.args=--seed 1 --dtype half"],
+            "values reach 6 · 2^125; got --dtype half in rollout.vllm.args. Leave it out",
         ),
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],

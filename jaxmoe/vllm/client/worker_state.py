@@ -68,6 +68,7 @@ _FIELDS = {
     "label": ("a text", _is_text),
     "logprobs_mode": ("a text", _is_text),
     "vllm": ("a text", _is_text),
+    "experts": ("a text", _is_text),
     "replicas": ("a number above 0", _is_count),
     "rows": ("a number above 0", _is_count),
     "received": ("digests by name", _is_digests),

@@ -4,6 +4,8 @@
 Next: jaxmoe/vllm/engine/vllm_engine.py.
 """
 
+import argparse
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
 def describe_vllm(cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_vllm_engine, summary=_summarize(cfg), reports_kept_mass=True,
-        reports_experts=True, runs_episodes=True, check=check_vllm,
+        reports_experts=True, runs_episodes=True, reads_four_bits=True, check=check_vllm,
         check_processes=check_vllm_processes, without_weight_check=_without_probe,
     )  # fmt: skip
 
@@ -35,6 +37,7 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
     return open_vllm(
         cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine",
         adapter=ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None,
+        four_bits=cfg.quant.experts != "none",
         max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
         max_rows=r.max_parallel_sequences, max_context=cfg.context,
     )  # fmt: skip
@@ -57,6 +60,14 @@ def check_vllm(cfg: Config) -> None:
         f"got {r.max_staleness}: the retained mass is computed by the weights that sampled "
         "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
     )
+    if cfg.quant.experts != "none":
+        dtype = find_option(vllm.args, "dtype")
+        require(
+            dtype in ("", "auto", "bfloat16", "float32", "float"),
+            "quant.experts=mxfp4 needs a vLLM that computes in bfloat16 or float32, since values "
+            f"reach 6 · 2^125; got --dtype {dtype} in rollout.vllm.args. Leave it out, and try "
+            "--set rollout.vllm.dtype=bfloat16.",
+        )
     if not cfg.lora.ranks:
         return
     require(
@@ -117,6 +128,16 @@ def _check_adapter(cfg: Config) -> None:
         f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
         f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
     )
+
+
+def find_option(args: str, name: str) -> str:
+    """Return the last value of an option among vLLM's, as on a command line; "" without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(f"--{name}", default="")
+    try:
+        return parser.parse_known_args(shlex.split(args))[0].__dict__[name]
+    except argparse.ArgumentError:
+        return ""  # vLLM reports the error
 
 
 def _summarize(cfg: Config) -> str:

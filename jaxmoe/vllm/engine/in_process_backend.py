@@ -25,6 +25,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.vllm.client.backend import RequestFailed
+from jaxmoe.vllm.engine.expert_format import starts_packed
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server import (
     build_engine_options,
@@ -52,7 +53,7 @@ class InProcessBackend:
 
     def __init__(
         self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, context: int, rows: int,
-        adapter: ServedAdapter | None = None,
+        adapter: ServedAdapter | None = None, four_bits: bool = False,
     ) -> None:  # fmt: skip
         self.name = "vLLM in this process"
         self._timeout_s = vllm.request_timeout_s
@@ -63,7 +64,8 @@ class InProcessBackend:
             replace(vllm, transport="files"), cfg, context=context, rows=rows, cpu=cpu
         )
         if adapter is None:
-            folder = write_model_config(cfg, dtype, work / "model")
+            packed = starts_packed(four_bits, dtype, cpu)
+            folder = write_model_config(cfg, dtype, work / "model", packed=packed)
         else:
             chosen |= adapter.vllm_options(cpu)
             folder = adapter.prepare_base(cfg, dtype, work, cpu)

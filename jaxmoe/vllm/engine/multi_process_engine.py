@@ -26,9 +26,11 @@ from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
+from jaxmoe.vllm.engine.expert_format import pack_for_sync
 from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.vllm.engine.sync import ProbeReference
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts
 from jaxmoe.vllm.weight_sync.sharded_files import check_shared_directory, write_sharded_files
 from jaxmoe.vllm.weight_sync.update import create_run_id
 
@@ -50,11 +52,16 @@ class MultiProcessVllmEngine:
         def begin() -> bytes:
             run = create_run_id()
             self._engine = VllmEngine(cfg, ops, vllm, run=run, **sizes)
-            return json.dumps({"run": run, "probe": self._engine.probe.scored_tokens}).encode()
+            begun = {
+                "run": run, "probe": self._engine.probe.scored_tokens,
+                "experts": self._engine.experts,
+            }  # fmt: skip
+            return json.dumps(begun).encode()
 
         try:
             begun = json.loads(self._channel.broadcast_from_first(begin))
             self._run, self._probe = begun["run"], begun["probe"]
+            self._experts: Experts = begun["experts"]
             # A folder that is not shared would otherwise show at the first weight sync only.
             check_shared_directory(vllm.weights_dir, f"jaxmoe-{self._run}.lock", self._channel)
         except BaseException:
@@ -63,9 +70,11 @@ class MultiProcessVllmEngine:
 
     def load(self, params: Params, version: int) -> None:
         """Sync the weights like `VllmEngine.load`; each process writes its part of the files."""
+        if self._experts == "packed":
+            params = pack_for_sync(params)
         file = write_sharded_files(
             params, self._cfg, self._vllm.weights_dir, dtype=self._vllm.dtype or self._cfg.dtype,
-            run=self._run, version=version, channel=self._channel,
+            run=self._run, version=version, channel=self._channel, experts=self._experts,
         )  # fmt: skip
         reference = ProbeReference(self._probe, self._probe_logps(params))
 

@@ -35,11 +35,12 @@ Opened = tuple[Backend, Server | None]
 
 def open_backends(
     cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int,
-    adapter: ServedAdapter | None = None,
+    adapter: ServedAdapter | None = None, four_bits: bool = False,
 ) -> list[Opened]:  # fmt: skip
     """Return backends of the named servers, of started servers, or of one vLLM in this process.
 
-    With `adapter` they serve adapters over its base.
+    With `adapter` they serve adapters over its base. With `four_bits` those that are started hold
+    experts in four bits, if they can (expert_format.py).
     """
     if vllm.urls:
         named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
@@ -50,7 +51,7 @@ def open_backends(
     if vllm.launch == 0:
         from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 
-        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows)
+        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows, four_bits=four_bits)
         return [(InProcessBackend(cfg, vllm, adapter=adapter, **sizes), None)]
     places = [Placement()] * vllm.launch
     if not inspect_python(vllm.python or sys.executable)["cpu"]:
@@ -61,7 +62,7 @@ def open_backends(
     servers = [
         Server(
             vllm, cfg, work=work, number=n, context=context, rows=rows, place=place,
-            adapter=adapter,
+            adapter=adapter, four_bits=four_bits,
         )
         for n, place in enumerate(places)
     ]  # fmt: skip

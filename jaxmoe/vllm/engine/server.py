@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jaxmoe.checkpoint.hf import QUANTIZATION
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import report_phase
@@ -33,6 +34,7 @@ from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.client.http_backend import HttpBackend, max_body_bytes_per_token
 from jaxmoe.vllm.client.redact import Key
 from jaxmoe.vllm.engine import server_processes
+from jaxmoe.vllm.engine.expert_format import starts_packed
 from jaxmoe.vllm.engine.heartbeat import Heartbeat
 from jaxmoe.vllm.engine.placement import Placement
 from jaxmoe.vllm.engine.secret_variables import remove_secrets
@@ -157,10 +159,13 @@ def default_environment(cpu: bool) -> dict[str, str]:
     return env
 
 
-def write_model_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
-    """Write a checkpoint folder with a config.json and no weights."""
+def write_model_config(
+    model: ModelConfig, dtype: str, directory: Path, *, packed: bool = False
+) -> Path:
+    """Write a checkpoint folder with a config.json and no weights; packed: experts in four bits."""
     make_folder(directory)
-    replace_text(directory / "config.json", json.dumps(to_hf(model, dtype=dtype), indent=2))
+    config = to_hf(model, dtype=dtype) | ({"quantization_config": QUANTIZATION} if packed else {})
+    replace_text(directory / "config.json", json.dumps(config, indent=2))
     return directory
 
 
@@ -170,6 +175,7 @@ class Server:
     def __init__(
         self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
         rows: int, place: Placement = DEFAULT_PLACEMENT, adapter: ServedAdapter | None = None,
+        four_bits: bool = False,
     ) -> None:  # fmt: skip
         self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
         self.key = secrets.token_urlsafe(32)
@@ -182,7 +188,8 @@ class Server:
         self._options = build_engine_options(cfg, model, context=context, rows=rows, cpu=self._cpu)
         self._options |= place.vllm_options()
         if adapter is None:
-            self._folder = write_model_config(model, dtype, work / "model")
+            packed = starts_packed(four_bits, dtype, self._cpu)
+            self._folder = write_model_config(model, dtype, work / "model", packed=packed)
         else:
             self._options |= adapter.vllm_options(self._cpu)
             self._folder = adapter.prepare_base(model, dtype, work, self._cpu)

@@ -18,6 +18,7 @@ from jaxmoe.vllm.plugin import tensor_mailbox
 from jaxmoe.vllm.weight_sync.cuda_ipc import share_ipc_handles
 from jaxmoe.vllm.weight_sync.dlpack import share_in_process
 from jaxmoe.vllm.weight_sync.nccl import NcclGroup, broadcast_weights
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts
 from jaxmoe.vllm.weight_sync.update import ManifestDict, WeightUpdate
 
 
@@ -39,10 +40,12 @@ class Transport:
 
     def build_update(
         self, params: Params, cfg: ModelConfig, manifest: ManifestDict, *, dtype: str, run: str,
-        version: int,
+        version: int, experts: Experts = "dense",
     ) -> WeightUpdate:  # fmt: skip
         """Return a weight update for this replica only; not for files, which all replicas share."""
-        named: dict[str, Any] = dict(dtype=dtype, run=run, version=version, manifest=manifest)
+        named: dict[str, Any] = dict(
+            dtype=dtype, run=run, version=version, experts=experts, manifest=manifest
+        )
         if self.name == "nccl":
             assert self._group is not None, "opened before it is used"
             return broadcast_weights(self._group, params, cfg, **named)

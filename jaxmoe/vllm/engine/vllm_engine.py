@@ -41,6 +41,7 @@ from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
 from jaxmoe.vllm.engine.check_request import RequestLimits, check_request
 from jaxmoe.vllm.engine.episodes import sample_episodes
+from jaxmoe.vllm.engine.expert_format import choose_sent_experts, pack_for_sync
 from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 from jaxmoe.vllm.engine.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.engine.replica import Replica, TargetWeights, sleep_backoff
@@ -79,9 +80,12 @@ class VllmEngine:
     def __init__(
         self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
         max_new_tokens: int, max_rows: int, max_context: int = 0, run: str = "",
-        adapter: ServedAdapter | None = None,
+        adapter: ServedAdapter | None = None, four_bits: bool = False,
     ) -> None:  # fmt: skip
-        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens."""
+        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens.
+
+        `four_bits`: load() gets experts whose values MXFP4 holds.
+        """
         self._adapter = adapter
         self._cfg, self._vllm = cfg, vllm
         context = max_context or max_prompt_tokens + max_new_tokens
@@ -101,7 +105,7 @@ class VllmEngine:
         if self._transport == "files" or adapter is not None:
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
-            opened = open_backends(cfg, vllm, work, context, max_rows, adapter)
+            opened = open_backends(cfg, vllm, work, context, max_rows, adapter, four_bits)
         except BaseException:
             self.close()
             raise
@@ -111,6 +115,9 @@ class VllmEngine:
             for backend in [backend for backend, _ in opened if backend not in unavailable]:
                 with suppress(RequestFailed):  # checked again with the first weights
                     read_workers(backend)
+            self.experts = choose_sent_experts(
+                [backend for backend, _ in opened if backend not in unavailable], four_bits
+            )
             loosest = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
             self.probe = Probe(
                 cfg, bound=vllm.probe_abs_diff or MAX_PROBE_ABS_DIFF[loosest], context=context
@@ -143,6 +150,9 @@ class VllmEngine:
         other weights, or if none is left.
         """
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
+        if self.experts == "packed":
+            params = pack_for_sync(params)
+        named["experts"] = self.experts
         file, manifest_lock = None, Lock()
         if self._adapter is not None:
             file = write_adapter(

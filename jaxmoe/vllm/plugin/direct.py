@@ -28,7 +28,7 @@ from jaxmoe.vllm.plugin.loading import LoadTensors
 from jaxmoe.vllm.plugin.manifest import Manifest
 from jaxmoe.vllm.plugin.transfer import VerifiedTransfer
 
-_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "U8": "uint8"}
 
 
 @dataclass

@@ -26,7 +26,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 TensorStream = Iterable[tuple[str, torch.Tensor]]
 LoadTensors = Callable[[TensorStream], None]
 
-_FUSED_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+_FUSED_EXPERTS = tuple(
+    matrix + end
+    for matrix in ("gate_up_proj", "down_proj")
+    for end in ("", "_bias", "_blocks", "_scales")
+)
 
 
 @contextmanager

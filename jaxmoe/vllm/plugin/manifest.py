@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxmoe.vllm.plugin.names import PACKED_ENDS
+
 # weight_sync/update.py writes the same number. It imports jax, which vLLM's environment may lack,
 # so it cannot be imported here.
 FORMAT = 1
 # Bytes of an element; names as safetensors spells them.
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+FLOATS = ("F32", "BF16", "F16")
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 class UpdateRejected(RuntimeError):
@@ -158,8 +161,8 @@ def _find_shape_problems(
             yield f"{name} is missing; the engine's model has it, {list(shape)}"
         elif tensor.shape != shape:
             yield f"{name} must be {list(shape)} for the engine's model, got {list(tensor.shape)}"
-        elif tensor.dtype not in DTYPE_BYTES:
-            yield f"{name} must be {' or '.join(DTYPE_BYTES)}, got {tensor.dtype}"
+        elif tensor.dtype not in (allowed := ("U8",) if name.endswith(PACKED_ENDS) else FLOATS):
+            yield f"{name} must be {' or '.join(allowed)}, got {tensor.dtype}"
     for name in manifest.tensors:
         if name not in shapes:
             yield f"{name} is not a tensor of the engine's model"

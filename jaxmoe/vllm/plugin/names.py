@@ -10,10 +10,16 @@ from typing import Any
 
 _RENAMED = {
     "gate_up_proj": "routed_experts.w13_weight",
+    "gate_up_proj_blocks": "routed_experts.w13_weight",
+    "gate_up_proj_scales": "routed_experts.w13_weight_scale",
     "gate_up_proj_bias": "routed_experts.w13_bias",
     "down_proj": "routed_experts.w2_weight",
+    "down_proj_blocks": "routed_experts.w2_weight",
+    "down_proj_scales": "routed_experts.w2_weight_scale",
     "down_proj_bias": "routed_experts.w2_bias",
 }
+MXFP4_GROUP = 32  # values under one scale
+PACKED_ENDS = ("_blocks", "_scales")  # of the names of tensors of bytes
 ADAPTER_NAME, ADAPTER_ID = "jaxmoe_adapter", 1  # of the adapter that vLLM serves, in requests
 LAYER = re.compile(r"layers\.(\d+)\.")
 SIZES = (
@@ -26,8 +32,13 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a checkpoint with these sizes of config.json."""
+def checkpoint_shapes(
+    model: Mapping[str, Any], *, packed: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of a checkpoint with these sizes of config.json.
+
+    packed: experts are in MXFP4, as tensors of blocks and of scales.
+    """
     d, v, f = model["hidden_size"], model["vocab_size"], model["intermediate_size"]
     e, h = model["num_local_experts"], model["head_dim"]
     n = model["num_attention_heads"]
@@ -45,9 +56,15 @@ def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "post_attention_layernorm.weight"] = (d,)
         shapes[prefix + "mlp.router.weight"] = (e, d)
         shapes[prefix + "mlp.router.bias"] = (e,)
-        shapes[prefix + "mlp.experts.gate_up_proj"] = (e, d, 2 * f)
+        for matrix, summed, width in (("gate_up_proj", d, 2 * f), ("down_proj", f, d)):
+            name = f"{prefix}mlp.experts.{matrix}"
+            if packed:
+                groups = summed // MXFP4_GROUP
+                shapes[name + "_blocks"] = (e, width, groups, MXFP4_GROUP // 2)
+                shapes[name + "_scales"] = (e, width, groups)
+            else:
+                shapes[name] = (e, summed, width)
         shapes[prefix + "mlp.experts.gate_up_proj_bias"] = (e, 2 * f)
-        shapes[prefix + "mlp.experts.down_proj"] = (e, f, d)
         shapes[prefix + "mlp.experts.down_proj_bias"] = (e, d)
     shapes["model.norm.weight"] = (d,)
     shapes["lm_head.weight"] = (v, d)

@@ -32,7 +32,7 @@ from jaxmoe.vllm.plugin.live_parameters import (
 from jaxmoe.vllm.plugin.loaded_state import ExpectedParameter, LoadedState
 from jaxmoe.vllm.plugin.loading import LoadTensors, TensorStream, reload_model
 from jaxmoe.vllm.plugin.manifest import Manifest, UpdateRejected
-from jaxmoe.vllm.plugin.names import checkpoint_shapes, vllm_parameter_name
+from jaxmoe.vllm.plugin.names import PACKED_ENDS, checkpoint_shapes, vllm_parameter_name
 
 
 @dataclass
@@ -62,12 +62,22 @@ class VerifiedTransfer:
         kind = getattr(config, "model_type", None)
         if kind != "gpt_oss":
             raise UpdateRejected(f"weights {expected.label} are GPT-OSS; vLLM serves {kind!r}.")
-        if self.vllm_config.quant_config is not None:
+        holds = name_expert_format(self.vllm_config.quant_config)
+        sent = "mxfp4" if any(name.endswith(PACKED_ENDS) for name in expected.tensors) else "dense"
+        if holds == "other":
             raise UpdateRejected(
                 f"weights {expected.label} are rejected: vLLM's weights are quantised. Start it "
-                "from an export in bfloat16 or float32."
+                "from an export in bfloat16, float32 or mxfp4."
             )
-        manifest.check_tensor_shapes(expected, checkpoint_shapes(vars(config)))
+        if holds != sent:
+            raise UpdateRejected(
+                f"weights {expected.label} are rejected: vLLM's experts are {holds}, those of the "
+                f"update {sent}. Start it from an export with save.export_dtype="
+                f"{'mxfp4' if sent == 'mxfp4' else 'bfloat16'}."
+            )
+        manifest.check_tensor_shapes(
+            expected, checkpoint_shapes(vars(config), packed=sent == "mxfp4")
+        )
 
     @contextmanager
     def load_verified(
@@ -184,6 +194,14 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
 
     def shutdown(self) -> None:
         """Do nothing: no resources stay open between updates."""
+
+
+def name_expert_format(quant_config: Any) -> str:
+    """Return how a vLLM holds experts: dense, mxfp4 in its own kernels' form, or other."""
+    if quant_config is None:
+        return "dense"
+    # GPT-OSS's is named gpt_oss_mxfp4 in vLLM 0.32.
+    return "mxfp4" if str(quant_config.get_name()).endswith("mxfp4") else "other"
 
 
 def format_digest_mismatch(expected: str, name: str, actual: str) -> str:

@@ -21,6 +21,7 @@ class Worker:
         from jaxmoe.vllm.plugin.live_parameters import digest_parameters
         from jaxmoe.vllm.plugin.loaded_state import LoadedState
         from jaxmoe.vllm.plugin.names import CONSTANTS, SIZES
+        from jaxmoe.vllm.plugin.transfer import name_expert_format
 
         worker: Any = self
         state = getattr(worker.weight_transfer_engine, "loaded_state", None) or LoadedState(
@@ -34,6 +35,7 @@ class Worker:
             "vllm": compat.vllm_version(), "model": model, "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
+            "experts": name_expert_format(worker.vllm_config.quant_config),
         }  # fmt: skip
 
     def jaxmoe_record(self) -> None:

@@ -19,23 +19,21 @@ from typing import Any
 
 import jax
 
-from jaxmoe.checkpoint.entries import leaf_of, list_entries
-from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.weight_sync.ipc_handle import IpcMemHandle
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts, device_sent, list_sent, sent_dtype
 from jaxmoe.vllm.weight_sync.update import (
     ManifestDict,
     WeightUpdate,
     compute_manifest,
     plan_tensors,
-    wire_dtype,
 )
 
 
 def share_ipc_handles(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, device: Any = None,
-    driver: Any = None, manifest: ManifestDict | None = None,
+    driver: Any = None, experts: Experts = "dense", manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
     """Copy the weights on the device and export handles to that memory; `close` frees the copy.
 
@@ -43,20 +41,17 @@ def share_ipc_handles(
     [handle in base64, offset in bytes]}]}. Raises ConfigError if there is no NVIDIA driver,
     EngineError if a driver call fails.
     """
-    planned = plan_tensors(params, cfg, dtype)
+    planned, sent = plan_tensors(params, cfg, dtype, experts), list_sent(cfg, experts)
     cuda = _CudaDriver(driver or _load_driver(), device or jax.local_devices()[0])
-    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
-    arrays = [
-        device_tensor(
-            leaf_of(params, e), e.pair, e.layout, e.shape, wire_dtype(e, dtype), cuda.device
-        )
-        for e in list_entries(cfg)
-    ]
+    manifest = manifest or compute_manifest(
+        params, cfg, dtype=dtype, run=run, version=version, experts=experts
+    )
+    arrays = [device_sent(params, entry, dtype, cuda.device) for entry in sent]
     # vLLM reads this memory outside of jax's streams, so the copies must be complete.
     handles = [cuda.export_handle(array) for array in jax.block_until_ready(arrays)]
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [wire_dtype(e, dtype) for e in list_entries(cfg)],
+        "dtype_names": [sent_dtype(entry, dtype) for entry in sent],
         "shapes": [list(shape) for _, _, shape in planned],
         "ipc_handles": [{cuda.uuid: handle} for handle in handles],
         "manifest": manifest,

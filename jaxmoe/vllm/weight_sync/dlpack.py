@@ -13,11 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.checkpoint.entries import leaf_of, list_entries
-from jaxmoe.checkpoint.hf import gather_entry
+from jaxmoe.checkpoint.entries import leaf_of
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.vllm.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest, wire_dtype
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts, gather_sent, list_sent, sent_dtype
+from jaxmoe.vllm.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Mailbox(Protocol):
 
 def share_in_process(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox,
-    manifest: ManifestDict | None = None,
+    experts: Experts = "dense", manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
     """Put the weights into this process's mailbox; update_info is {"mailbox": "<run>:<version>"}.
 
@@ -41,9 +41,11 @@ def share_in_process(
     time, while the engine reads them; matrices are transposed views. `params` must stay alive until
     the engine has read them. The update can be read once: call this again to send it again.
     """
-    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
+    manifest = manifest or compute_manifest(
+        params, cfg, dtype=dtype, run=run, version=version, experts=experts
+    )
     key = f"{run}:{version}"
-    mailbox.put_update(key, manifest, _iterate_tensors(params, cfg, dtype))
+    mailbox.put_update(key, manifest, _iterate_tensors(params, cfg, dtype, experts))
     return WeightUpdate(manifest, {"mailbox": key}, close=partial(_withdraw_update, mailbox, key))
 
 
@@ -51,10 +53,12 @@ def _withdraw_update(mailbox: Mailbox, key: str) -> None:
     mailbox.pop_update(key)
 
 
-def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
+def _iterate_tensors(
+    params: Params, cfg: ModelConfig, dtype: str, experts: Experts
+) -> Iterator[tuple[str, Any]]:
     import torch
 
-    for entry in list_entries(cfg):
+    for entry in list_sent(cfg, experts):
         leaf = leaf_of(params, entry)
         # A sharded array has no single buffer to view.
         if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
@@ -62,12 +66,12 @@ def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[t
             tensor = tensor if entry.pair is None else tensor[entry.pair]
         else:
             # numpy cannot export its bfloat16 by DLPack, jax can.
-            tensor = torch.from_dlpack(jnp.asarray(gather_entry(params, entry)))
+            tensor = torch.from_dlpack(jnp.asarray(gather_sent(params, entry)))
         if entry.layout in ("transpose", "transpose_pad"):
             tensor = tensor.t()
         if entry.layout in ("pad_rows", "transpose_pad"):
             tensor = tensor[: cfg.vocab_size]
-        tensor = tensor.to(getattr(torch, wire_dtype(entry, dtype)))
+        tensor = tensor.to(getattr(torch, sent_dtype(entry, dtype)))
         if entry.layout in ("gate_up", "gate_up_bias"):
             half = tensor.shape[-1] // 2
             halves = (tensor[..., :half], tensor[..., half:])

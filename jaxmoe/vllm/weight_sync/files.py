@@ -25,6 +25,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.weight_sync.directory import create_private_directory
 from jaxmoe.vllm.weight_sync.remove_when_killed import open_private
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts
 from jaxmoe.vllm.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan_tensors
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +41,7 @@ class WeightFile(WeightUpdate):
 
 def write_files(
     params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
-    reuse: WeightFile | None = None,
+    experts: Experts = "dense", reuse: WeightFile | None = None,
 ) -> WeightFile:  # fmt: skip
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
@@ -51,7 +52,7 @@ def write_files(
     several processes use sharded_files.py. No other user may enter jaxmoe-<run>. Raises ConfigError
     if the directory is full or not writable, or if another user may enter jaxmoe-<run>.
     """
-    planned = plan_tensors(params, cfg, dtype)
+    planned = plan_tensors(params, cfg, dtype, experts)
     manifest = empty_manifest(planned, run, version)
     begin = encode_header(planned)
     nbytes = sum(map(planned_bytes, planned))
@@ -70,9 +71,10 @@ def write_files(
             pages = _map_file(file.fileno(), reuse) if reuse is not None and reused else None
             if pages is None:
                 write = partial(write_rows, file.fileno(), len(begin))
-                fill_digests(params, cfg, planned, manifest, write=write)
+                fill_digests(params, cfg, planned, manifest, experts=experts, write=write)
             else:
-                fill_digests(params, cfg, planned, manifest, out=pages[len(begin) :])
+                out = pages[len(begin) :]
+                fill_digests(params, cfg, planned, manifest, experts=experts, out=out)
         (partial_dir / "manifest.json").write_text(json.dumps(manifest))
     info, close = {"path": str(final)}, partial(remove_version, final)
     return WeightFile(manifest, info, close=close, pages=pages, inode=inode)

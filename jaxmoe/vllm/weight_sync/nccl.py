@@ -20,19 +20,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.checkpoint.entries import leaf_of, list_entries
-from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts, device_sent, list_sent, sent_dtype
 from jaxmoe.vllm.weight_sync.update import (
     ManifestDict,
     WeightUpdate,
     compute_manifest,
     plan_tensors,
-    wire_dtype,
 )
 
-NCCL_DTYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
+NCCL_DTYPES = {"uint8": 1, "float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
 _SUM = 0  # ncclRedOp_t
 _STREAM = None  # CUDA's default stream; jax's own work has finished before it is used
 _LIBRARIES = {
@@ -137,31 +135,32 @@ class NcclGroup:
 
 def broadcast_weights(
     group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
-    manifest: ManifestDict | None = None,
+    experts: Experts = "dense", manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
     """Return an update whose `send` broadcasts the weights in update_info's order, one by one.
 
     Device memory: one tensor and one copy. Each tensor also passes through the host once, for its
     digest.
     """
-    planned = plan_tensors(params, cfg, dtype)
-    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
+    planned = plan_tensors(params, cfg, dtype, experts)
+    manifest = manifest or compute_manifest(
+        params, cfg, dtype=dtype, run=run, version=version, experts=experts
+    )
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [wire_dtype(e, dtype) for e in list_entries(cfg)],
+        "dtype_names": [sent_dtype(e, dtype) for e in list_sent(cfg, experts)],
         "shapes": [list(shape) for _, _, shape in planned],
         "manifest": manifest,
     }
-    send = partial(_send_tensors, group, params, cfg, dtype)
+    send = partial(_send_tensors, group, params, cfg, dtype, experts)
     return WeightUpdate(manifest, update_info, send=send)
 
 
-def _send_tensors(group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str) -> None:
-    for entry in list_entries(cfg):
-        leaf, layout = leaf_of(params, entry), entry.layout
-        kind = wire_dtype(entry, dtype)
-        array = device_tensor(leaf, entry.pair, layout, entry.shape, kind, group.device)
-        group.send(jax.block_until_ready(array))
+def _send_tensors(
+    group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str, experts: Experts
+) -> None:
+    for entry in list_sent(cfg, experts):
+        group.send(jax.block_until_ready(device_sent(params, entry, dtype, group.device)))
 
 
 def _device_pointer(array: jax.Array) -> c_void_p:

@@ -17,8 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from jaxmoe.checkpoint.entries import Entry, list_entries
-from jaxmoe.checkpoint.hf import gather_entry
+from jaxmoe.checkpoint.entries import Entry
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     INDEX_FILE,
@@ -38,6 +37,7 @@ from jaxmoe.vllm.weight_sync.files import (
     write_rows,
 )
 from jaxmoe.vllm.weight_sync.remove_when_killed import open_private
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts, gather_sent, list_sent
 from jaxmoe.vllm.weight_sync.update import count_cores, digest_entry, empty_manifest, plan_tensors
 
 VISIBLE_TIMEOUT_S = 60.0  # for a network file system to show files of another host
@@ -45,7 +45,7 @@ VISIBLE_TIMEOUT_S = 60.0  # for a network file system to show files of another h
 
 def write_sharded_files(
     params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
-    channel: Channel,
+    channel: Channel, experts: Experts = "dense",
 ) -> WeightFile:  # fmt: skip
     """Write `directory`/jaxmoe-<run>/<version>/: one *.safetensors per process, and manifest.json.
 
@@ -56,7 +56,7 @@ def write_sharded_files(
     # An absolute path, because a server may have another working folder.
     run_dir = Path(directory).absolute() / f"jaxmoe-{run}"
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
-    planned = plan_tensors(params, cfg, dtype)
+    planned = plan_tensors(params, cfg, dtype, experts)
     owners = assign_owners([planned_bytes(item) for item in planned], channel.count)
     manifest = empty_manifest(planned, run, version)
 
@@ -86,7 +86,7 @@ def write_sharded_files(
 
     try:
         channel.broadcast_from_first(begin)
-        table = list(zip(list_entries(cfg), planned, owners, strict=True))
+        table = list(zip(list_sent(cfg, experts), planned, owners, strict=True))
         process = channel.number
         file = _ProcessFile(
             partial_dir / _file_name(process), [p for _, p, o in table if o == process]
@@ -94,7 +94,7 @@ def write_sharded_files(
         # Runs to the end even after an error: gathering is a collective of all processes.
         for entry, item, owner in table:
             is_owner = owner == process
-            array = gather_entry(params, entry, receives=is_owner)
+            array = gather_sent(params, entry, receives=is_owner)
             if is_owner:
                 file.add_tensor(array, entry, item)
         for digests in channel.gather_results(partial(file.finish_file, directory)):

@@ -9,6 +9,8 @@ Every transport takes the same arguments and returns a `WeightUpdate`:
     broadcast_weights(group, params, cfg, *, dtype, run, version)    nccl.py
     share_ipc_handles(params, cfg, *, dtype, run, version)           cuda_ipc.py
 
+With `experts="packed"` experts are sent in four bits (sent_tensors.py), which params must hold.
+
 Files are written once for all engines; the others are made for each engine. With
 `manifest=compute_manifest(…)` these need no further pass over the weights.
 
@@ -31,19 +33,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.entries import Entry, list_entries, plan_entry
-from jaxmoe.checkpoint.hf import check_param_tree, gather_entry
+from jaxmoe.checkpoint.entries import Entry
+from jaxmoe.checkpoint.hf import check_param_tree
 from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_chunks
 from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
 from jaxmoe.checkpoint.tensor_files import PlannedTensor, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.weight_sync.checksum import digest_array, join_digests
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts, gather_sent, list_sent, plan_sent
 
 ManifestDict = dict[str, Any]
 
 FORMAT = 1  # of the manifest
-DTYPES = ("bfloat16", "float32")  # vLLM's GPT-OSS loads packed experts at start-up only
+DTYPES = ("bfloat16", "float32")  # of tensors that are not in four bits
 
 
 def _send_nothing() -> None:
@@ -95,8 +98,10 @@ def empty_manifest(planned: list[PlannedTensor], run: str, version: int) -> Mani
     return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
 
 
-def plan_tensors(params: Params, cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:
-    """Return (name, dtype, shape) of every checkpoint tensor; `params` must hold exactly these.
+def plan_tensors(
+    params: Params, cfg: ModelConfig, dtype: str, experts: Experts = "dense"
+) -> list[PlannedTensor]:
+    """Return (name, dtype, shape) of every tensor to send; `params` must hold exactly these.
 
     Raises ValueError if params are not this model's, ConfigError for another dtype.
     """
@@ -106,23 +111,13 @@ def plan_tensors(params: Params, cfg: ModelConfig, dtype: str) -> list[PlannedTe
             "Try --set rollout.vllm.dtype=bfloat16."
         )
     check_param_tree(params, cfg)
-    return [
-        item for entry in list_entries(cfg) for item in plan_entry(entry, wire_dtype(entry, dtype))
-    ]
-
-
-def wire_dtype(entry: Entry, dtype: str) -> str:
-    """Return the dtype in which a tensor is sent: float32 if the trainer does not round it either.
-
-    An engine that computes in bfloat16 may round it when it loads; vLLM 0.32 rounds router, norms,
-    biases and sinks.
-    """
-    return dtype if entry.read == "compute" else "float32"
+    return [plan_sent(entry, dtype) for entry in list_sent(cfg, experts)]
 
 
 def fill_digests(
     params: Params, cfg: ModelConfig, planned: list[PlannedTensor], manifest: ManifestDict, *,
-    out: NDArray[np.uint8] | None = None, write: Callable[[int, np.ndarray], None] | None = None,
+    experts: Experts = "dense", out: NDArray[np.uint8] | None = None,
+    write: Callable[[int, np.ndarray], None] | None = None,
 ) -> None:  # fmt: skip
     """Digest every tensor in the checkpoint's layout, chunk by chunk, on every core.
 
@@ -132,8 +127,8 @@ def fill_digests(
     """
     begin = 0
     with ThreadPoolExecutor(count_cores()) as pool:
-        for entry, item in zip(list_entries(cfg), planned, strict=True):
-            array, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
+        for entry, item in zip(list_sent(cfg, experts), planned, strict=True):
+            array, dtype = gather_sent(params, entry), FILE_DTYPES[item[1]]
             digest = digest_entry(pool, array, entry, dtype, begin, out, write)
             del array  # freed before the next tensor is gathered
             manifest["tensors"][entry.name]["digest"] = digest
@@ -141,12 +136,13 @@ def fill_digests(
 
 
 def compute_manifest(
-    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
-) -> ManifestDict:
+    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
+    experts: Experts = "dense",
+) -> ManifestDict:  # fmt: skip
     """Return the complete manifest, by one pass over the weights, for any number of engines."""
-    planned = plan_tensors(params, cfg, dtype)
+    planned = plan_tensors(params, cfg, dtype, experts)
     manifest = empty_manifest(planned, run, version)
-    fill_digests(params, cfg, planned, manifest)
+    fill_digests(params, cfg, planned, manifest, experts=experts)
     return manifest
 
 

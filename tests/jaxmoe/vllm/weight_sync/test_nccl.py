@@ -3,6 +3,7 @@
 
 import base64
 import ctypes
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from weight_updates import sent_tensors, travels_as
 
+from jaxmoe.checkpoint.hf import iter_hf
+from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.vllm.weight_sync.checksum import digest_array
@@ -21,7 +24,7 @@ CFG = ModelConfig(
     experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
 )  # fmt: skip
 ID = bytes(range(128))
-NUMPY = {7: np.dtype(np.float32), 9: np.dtype(ml_dtypes.bfloat16)}
+NUMPY = {1: np.dtype(np.uint8), 7: np.dtype(np.float32), 9: np.dtype(ml_dtypes.bfloat16)}
 
 
 class Fake:
@@ -116,6 +119,27 @@ def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(stored_dtype, 
         assert announced == [name, str(want.dtype), list(want.shape)]
         assert call[-1] == want.tobytes(), name
         assert update.digests[name] == digest_array(want), name
+
+
+def test_experts_in_four_bits_are_broadcast_as_bytes():
+    cfg, fake = replace(CFG, d_model=64, d_expert=128), Fake()
+    rng = np.random.default_rng(0)
+    dense = map_specs(lambda s: rng.standard_normal(s.shape, np.float32), cfg)
+    params, _ = pack_experts(dense, cfg)
+    update = broadcast_weights(
+        joined(fake), params, cfg, dtype="bfloat16", run="ab", version=5, experts="packed"
+    )
+    update.send()
+    info, sends = update.update_info, [call for call in fake.calls if call[0] == "broadcast"]
+    packed = {n: x for n, x in iter_hf(params, cfg, "mxfp4") if x.dtype == np.uint8}
+    for name, dtype, shape, call in zip(
+        info["names"], info["dtype_names"], info["shapes"], sends, strict=True
+    ):
+        assert (name in packed) == (dtype == "uint8") == (call[1] == 1)
+        if name in packed:
+            assert shape == list(packed[name].shape) and call[-1] == packed[name].tobytes()
+            assert update.digests[name] == digest_array(packed[name])
+    assert packed and packed.keys() <= {*info["names"]}
 
 
 def test_each_broadcast_is_waited_for_before_its_memory_goes():

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How experts in four bits reach a vLLM: as such, where it computes with them, else as values.
+
+On CUDA vLLM has kernels that read MXFP4; on a CPU (without AMX) it has none for GPT-OSS, and gets
+the same values in bfloat16 or float32, which hold them exactly. Next: vllm_engine.py.
+"""
+
+from collections.abc import Sequence
+
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.model.rounded import round_experts
+from jaxmoe.shapes import Leaf, Params
+from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.weight_sync.sent_tensors import Experts
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+
+EXACT_DTYPES = ("bfloat16", "float32")  # hold every value of MXFP4, up to 6 · 2^125
+PACKED_DTYPE = "bfloat16"  # of the arithmetic of vLLM's kernels that read MXFP4
+
+MIXED = (
+    "all servers of rollout.vllm.url must hold experts in the same form, got {}. Start all of them "
+    "from the same export."
+)
+
+
+def starts_packed(four_bits: bool, dtype: str, cpu: bool) -> bool:
+    """Return True if a vLLM that a run starts is to hold experts in four bits."""
+    return four_bits and not cpu and dtype == PACKED_DTYPE
+
+
+def choose_sent_experts(backends: Sequence[Backend], four_bits: bool) -> Experts:
+    """Return the form in which these vLLMs take experts, of a run with or without `four_bits`.
+
+    Raises ConfigError if they differ, hold four bits that the run does not train, or compute in a
+    dtype that does not hold the values.
+    """
+    forms: dict[str, str] = {}
+    for backend in backends:
+        try:
+            workers = backend.loaded_state()
+        except RequestFailed:  # checked again with the first weights
+            continue
+        for worker in workers:
+            form = forms[backend.name] = str(worker.get("experts") or "dense")
+            dtype = str((worker.get("model") or {}).get("dtype") or "")
+            if four_bits and dtype and dtype not in EXACT_DTYPES:
+                raise ConfigError(
+                    "quant.experts=mxfp4 needs a vLLM in bfloat16 or float32, since values "
+                    f"reach 6 · 2^125; {backend.name} computes in {dtype}. Start it with --dtype "
+                    "bfloat16."
+                )
+            if form == "mxfp4" and not four_bits:
+                raise ConfigError(
+                    f"{backend.name} holds experts in four bits, and this run trains dense ones. "
+                    "Start it from an export in bfloat16, or try --set quant.experts=mxfp4."
+                )
+    if len(set(forms.values())) > 1:
+        raise ConfigError(MIXED.format(", ".join(f"{n}: {form}" for n, form in forms.items())))
+    return "packed" if "mxfp4" in forms.values() else "dense"
+
+
+def pack_for_sync(params: Params) -> Params:
+    """Return params whose experts are packed; dense ones must have values of MXFP4.
+
+    Raises EngineError for values that four bits do not hold.
+    """
+    packed = round_experts(params) if not _is_packed(params) else params
+    for kind, layer in params["layers"].items():
+        for name, leaf in layer.items():
+            actual: Leaf = packed["layers"][kind][name]
+            if isinstance(leaf, Mxfp4) or not isinstance(actual, Mxfp4):
+                continue
+            if not bool((mxfp4_to_dense(actual, leaf.dtype) == leaf).all()):
+                raise EngineError(
+                    f"layers/{kind}/{name} has values that MXFP4 does not hold, and vLLM takes "
+                    "four bits only. Round them first, with quant.experts=mxfp4."
+                )
+    return packed
+
+
+def _is_packed(params: Params) -> bool:
+    return any(isinstance(x, Mxfp4) for layer in params["layers"].values() for x in layer.values())

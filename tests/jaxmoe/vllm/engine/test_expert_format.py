@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in four bits reach a server as it holds them, and no server that would change them."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_weights import random_weights
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, OPS, PADDED, PROMPT, ROWS, prompts
+
+from jaxmoe.config import ConfigError, VllmConfig
+from jaxmoe.model.rounded import round_experts
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.engine.expert_format import starts_packed
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+
+PACKABLE = replace(CFG, d_expert=64)
+PARAMS = round_experts(random_weights(PACKABLE, 1))
+
+
+def open_engine(tmp_path, *servers, four_bits=True):
+    urls = ",".join(server.url for server in servers)
+    return VllmEngine(
+        PACKABLE, OPS, VllmConfig(url=urls, weights_dir=str(tmp_path), retries=0), work=tmp_path,
+        max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=ROWS, four_bits=four_bits,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("holds", ["mxfp4", "dense"])
+def test_a_server_gets_the_form_that_it_holds_and_samples_with_the_trainers_values(tmp_path, holds):
+    server = StandIn(PACKABLE, experts=holds)
+    engine = open_engine(tmp_path, server)
+    engine.load(PARAMS, 3)
+    (state,) = engine.loaded_states()
+    packed = {name for name in state["received"] if name.endswith(("_blocks", "_scales"))}
+    assert len(packed) == (4 * PACKABLE.n_layers if holds == "mxfp4" else 0)
+    for r in engine.generate(prompts(2), Sampling(NEW, ()), seed=1, samples=1):
+        ids = [*r.prompt.tokens, *r.tokens.tolist()]
+        tokens = np.zeros((1, PADDED), np.int32)
+        tokens[0, : len(ids)] = ids
+        logp = np.asarray(TRAINER_LOGPS(PARAMS, jnp.asarray(tokens), cfg=PACKABLE, ops=OPS))[0]
+        expected = logp[len(r.prompt.tokens) : len(ids)]
+        np.testing.assert_allclose(r.rollout_logp, expected, atol=5e-5)
+    engine.close()
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("reported", "four_bits", "text"),
+    [
+        ([{"model": {"dtype": "float16"}}], True, "computes in float16. Start it with --dtype"),
+        ([{"experts": "mxfp4"}], False, "this run trains dense ones. Start it from an export"),
+        ([{"experts": "mxfp4"}, {}], True, "must hold experts in the same form, got http"),
+    ],
+)
+def test_a_server_that_cannot_hold_what_is_trained_is_refused_in_one_line(
+    tmp_path, reported, four_bits, text
+):
+    servers = [StandIn(PACKABLE, **fields) for fields in reported]
+    with pytest.raises(ConfigError) as error:
+        open_engine(tmp_path, *servers, four_bits=four_bits)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_vllm_is_started_with_four_bits_where_it_has_kernels_for_them():
+    assert starts_packed(True, "bfloat16", cpu=False)
+    assert not starts_packed(True, "bfloat16", cpu=True)
+    assert not starts_packed(True, "float32", cpu=False)
+    assert not starts_packed(False, "bfloat16", cpu=False)
