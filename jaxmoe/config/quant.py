@@ -38,13 +38,6 @@ def check_quant(cfg: "Config") -> None:
         "quant.experts=mxfp4 rounds weights that train, and with LoRA the experts do not: its base "
         "has four bits already. Try --set quant.experts=none.",
     )
-    sizes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
-    require(
-        not sizes,
-        "quant.experts=mxfp4 needs one device: groups of 32 values are not yet sharded, got "
-        f"{', '.join(f'mesh.{name}={size}' for name, size in sizes.items())}. "
-        f"Try {' '.join(f'--set mesh.{name}=1' for name in sizes)}.",
-    )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

@@ -39,6 +39,7 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.observe.router_plot import plot_router
 from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
@@ -91,7 +92,7 @@ class Job:
     @cached_property
     def round_params(self) -> Callable[[Params], Params] | None:
         """Jitted rounding of the weights that an engine loads; None if they stay as they are."""
-        round_params = engine_rounding(self.cfg)
+        round_params = shard_rounding(engine_rounding(self.cfg), self.cfg.model, self.parts.mesh)
         return None if round_params is None else jax.jit(round_params)
 
     def policy_params(self) -> Params:
