@@ -137,18 +137,21 @@ class Job:
             self.progress.report(text, n_done, total)
 
     def fetch_metrics(
-        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
-    ) -> Metrics:
+        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float],
+        state: TrainState,
+    ) -> Metrics:  # fmt: skip
         """Wait for the step, and return its metrics as Python numbers.
 
         Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite.
+        `state` is that after the step.
         """
         # One transfer for all metrics. It also waits for the step, so that an error on the device
         # is raised in its own step.
         fetched = jax.device_get(metrics)
         values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
-        check_finite(values | layers, step, rate=rate)
+        rounded = None if self.cfg.quant.experts == "none" else state.policy
+        check_finite(values | layers, step, rate=rate, rounded=rounded)
         self.layer_metrics = {
             name.removeprefix(LAYERS): value.tolist() for name, value in layers.items()
         }
