@@ -28,7 +28,6 @@ from jaxmoe.checkpoint.same_run import ContentDigests, check_resume, check_use
 from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
-from jaxmoe.parallel.finite import check_experts_finite
 from jaxmoe.parallel.sharding import param_shardings
 from jaxmoe.run_files import open_lock, replace_text
 from jaxmoe.shapes import Leaf, Params
@@ -61,14 +60,9 @@ def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
         return make(jax.random.key(cfg.seed))
     directory = Path(cfg.init.checkpoint)
     check_checkpoint_model(cfg.model, directory)
-    dtype = cfg.optim.param_dtype
     if mesh is not None:
-        params = load_sharded_params(directory, cfg.model, dtype, mesh)
-    else:
-        params = jax.tree.map(jnp.asarray, load_params(directory, cfg.model, dtype))
-    if cfg.quant.experts != "none":
-        check_experts_finite(params, f"init.checkpoint ({directory})")
-    return params
+        return load_sharded_params(directory, cfg.model, cfg.optim.param_dtype, mesh)
+    return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
 
 
 def check_checkpoint_model(model: ModelConfig, directory: Path) -> None:
