@@ -17,7 +17,7 @@ def find_not_finite(params: Params) -> str:
 
     One pass over the experts. All processes of a mesh must call it.
     """
-    found = []
+    broken = []
     for i, kind in enumerate(("sliding", "full")):
         layer = params["layers"].get(kind, {})
         for name in MATRICES:
@@ -26,8 +26,8 @@ def find_not_finite(params: Params) -> str:
             # One pair at a time: the comparison of all would need an array as large as the weights.
             finite = [jnp.isfinite(w_EDF).all(axis=(1, 2)) for w_EDF in w_PEDF]
             bad_PE = ~np.stack([gather_to_hosts(finite_E) for finite_E in finite])
-            found += [(2 * int(pair) + i, name, int(e)) for pair, e in np.argwhere(bad_PE)]
-    if not found:
+            broken += [(2 * int(pair) + i, name, int(e)) for pair, e in np.argwhere(bad_PE)]
+    if not broken:
         return ""
-    layer_number, name, expert = min(found)
-    return f"layer {layer_number}, {name}, expert {expert} ({len(found)} such matrices)"
+    layer_number, name, expert = min(broken)
+    return f"layer {layer_number}, {name}, expert {expert} ({len(broken)} such matrices)"

@@ -42,8 +42,8 @@ def engine_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names]) -> int:
     if cfg.quant.experts == "none":
         return copy_bytes(specs, cfg, rules)
     leaves = jax.tree.leaves(specs)
-    experts, others = ([x for x in leaves if x.is_packable == kind] for kind in (True, False))
-    return packed_bytes(experts, cfg, rules) + copy_bytes(others, cfg, rules)
+    experts, dense = ([x for x in leaves if x.is_packable == kind] for kind in (True, False))
+    return packed_bytes(experts, cfg, rules) + copy_bytes(dense, cfg, rules)
 
 
 def full_copy_bytes(specs: Leaf, cfg: Config) -> int:

@@ -126,8 +126,8 @@ def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Lea
 def _gather_columns(layer: PackedLayer, names: Names) -> Mxfp4 | Mxfp4Part:
     if not names:
         return layer.part
-    own = (lax.dynamic_index_in_dim(x, layer.pair, keepdims=False) for x in layer.stack)
-    return Mxfp4(*(lax.all_gather(x, names, axis=2, tiled=True) for x in own))
+    shards = (lax.dynamic_index_in_dim(x, layer.pair, keepdims=False) for x in layer.stack)
+    return Mxfp4(*(lax.all_gather(x, names, axis=2, tiled=True) for x in shards))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -84,7 +84,12 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
             "loss.kl_coef=0.01",
         ),
         ("optim.tokens_per_microbatch=232", "critic.backbone=shared", "loss.advantages=gae"),
-        ("critic.backbone=own", "loss.advantages=gae", "loss.epochs=2"),
+        (
+            "critic.backbone=own",
+            "loss.advantages=gae",
+            "loss.old_logp=recomputed",
+            "loss.epochs=2",
+        ),
         ("optim.param_dtype=bfloat16", "model.dtype=bfloat16"),
     ],
     ids=lambda changes: changes[0],
@@ -108,7 +113,6 @@ def test_an_engine_ahead_of_the_weights_has_the_gap_of_the_codes_that_moved(tmp_
     gaps = [r["train_rollout_logprob_abs_diff_max"] for r in rows]
     assert stale[0] == 0 and max(stale) == 1
     assert all((gap > 1e-5) == (age > 0) for age, gap in zip(stale, gaps, strict=True))
-    assert max(gaps) < 0.5
 
 
 @pytest.mark.slow
