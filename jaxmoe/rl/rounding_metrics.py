@@ -32,7 +32,7 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
             saturated += jnp.sum(is_saturated(master, new.scales_EDF), dtype=jnp.float32)
             error += jnp.sum(jnp.square(mxfp4_to_dense(new) - master))
             norm += jnp.sum(jnp.square(master))
-            count += master.size
+            count += float(master.size)  # of 20B it does not fit int32
     return {
         "quant/moved_frac": moved / count,
         "quant/saturated_frac": saturated / count,
