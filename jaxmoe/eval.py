@@ -26,6 +26,7 @@ from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
@@ -82,7 +83,7 @@ def run_eval(cfg: Config) -> float:
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, BaseReader):
                 engine.share_base(base)
-        round_params = engine_rounding(cfg)
+        round_params = shard_rounding(engine_rounding(cfg), cfg.model, mesh)
         engine.load(params if round_params is None else jax.jit(round_params)(params), version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)

@@ -29,6 +29,7 @@ from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
+from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -114,7 +115,7 @@ def export_checkpoint(
     )
     _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
     masters = policy
-    if (round_params := rounding_from_config(cfg)) is not None:
+    if (round_params := shard_rounding(rounding_from_config(cfg), cfg.model, mesh)) is not None:
         policy = round_params(policy)
     if cfg.lora.ranks and position.stage == "rl":
         if adapts:

@@ -174,7 +174,9 @@ def warm_start(job: Job) -> None:
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
                 state, metrics = step_fn(state, shard_rows(batch, mesh))
-                metrics = job.fetch_metrics(step_fn, metrics, step, rate=("warmup.lr", w.lr))
+                metrics = job.fetch_metrics(
+                    step_fn, metrics, step, rate=("warmup.lr", w.lr), state=state
+                )
             job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
             job.position = Position("warmup", step, state, data.get_state())
@@ -232,7 +234,7 @@ def train_rl(job: Job) -> None:
                         state, placed, minibatches, job.base_for_batch(batch)
                     )
                     metrics = job.fetch_metrics(
-                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr)
+                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr), state=state
                     )
                 # Before the position moves on, so that a resume samples a refused batch again.
                 job.check_gate(state, metrics, step, batch, stats)

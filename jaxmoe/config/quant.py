@@ -56,13 +56,6 @@ def check_quant(cfg: "Config") -> None:
         f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts "
         "do not: its base has four bits already. Try --set quant.experts=none.",
     )
-    sizes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
-    require(
-        not sizes,
-        f"quant.experts={cfg.quant.experts} needs one device: groups of 32 values are not yet "
-        f"sharded, got {', '.join(f'mesh.{name}={size}' for name, size in sizes.items())}. "
-        f"Try {' '.join(f'--set mesh.{name}=1' for name in sizes)}.",
-    )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

@@ -107,6 +107,10 @@ def value_head_specs(cfg: ModelConfig) -> Params:
     }
 
 
+def _is_packed(leaf: Leaf) -> bool:
+    return isinstance(leaf, Mxfp4)
+
+
 def _is_spec(leaf: Leaf) -> bool:
     return isinstance(leaf, Spec)
 
@@ -190,13 +194,19 @@ def cast_for_forward(params: Params, cfg: ModelConfig, shared: Params | None = N
     """Return a copy of the parameters, each in the dtype in which the forward reads it.
 
     forward(cast_for_forward(params, cfg), …) equals forward(params, …) to the bit. Packed experts
-    stay packed, and adapted matrices stay adapted. Arrays that are part of `shared` are not copied.
+    stay packed, and adapted matrices stay adapted. Arrays that are part of `shared` are not copied,
+    nor are packed experts, which no step donates.
     """
     shared_ids = {id(x) for x in jax.tree.leaves(shared)}
 
+    def keeps(x: Leaf) -> bool:
+        return id(x) in shared_ids or _is_packed(x)
+
     def read_leaf(spec: Spec, x: Leaf) -> Leaf:
         if not hasattr(x, "dtype"):  # packed or adapted
-            return jax.tree.map(lambda part: part if id(part) in shared_ids else jnp.copy(part), x)
+            return jax.tree.map(
+                lambda part: part if keeps(part) else jnp.copy(part), x, is_leaf=_is_packed
+            )
         # A copy even if the dtype is right, because the trainer donates its own arrays at the next
         # step.
         return x if id(x) in shared_ids else jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)

@@ -57,7 +57,7 @@ def round_experts(params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp
 
     Numerics: rounds as `encode_mxfp4`. Masters that are not finite become NaN.
     """
-    return _map_experts(encode, params)
+    return map_experts(encode, params)
 
 
 def encoder_from_config(cfg: Config) -> Callable[[Array], Mxfp4]:
@@ -79,12 +79,12 @@ def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
 
 def with_rounded(params: Params, packed: Params) -> Params:
     """Return the parameters that the trainer's forward reads: packed values, masters' gradients."""
-    return _map_experts(lambda master, values: Rounded(values, master), params, packed)
+    return map_experts(lambda master, values: Rounded(values, master), params, packed)
 
 
 def decode_experts(params: Params, dtype: DTypeLike) -> Params:
     """Return the weights with dense experts of the same values; exact in float32 and bfloat16."""
-    return _map_experts(lambda packed: mxfp4_to_dense(packed, dtype), params)
+    return map_experts(lambda packed: mxfp4_to_dense(packed, dtype), params)
 
 
 def decode_rounded(params: Params, cfg: Config) -> Params:
@@ -150,14 +150,21 @@ def is_saturated(
     master_EDF: Float[Array, "*E D F"], scales_EDF: UInt8[Array, "*E D_32nd F"]
 ) -> Array:
     """True where a master is above the largest value of its group, 6 · 2^e."""
-    scale = jnp.repeat(scales_EDF.astype(jnp.int32), GROUP, axis=-2)
+    return is_above_largest(master_EDF, jnp.repeat(scales_EDF, GROUP, axis=-2))
+
+
+def is_above_largest(
+    master_EDF: Float[Array, "*E D F"], scale_EDF: UInt8[Array, "*E D F"]
+) -> Array:
+    """True where a master is above the largest value of a group with this scale."""
+    scale = scale_EDF.astype(jnp.int32)
     # Compared as bits, because a device may flush subnormals.
     largest = mxfp4_to_float32_bits(jnp.full_like(scale, LARGEST_CODE), scale)
     bits = lax.bitcast_convert_type(master_EDF.astype(jnp.float32), jnp.int32)
     return (bits & 0x7FFFFFFF) > largest
 
 
-def _map_experts(fn, params: Params, *parallel: Params) -> Params:
+def map_experts(fn, params: Params, *parallel: Params) -> Params:
     """Map fn over the experts' matrices; all other parameters are those of `params`."""
     layers = {
         kind: layer | {

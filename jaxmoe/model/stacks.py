@@ -4,11 +4,32 @@
 All other parameters are scanned. Next: jaxmoe/model/forward.py.
 """
 
+from typing import NamedTuple
+
 import jax
 from jaxtyping import Array, Int32
 
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
+
+
+class PackedLayer(NamedTuple):
+    """The packed matrices of one layer, in the stack of all layers of its kind.
+
+    The stack keeps its axis of pairs, because on a mesh its axis of experts may be sharded, and
+    sharded experts of several layers are not consecutive.
+    """
+
+    stack: Mxfp4  # [pairs, E, …]
+    pair: Int32[Array, ""]
+
+    @property
+    def part(self) -> Mxfp4Part:
+        """The same matrices as kernels find them, by their offset; no data moves."""
+        n_experts = self.stack.shape[1]
+        return Mxfp4Part(
+            Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in self.stack)), self.pair * n_experts
+        )
 
 
 def remove_packed(layers: Params) -> Params:
@@ -17,18 +38,21 @@ def remove_packed(layers: Params) -> Params:
 
 
 def restore_packed(layers: Params, all_layers: Params, pair: Int32[Array, ""]) -> Params:
-    """Return one pair's parameters, with its packed leaves as parts of the full stack."""
+    """Return one pair's parameters, with its packed leaves as a `PackedLayer` of the full stack."""
 
     def select_leaf(stacked: Leaf, scanned: Leaf) -> Leaf:
-        if not _is_packed(stacked):
-            return scanned
-        n_experts = stacked.shape[1]
-        # The reshape moves no data. The kernel finds the pair's experts in the stack by their
-        # offset.
-        stack = Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-        return Mxfp4Part(stack, pair * n_experts)
+        return PackedLayer(stacked, pair) if _is_packed(stacked) else scanned
 
     return jax.tree.map(select_leaf, all_layers, layers, is_leaf=_is_packed)
+
+
+def as_parts(layer: Params) -> Params:
+    """Return a layer with its packed matrices as kernels read them."""
+
+    def select_part(x: Leaf) -> Leaf:
+        return x.part if isinstance(x, PackedLayer) else x
+
+    return jax.tree.map(select_part, layer, is_leaf=lambda x: isinstance(x, PackedLayer))
 
 
 def _is_packed(leaf: Leaf) -> bool:

@@ -38,12 +38,17 @@ def _gather_forward(w: Array, axes: Cuts, dtype: DTypeLike) -> tuple[Array, Arra
 
 
 def _gather_backward(axes: Cuts, dtype: DTypeLike, empty: Array, dw: Array) -> tuple[Array]:
+    return (scatter_gradient(dw, axes).astype(empty.dtype),)
+
+
+gather_param.defvjp(_gather_forward, _gather_backward)
+
+
+def scatter_gradient(dw: Array, axes: Cuts) -> Array:
+    """Sum the gradients of a gathered parameter over all devices; each keeps its shard, float32."""
     # A sum over many devices in bfloat16 would lose small contributions.
     share = dw.astype(jnp.float32)
     for dim, names in reversed(list(enumerate(axes))):
         if names:
             share = reduce_scatter(share, names, dim=dim)
-    return (share.astype(empty.dtype),)
-
-
-gather_param.defvjp(_gather_forward, _gather_backward)
+    return share

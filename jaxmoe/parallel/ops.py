@@ -22,12 +22,15 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.model.rounded import Rounded
 from jaxmoe.model.router import RouterContext, WrappedOp
+from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
 from jaxmoe.parallel.halo import halo_attention
 from jaxmoe.parallel.ring import ring_attention
+from jaxmoe.parallel.rounding import gather_packed, packed_specs
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
     AXES,
@@ -35,7 +38,7 @@ from jaxmoe.parallel.sharding import (
     MeshRules,
     Names,
     count_shards,
-    drop_unit_axes,
+    map_shards,
     mesh_spec,
     partition_axes,
 )
@@ -123,18 +126,8 @@ class MeshOps:
         return names[1:] if spec.axes[0] == "pair" else names
 
     def run_sharded(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        """Return fn in a shard_map over the axes of size above 1. XLA for CPU would not remove sums
-        over axes of size 1."""
-        mesh = drop_unit_axes(self.mesh)
-
-        def drop_uncut(spec: P) -> P:
-            names_by_dim = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
-            return mesh_spec(
-                *(tuple(n for n in names if n in mesh.shape) for names in names_by_dim)
-            )
-
-        ins, outs = jax.tree.map(drop_uncut, (ins, outs), is_leaf=lambda x: isinstance(x, P))
-        return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        """Return fn in a shard_map over this mesh."""
+        return map_shards(fn, self.mesh, ins, outs)
 
     def embed(
         self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
@@ -377,14 +370,22 @@ class MeshOps:
         return axes, cut[len(axes) :]
 
     def layer_specs(self, layer: Params) -> Params:
-        return {name: mesh_spec(*self.cut_axes(self.layer[name])) for name in layer}
+        def leaf_specs(name: str, x: Any) -> Any:
+            cuts = self.cut_axes(self.layer[name])
+            if isinstance(x, PackedLayer | Rounded):
+                return packed_specs(x, cuts)
+            return mesh_spec(*cuts)
+
+        return {name: leaf_specs(name, x) for name, x in layer.items()}
 
     def gather_layer(self, shards: Params, dtype: Any) -> Params:
         """Return a layer's parameters, gathered except for experts, each in the dtype it is read
         in."""
 
-        def gather_one(name: str, x: Array) -> Array:
+        def gather_one(name: str, x: Any) -> Any:
             spec = self.layer[name]
+            if isinstance(x, PackedLayer | Rounded):
+                return gather_packed(x, self.cut_axes(spec), dtype)
             axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
             axes = tuple(
                 () if axis == "expert" else names

@@ -32,6 +32,20 @@ def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> 
     )
 
 
+def packed_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
+    """Bytes of these parameters on one device, in four bits and a byte for 32 values."""
+    return count_local_entries(specs, cfg, rules) * 17 // 32
+
+
+def engine_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names]) -> int:
+    """Bytes of these parameters on one device as an engine with the trainer's forward has them."""
+    if cfg.quant.experts == "none":
+        return copy_bytes(specs, cfg, rules)
+    leaves = jax.tree.leaves(specs)
+    experts, dense = ([x for x in leaves if x.is_packable == kind] for kind in (True, False))
+    return packed_bytes(experts, cfg, rules) + copy_bytes(dense, cfg, rules)
+
+
 def full_copy_bytes(specs: Leaf, cfg: Config) -> int:
     """Bytes of complete float32 parameters in the dtypes that the forward reads."""
     return sum(

@@ -154,6 +154,19 @@ def mesh_spec(*names: Names) -> P:
     return P(*(cut or None for cut in names))
 
 
+def map_shards(fn: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Callable[..., Any]:
+    """Return fn in a shard_map over the axes of size above 1. XLA for CPU would not remove sums
+    over axes of size 1."""
+    mesh = drop_unit_axes(mesh)
+
+    def drop_uncut(spec: P) -> P:
+        names_by_dim = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
+        return mesh_spec(*(tuple(n for n in names if n in mesh.shape) for names in names_by_dim))
+
+    ins, outs = jax.tree.map(drop_uncut, (ins, outs), is_leaf=lambda x: isinstance(x, P))
+    return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
 def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: MeshRules = TRAINING) -> Params:
     """Return the tree of NamedSharding of a model's parameters."""
 

@@ -21,6 +21,7 @@ from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.model.params import abstract_base, abstract_params
+from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
@@ -126,7 +127,11 @@ def step_base_shapes(cfg: Config) -> Params | None:
 def policy_shapes(cfg: Config) -> Params:
     """Shapes of the policy in the engine: all weights, or the base with its adapters."""
     if (base := base_shapes(cfg)) is None:
-        return abstract_params(cfg.model, cfg.optim.param_dtype)
+        params, round_params = (
+            abstract_params(cfg.model, cfg.optim.param_dtype),
+            engine_rounding(cfg),
+        )
+        return params if round_params is None else jax.eval_shape(round_params, params)
     return with_adapters(base, adapter_shapes(cfg.model, cfg.lora), cfg.lora.scales)
 
 

@@ -45,7 +45,7 @@ def step_fit(cfg: Config, compiled: CompiledStep | TooLarge, chip: Chip) -> Fit:
 def dry_run_bytes(mem: Memory) -> dict[str, int]:
     """The dry run's bytes in the compiler's categories."""
     stored = mem.weights + mem.optimizer + mem.reference
-    temporaries = mem.gathered + mem.gradients + mem.update + mem.activations
+    temporaries = mem.gathered + mem.gradients + mem.update + mem.activations + mem.rounded
     return {"arguments": stored, "temporaries": temporaries, "step": stored + temporaries}
 
 

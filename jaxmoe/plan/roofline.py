@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxmoe.config import Config
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
-from jaxmoe.parallel.param_bytes import copy_bytes
+from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent_bytes
@@ -113,8 +113,8 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     token = ((complete - first) / N + 2 * m.d_model * m.padded_vocab) * rows / mesh.devices
     policy = {name: spec for name, spec in param_specs(m).items() if name != "embed"}
     rules = sampling_rules(m).rules
-    weights = copy_bytes(policy, cfg, rules)
-    routed = copy_bytes(
+    weights = engine_bytes(policy, cfg, rules)
+    routed = engine_bytes(
         [spec for spec in jax.tree.leaves(policy) if "expert" in spec.axes], cfg, rules
     )
     # The probability that at least one row chooses an expert, for independent and balanced choices.

@@ -69,8 +69,9 @@ def _measure_kind(old: Params, new: Params, masters: Params) -> dict[str, Array]
             "error": jnp.square(difference),
             "norm": jnp.square(master),
             "distance": jnp.abs(difference) * jnp.exp2(127 - scale),
-            "count": jnp.ones_like(master),
         }
+        n_layers, n_values = len(master), float(master[0].size)  # of 20B no int32 holds it
+        sums["count"] = sums.get("count", 0.0) + jnp.full(n_layers, n_values)
         for key, x_LEDF in parts.items():
             sums[key] = sums.get(key, 0.0) + jnp.sum(x_LEDF, axis=(1, 2, 3))
     return sums

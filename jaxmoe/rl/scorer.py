@@ -37,6 +37,8 @@ class Scorer:
     replay: str = ""
     # Rounds the policy's weights before they are read (jaxmoe.model.rounded.round_experts), or None
     round_params: Callable[[Params], Params] | None = None
+    # Returns weights with the experts placed as their rounded values are; None: they are already
+    place_masters: Callable[[Params], Params] | None = None
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
         """Return params with the policy that the forward takes."""

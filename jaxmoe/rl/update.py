@@ -209,7 +209,8 @@ def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metric
     if scorer.round_params is None:
         return {}
     before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
-    return rounding_metrics(before, after, new.policy)
+    masters = new.policy if scorer.place_masters is None else scorer.place_masters(new.policy)
+    return rounding_metrics(before, after, masters)
 
 
 def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:

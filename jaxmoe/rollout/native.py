@@ -160,7 +160,9 @@ class NativeEngine:
 
         params = jax.eval_shape(partial(cast_for_forward, cfg=cfg), params)
         if mesh is not None:
-            params = with_shardings(params, param_shardings(cfg, mesh, self._rules))
+            # A packed matrix is two arrays of one sharding.
+            shardings = param_shardings(cfg, mesh, self._rules)
+            params = with_shardings(params, jax.tree.broadcast(shardings, params))
         rows = width * samples
         shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]

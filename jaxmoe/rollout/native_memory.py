@@ -9,7 +9,7 @@ from jaxmoe.config.engine import EngineMemory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.lora import Pair, lora_specs
 from jaxmoe.model.params import param_specs
-from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
+from jaxmoe.parallel.param_bytes import count_local_entries, engine_bytes, full_copy_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.rollout.native import prompts_per_batch
 from jaxmoe.rollout.native_turns import shrunk_size
@@ -22,7 +22,7 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     if cfg.lora.ranks:
         weights = adapter_copy_bytes(cfg)
     else:
-        weights = copy_bytes(param_specs(cfg.model), cfg, sampling_rules(cfg.model).rules)
+        weights = engine_bytes(param_specs(cfg.model), cfg, sampling_rules(cfg.model).rules)
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt

@@ -24,7 +24,14 @@ from jaxmoe.rl.presets import apply_preset
 from jaxmoe.run.kernels import describe_kernels
 from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
 
-RARE_PARTS = ("packed", "frozen", "rows", "table", "routing")  # printed only if a run has them
+RARE_PARTS = (
+    "rounded",
+    "packed",
+    "frozen",
+    "rows",
+    "table",
+    "routing",
+)  # printed only if a run has them
 
 
 def dry_run(cfg: Config, *stages: str) -> None:

@@ -4,17 +4,25 @@
 import numpy as np
 
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.shapes import Metrics
+from jaxmoe.parallel.finite import find_not_finite
+from jaxmoe.shapes import Metrics, Params
 
 
-def check_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
-    """Raise ConfigError if a metric of the step is not finite."""
+def check_finite(
+    metrics: Metrics, step: int, *, rate: tuple[str, float], rounded: Params | None = None
+) -> None:
+    """Raise ConfigError if a metric of the step is not finite.
+
+    `rounded` is the policy after the step if its experts are rounded; one that broke is named.
+    """
     bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
     if bad:
         name, lr = rate
+        place = "" if rounded is None else find_not_finite(rounded)
+        broken = f"; the step broke {place}" if place else ""
         raise ConfigError(
-            f"step {step}: {', '.join(bad)} must be finite. Try --set {name}={lr / 10:g}, or a "
-            "smaller optim.clip_norm."
+            f"step {step}: {', '.join(bad)} must be finite{broken}. Try --set {name}={lr / 10:g}, "
+            "or a smaller optim.clip_norm."
         )
 
 

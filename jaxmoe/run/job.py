@@ -39,6 +39,7 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.observe.router_plot import plot_router
 from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
@@ -91,7 +92,7 @@ class Job:
     @cached_property
     def round_params(self) -> Callable[[Params], Params] | None:
         """Jitted rounding of the weights that an engine loads; None if they stay as they are."""
-        round_params = engine_rounding(self.cfg)
+        round_params = shard_rounding(engine_rounding(self.cfg), self.cfg.model, self.parts.mesh)
         return None if round_params is None else jax.jit(round_params)
 
     def policy_params(self) -> Params:
@@ -136,18 +137,21 @@ class Job:
             self.progress.report(text, n_done, total)
 
     def fetch_metrics(
-        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
-    ) -> Metrics:
+        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float],
+        state: TrainState,
+    ) -> Metrics:  # fmt: skip
         """Wait for the step, and return its metrics as Python numbers.
 
         Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite.
+        `state` is that after the step.
         """
         # One transfer for all metrics. It also waits for the step, so that an error on the device
         # is raised in its own step.
         fetched = jax.device_get(metrics)
         values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
-        check_finite(values | layers, step, rate=rate)
+        rounded = None if self.cfg.quant.experts == "none" else state.policy
+        check_finite(values | layers, step, rate=rate, rounded=rounded)
         self.layer_metrics = {
             name.removeprefix(BY_LAYER): value.tolist() for name, value in layers.items()
         }

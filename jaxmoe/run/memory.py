@@ -18,7 +18,12 @@ from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.model.trainable import policy_specs, split_params
 from jaxmoe.parallel.limits import check_host
-from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
+from jaxmoe.parallel.param_bytes import (
+    copy_bytes,
+    count_local_entries,
+    full_copy_bytes,
+    packed_bytes,
+)
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.from_config import find_recorded_sizes
 from jaxmoe.run.routing_memory import routing_bytes
@@ -29,6 +34,7 @@ class Memory:
     """Bytes on one device in the RL stage."""
 
     weights: int  # of policy and critic; of a LoRA run the adapters
+    rounded: int  # experts in four bits that a step reads, of policy and reference
     packed: int  # frozen experts of a LoRA run, in four bits
     frozen: int  # other frozen weights of a LoRA run, in the dtypes that they are read in
     rows: int  # rows of an embedding in host memory: those of a step's tokens
@@ -52,6 +58,7 @@ class Memory:
         names = {
             "training": (
                 *resident,
+                "rounded",
                 "rows",
                 "gathered",
                 "gradients",
@@ -61,7 +68,7 @@ class Memory:
                 "ahead",
             ),
             "sampling": (*resident, "table", "cache"),
-            "syncing": (*resident, "ahead"),
+            "syncing": (*resident, "rounded", "ahead"),
             "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # no training state
         }[stage]
         parts = {name: getattr(self, name) for name in names}
@@ -138,17 +145,17 @@ def plan_memory(cfg: Config) -> Memory:
     saved_activations += 3 * 4 * recorded * tokens
     engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
+    has_reference = cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
     has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
         weights=(trained + local_frozen) * weight_bytes,
+        rounded=rounded_bytes(cfg) * (1 + has_reference),
         packed=packed,
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
         optimizer=2 * trained * weight_bytes - host_moments,
-        reference=local_trained * weight_bytes
-        if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
-        else 0,
+        reference=local_trained * weight_bytes if has_reference else 0,
         engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
@@ -164,6 +171,14 @@ def plan_memory(cfg: Config) -> Memory:
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
         + (table if has_host_table else 0),
     )
+
+
+def rounded_bytes(cfg: Config) -> int:
+    """Bytes of the experts in four bits that a step reads, beside their masters."""
+    if cfg.quant.experts != "mxfp4":
+        return 0
+    specs = jax.tree.leaves(param_specs(cfg.model))
+    return packed_bytes([spec for spec in specs if spec.is_packable], cfg)
 
 
 def base_bytes(cfg: Config) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
 from jaxmoe.model.rounded import trainer_rounding
+from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
@@ -45,7 +46,9 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> JitProgram:
     """Return the step of the warm start: (state, batch) -> (state, metrics)."""
-    scorer = Scorer(cfg.model, ops, round_params=trainer_rounding(cfg))
+    scorer = Scorer(
+        cfg.model, ops, round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh)
+    )
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=partial(supervised_loss_fn, scorer=scorer),
         microbatches=cfg.optim.microbatches, prepare=scorer.pack_policy,
@@ -65,7 +68,10 @@ def rl_program(
     """
     scorer = make_scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
-        replay=cfg.router.replay, round_params=trainer_rounding(cfg),
+        replay=cfg.router.replay,
+        round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh),
+        place_masters=None if mesh is None or mesh.size == 1
+        else partial(exchange_rows_for_columns, cfg=cfg.model, mesh=mesh),
     )  # fmt: skip
     fn = partial(
         step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,

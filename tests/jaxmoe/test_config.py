@@ -16,7 +16,8 @@ from jaxmoe.config_file import load_config, override
 TINY = load_config("tiny.py")
 SHIPPED = [
     "gptoss120b.py", "gptoss120b_lora.py", "gptoss20b.py", "gptoss20b_gsm8k.py",
-    "gptoss20b_kernels.py", "gptoss20b_long.py", "gptoss20b_lora.py", "gptoss20b_ppo.py",
+    "gptoss20b_kernels.py", "gptoss20b_long.py", "gptoss20b_lora.py", "gptoss20b_mxfp4.py",
+    "gptoss20b_ppo.py",
     "gptoss20b_retool.py", "gptoss20b_verif.py",
     "tiny.py", "tiny_hack.py", "tiny_if.py", "tiny_lora.py", "tiny_mxfp4.py",
     "tiny_tool.py", "tiny_vllm.py",

@@ -97,11 +97,11 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
 
     steps, host = [], Job.fetch_metrics
 
-    def fails(job, step_fn, metrics, step, *, rate):
+    def fails(job, step_fn, metrics, step, **options):
         steps.append(metrics)
         if len(steps) == 4:
             raise MemoryError("no room for the step")
-        return host(job, step_fn, metrics, step, rate=rate)
+        return host(job, step_fn, metrics, step, **options)
 
     monkeypatch.setattr(Job, "fetch_metrics", fails)
     with pytest.raises(MemoryError, match="no room for the step") as error:

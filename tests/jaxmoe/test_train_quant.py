@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs with quant.experts=mxfp4: sampled, trained and exported are the same four-bit experts."""
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +24,7 @@ from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.train import main
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3", "warmup.sequences_per_step=16",
     "rollout.sequences_per_step=16", "rollout.max_gen_batches=1", "eval.every_steps=2",
@@ -88,6 +95,12 @@ def test_trainer_and_engine_read_the_same_bits_by_other_rules_of_rounding(tmp_pa
             "loss.kl_coef=0.01",
         ),
         ("optim.tokens_per_microbatch=232", "critic.backbone=shared", "loss.advantages=gae"),
+        (
+            "critic.backbone=own",
+            "loss.advantages=gae",
+            "loss.old_logp=recomputed",
+            "loss.epochs=2",
+        ),
         ("optim.param_dtype=bfloat16", "model.dtype=bfloat16"),
     ],
     ids=lambda changes: changes[0],
@@ -102,6 +115,91 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
     assert gaps[0] <= 3 * gaps[1] + 1e-6
 
 
+@pytest.mark.slow
+def test_an_engine_ahead_of_the_weights_has_the_gap_of_the_codes_that_moved(tmp_path):
+    ahead = "rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)"
+    assert run(tmp_path, "steps=3", *ahead) == 0
+    rows = rl_rows(tmp_path)
+    stale = [r["staleness/max"] for r in rows]
+    gaps = [r["train_rollout_logprob_abs_diff_max"] for r in rows]
+    assert stale[0] == 0 and max(stale) == 1
+    assert all((gap > 1e-5) == (age > 0) for age, gap in zip(stale, gaps, strict=True))
+
+
+@pytest.mark.slow
+def test_a_dense_run_goes_on_quantised_and_back_and_says_so_in_one_line(tmp_path, capsys):
+    assert run(tmp_path, "steps=1", "quant.experts=none") == 0
+    capsys.readouterr()
+    for step, (new, old) in enumerate((("mxfp4", "none"), ("none", "mxfp4")), 2):
+        assert run(tmp_path, f"steps={step}", f"quant.experts={new}") == 0
+        out = capsys.readouterr().out
+        (line,) = [x for x in out.splitlines() if x.startswith("resuming")]
+        assert f"quant.experts={new} (was {old})" in line
+    rows = rl_rows(tmp_path)
+    assert ["quant/moved_frac" in r for r in rows] == [False, True, False]
+    assert max(r["train_rollout_logprob_abs_diff_max"] for r in rows) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.extended  # three runs; tests/jaxmoe/parallel/test_rounding.py has the steps
+def test_a_run_on_a_mesh_is_that_of_one_device_and_its_export_too(tmp_path):
+    one, several = tmp_path / "one", tmp_path / "several"
+    mesh = [f"mesh.{axis}=2" for axis in ("data", "fsdp", "expert")]
+    assert run(one, "steps=2") == run(several, "steps=1", *mesh) == 0
+    assert run(several, "steps=2", *mesh) == eval_main(arguments(several, "steps=2", *mesh)) == 0
+    for a, b in zip(rl_rows(one), rl_rows(several), strict=True):
+        for name in ("loss", "quant/moved_frac", "quant/relative_error"):
+            assert abs(a[name] - b[name]) < 2e-5
+        assert b["train_rollout_logprob_abs_diff_max"] < 1e-5
+    for work, changes in ((several, mesh), (several, ["mesh.data=1"])):
+        out = tmp_path / f"export{len(changes)}"
+        assert export_main([*arguments(work, "steps=2", *changes), "--out", str(out)]) == 0
+    files = [(tmp_path / f"export{n}" / "model.safetensors").read_bytes() for n in (3, 1)]
+    assert files[0] == files[1]
+
+
+KILLED = """
+import os, signal, sys
+from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.train import main
+
+load, syncs = NativeEngine.load, []
+
+def load_or_die(engine, params, version):
+    syncs.append(version)
+    if str(version) == sys.argv[1]:
+        # The packed tensors are there, and the engine has half of them.
+        engine._loaded = engine._read(params), version - 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    load(engine, params, version)
+
+NativeEngine.load = load_or_die
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def run_killed(work, version):
+    """The command in a process that is killed while the engine loads this version's weights."""
+    typed = [sys.executable, "-c", KILLED, str(version), *arguments(work, "steps=3")]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    return subprocess.run(typed, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for_bit(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = run_killed(whole, -1)
+    assert done.returncode == 0, done.stderr
+    for version in (1, 2):
+        assert run_killed(killed, version).returncode == -signal.SIGKILL
+    done = run_killed(killed, -1)
+    assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
+    for a, b in zip(rl_rows(whole), rl_rows(killed), strict=True):
+        timed = {name for name in a if name.startswith("time/") or "per_s" in name}
+        assert {k: a[k] for k in a.keys() - timed} == {k: b[k] for k in b.keys() - timed}
+
+
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -110,10 +208,6 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
             "must be one of none, mxfp4, mxfp4_rollout; got 'fp4'. Try --set quant.",
         ),
         (["lora.attention_rank=4"], "with LoRA the experts do not: its base has four bits already"),
-        (
-            ["mesh.fsdp=2"],
-            "needs one device: groups of 32 values are not yet sharded, got mesh.fsdp=2",
-        ),
         (["quant.scale=max"], "quant.scale must be one of ocp, least_error; got 'max'"),
         (["quant.rounding=up"], "quant.rounding must be one of nearest, stochastic; got 'up'"),
         (

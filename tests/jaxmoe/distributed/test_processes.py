@@ -264,10 +264,11 @@ def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path)
         }
 
 
-def supervised_steps(count, steps, axis):
+def supervised_steps(count, steps, axis, *changes):
     """Return the output of process 0 of `count`, after such steps on two devices."""
     address, started = f"127.0.0.1:{free_port()}", []
-    typed = [sys.executable, "-m", "tests.jaxmoe.parallel.supervised_steps", str(steps), axis]
+    module = "tests.jaxmoe.parallel.supervised_steps"
+    typed = [sys.executable, "-m", module, str(steps), axis, *changes]
     for number in range(count):
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // count)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -281,8 +282,9 @@ def supervised_steps(count, steps, axis):
 
 @pytest.mark.slow  # two processes and one; tiny.py's own sizes, whose messages gloo got wrong
 @pytest.mark.timeout(2 * MINUTES)
-def test_two_processes_take_the_supervised_steps_of_one():
-    want, actual = (supervised_steps(count, 20, "fsdp") for count in (1, 2))
+@pytest.mark.parametrize("changes", [(), ("quant.experts=mxfp4",)], ids=["dense", "mxfp4"])
+def test_two_processes_take_the_supervised_steps_of_one(changes):
+    want, actual = (supervised_steps(count, 20, "fsdp", *changes) for count in (1, 2))
     assert len(want) == 20 and min(min(step) for step in want) > 0
     np.testing.assert_allclose(actual, want, rtol=1e-6)
 

@@ -10,7 +10,7 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of
 
 from jaxmoe.model import forward
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.stacks import remove_packed, restore_packed
+from jaxmoe.model.stacks import as_parts, remove_packed, restore_packed
 from pallas_kernels.grouped_matmul import Mxfp4Part
 
 FOUR_LAYERS = replace(CFG, n_layers=4)
@@ -41,7 +41,7 @@ def test_a_pairs_parameters_are_its_slices_and_its_part_of_what_is_packed():
     assert remaining["full"]["w_down"].base is None and remaining["full"]["w_q"].base is not None
     second = jax.tree.map(lambda x: x[1], remaining)
     restored = restore_packed(second, layers, jnp.int32(1))["full"]
-    part = restored["w_down"].base
+    part = as_parts(restored)["w_down"].base
     assert isinstance(part, Mxfp4Part) and int(part.first) == CFG.n_experts
     packed_shape = layers["full"]["w_down"].base.nibbles_EDF
     assert (part.stack.nibbles_EDF[int(part.first) :] == packed_shape[1]).all()

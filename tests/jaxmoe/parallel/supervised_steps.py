@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some supervised steps of tiny.py on a mesh, as one of so many processes; process 0 prints them.
 
-    python -m tests.jaxmoe.parallel.supervised_steps STEPS AXIS
+    python -m tests.jaxmoe.parallel.supervised_steps STEPS AXIS [SETTING …]
 
 Prints [[loss, gradient norm], …] as JSON. It compiles one program, where a whole run compiles
 generation and the steps of RL as well.
@@ -26,10 +26,10 @@ from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.run.programs import out_shardings_option, supervised_program, warmup_optimizer
 
 
-def main(steps: int, axis: str) -> None:
+def main(steps: int, axis: str, *changes: str) -> None:
     join_processes()
     sizes = "warmup.sequences_per_step=4", "data.train_rows=64", "data.held_out_rows=4"
-    cfg = override(load_config("tiny.py"), f"mesh.{axis}=2", *sizes)
+    cfg = override(load_config("tiny.py"), f"mesh.{axis}=2", *sizes, *changes)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
     ops = sharded_ops(make_ops(cfg), mesh, cfg.model)
@@ -58,4 +58,4 @@ def main(steps: int, axis: str) -> None:
 
 if __name__ == "__main__":
     with jax.numpy_dtype_promotion("standard"):
-        main(int(sys.argv[1]), sys.argv[2])
+        main(int(sys.argv[1]), *sys.argv[2:])

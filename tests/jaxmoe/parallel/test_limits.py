@@ -35,6 +35,20 @@ def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, message):
     assert "\n" not in str(error.value) and "Try " in str(error.value)
 
 
+def test_a_mesh_that_would_cut_groups_of_packed_experts_is_refused_with_what_to_type():
+    sizes = "model.d_model=192", "model.d_expert=64", "mesh.fsdp=3", "warmup.sequences_per_step=48"
+    cfg = override(load_config("tiny_mxfp4.py"), *sizes, "rollout.sequences_per_step=48")
+    message = r"mesh.fsdp \(3\) to divide 2 \* model.d_expert \(128\): devices share the columns"
+    with pytest.raises(ConfigError, match=message) as error:
+        check_mesh(cfg, 3)
+    assert "\n" not in str(error.value)
+    typed = str(error.value).partition("Try ")[2].partition(", or")[0].split("--set ")[1:]
+    check_mesh(override(cfg, *map(str.strip, typed)), 3)  # what it says works
+    check_mesh(override(cfg, "quant.experts=none"), 3)
+    for axis in ("fsdp", "sequence", "expert", "tensor", "data"):  # groups of 32 rows are cut
+        check_mesh(override(load_config("tiny_mxfp4.py"), f"mesh.{axis}=2"), 2)
+
+
 def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="they give 1"):

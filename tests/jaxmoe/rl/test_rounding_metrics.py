@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.mxfp4 import decode_packed
-from jaxmoe.model import init_params, tiny
+from jaxmoe.model import gpt_oss_20b, init_params, tiny
+from jaxmoe.model.params import abstract_params
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.rounding_metrics import moved_share, rounding_metrics, sample_codes
 from pallas_kernels.grouped_matmul import Mxfp4
@@ -96,3 +97,14 @@ def test_a_sample_of_the_codes_sees_what_moved_since_the_start():
     zeros = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), 0.0)
     negative = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), -0.0)
     assert float(moved_share(jax.device_get(sample_codes(zeros)), negative)) == 0.0
+
+
+def test_more_values_than_an_int32_counts_are_counted():
+    def measure(params):
+        packed = round_experts(params)
+        return rounding_metrics(packed, packed, params)
+
+    params = abstract_params(gpt_oss_20b())
+    assert params["layers"]["full"]["w_gate_up"].size > 2**31
+    metrics = jax.eval_shape(measure, params)
+    assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}

@@ -3,10 +3,17 @@
 
 import math
 
+import jax.numpy as jnp
 import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.run.guards import check_finite
+
+
+def test_an_expert_that_the_step_broke_is_named():
+    rounded = {"layers": {"sliding": {"w_down": jnp.ones((1, 2, 64, 3)).at[0, 1].set(math.inf)}}}
+    with pytest.raises(ConfigError, match="loss must be finite; the step broke layer 0, w_down, e"):
+        check_finite({"loss": math.nan}, 3, rate=("optim.lr", 1e-4), rounded=rounded)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -52,7 +52,8 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
 @pytest.mark.parametrize(
     "name", ["gptoss20b.py", "gptoss20b_ppo.py", "gptoss120b.py", "gptoss20b_lora.py",
              "gptoss20b_long.py", "gptoss20b_retool.py", "gptoss20b_verif.py",
-             "gptoss20b_gsm8k.py", "gptoss20b_kernels.py", "gptoss120b_lora.py"],
+             "gptoss20b_gsm8k.py", "gptoss20b_kernels.py", "gptoss20b_mxfp4.py",
+             "gptoss120b_lora.py"],
 )  # fmt: skip
 def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
     header = (Path(__file__).parents[3] / "configs" / name).read_text().partition("SOURCE")[0]

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gptoss20b.py with experts that are sampled, trained and exported in four bits, eight devices.
+
+COMMAND  python -m jaxmoe.train --config gptoss20b_mxfp4.py --dry-run
+EXPECT   71.4 GB per device in training, 35.5 GB while sampling, by the dry run's arithmetic. It
+         has not been trained.
+SOURCE   gptoss20b.py, whose sizes and rates it keeps; docs/quantised.md.
+"""
+
+from dataclasses import replace
+
+from configs import gptoss20b
+from jaxmoe.config import Config, QuantConfig
+
+
+def get_config() -> Config:
+    full = gptoss20b.get_config()
+    return replace(
+        full,
+        quant=QuantConfig(experts="mxfp4"),
+        save=replace(full.save, export_dtype="mxfp4"),
+        workdir="runs/gptoss20b_mxfp4",
+    )
