@@ -97,7 +97,8 @@ def test_jit_stays_at_the_edge():
         "doctor.py",
     }  # fmt: skip
     edge |= {"vllm_engine.py", "run.py"}  # run.py: weights are made cut over devices
-    edge.add("router_bed.py")  # a study's runs, as train's
+    edge |= {"bed.py", "router_bed.py", "mxfp4_bed.py"}  # a study's runs, as train's
+    edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program
     edge.add("router_exact.py")  # a command's own programs
     edge.add("job.py")  # rounds the weights for the engine, once a step

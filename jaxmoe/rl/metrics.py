@@ -19,7 +19,7 @@ from jaxmoe.rl.algorithm import Algorithm, select_old_logp
 from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Leaf, Metrics
 
-BY_LAYER = "layers/"  # begins the name of a metric that is an array [L]
+LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 
 
 @struct.dataclass

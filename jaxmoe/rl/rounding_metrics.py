@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxmoe.model.rounded import MATRICES, is_saturated, round_experts
-from jaxmoe.rl.metrics import BY_LAYER
+from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
@@ -50,8 +50,8 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
         "quant/saturated_frac": total["saturated"] / total["count"],
         "quant/relative_error": jnp.sqrt(total["error"] / total["norm"]),
         "quant/distance": total["distance"] / total["count"],
-        BY_LAYER + "quant_relative_error": jnp.sqrt(sums["error"] / sums["norm"]),
-        BY_LAYER + "quant_moved_frac": sums["moved"] / sums["count"],
+        LAYER_PREFIX + "quant_relative_error": jnp.sqrt(sums["error"] / sums["norm"]),
+        LAYER_PREFIX + "quant_moved_frac": sums["moved"] / sums["count"],
     }
 
 

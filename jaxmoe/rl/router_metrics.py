@@ -2,7 +2,7 @@
 """Metrics of the router: load, switches, and with `router.instruments` more, by layer.
 
 All are of the tokens of a complete batch; padding never counts. Those by layer are arrays [L] whose
-names begin with `BY_LAYER`. Next: jaxmoe/observe/router_plot.py draws them.
+names begin with `LAYER_PREFIX`. Next: jaxmoe/observe/router_plot.py draws them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jaxmoe.losses.kl import k3_from_log_ratio
 from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.records import UNKNOWN_EXPERT, expert_dtype
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.metrics import BY_LAYER
+from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.rl.switches import (
     compare_expert_sets,
     engine_read_mask,
@@ -173,7 +173,7 @@ def measure_router(rows: Mapping[str, Array], batch: Batch, n_experts: int) -> M
         total[f"router/{name}"] = masked_quantile(
             margin_BTL.reshape(-1, 1), is_token_BTL.reshape(-1, 1), share
         )[0]
-    return total | {BY_LAYER + name: x_L for name, x_L in layers.items()}
+    return total | {LAYER_PREFIX + name: x_L for name, x_L in layers.items()}
 
 
 def split_by_switch(

@@ -43,7 +43,7 @@ from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
-from jaxmoe.rl.metrics import BY_LAYER
+from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
@@ -153,7 +153,7 @@ class Job:
         rounded = None if self.cfg.quant.experts == "none" else state.policy
         check_finite(values | layers, step, rate=rate, rounded=rounded)
         self.layer_metrics = {
-            name.removeprefix(BY_LAYER): value.tolist() for name, value in layers.items()
+            name.removeprefix(LAYER_PREFIX): value.tolist() for name, value in layers.items()
         }
         assert_compiled_once(step_fn, step - self.first_step)
         return values

@@ -53,9 +53,9 @@ class BedTask(Protocol):
 
 
 def train_warm_start(
-    cfg: Config, task: BedTask, seed: int, *, steps: int = WARM_STEPS, until: float
+    cfg: Config, task: BedTask, seed: int, *, steps: int = WARM_STEPS, max_loss: float
 ) -> tuple[Params, float]:
-    """Train on right answers until the mean loss of ten steps is below `until`, nats a token.
+    """Train on right answers max_loss the mean loss of ten steps is below `max_loss`, nats a token.
 
     Returns the weights and that loss.
     """
@@ -73,13 +73,13 @@ def train_warm_start(
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
             state, metrics = step_fn(state, batch)
         losses.append(metrics["loss"])
-        if len(losses) == 10 and float(np.mean(jax.device_get(list(losses)))) < until:
+        if len(losses) == 10 and float(np.mean(jax.device_get(list(losses)))) < max_loss:
             break
     return jax.tree.map(np.asarray, state.policy), float(np.mean(jax.device_get(list(losses))))
 
 
 def load_warm_start(
-    cfg: Config, task: BedTask, seed: int, folder: Path, *, steps: int = WARM_STEPS, until: float
+    cfg: Config, task: BedTask, seed: int, folder: Path, *, steps: int = WARM_STEPS, max_loss: float
 ) -> Params:
     """Return the weights of `train_warm_start`, which are stored in `folder`."""
     path = folder / f"warm_start_{seed}.npz"
@@ -87,7 +87,7 @@ def load_warm_start(
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in leaves]
     if not path.is_file():
-        params, _ = train_warm_start(cfg, task, seed, steps=steps, until=until)
+        params, _ = train_warm_start(cfg, task, seed, steps=steps, max_loss=max_loss)
         folder.mkdir(parents=True, exist_ok=True)
         partial_path = path.with_suffix(".partial.npz")
         np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))

@@ -109,7 +109,7 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
 def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
     """Return weights that were trained with rounded experts, whose experts are those values."""
     cfg = mxfp4_bed_config(bed.task, 1, "quant.experts=mxfp4")
-    masters = load_warm_start(cfg, bed.task, seed, folder / bed.name, until=bed.warm_loss)
+    masters = load_warm_start(cfg, bed.task, seed, folder / bed.name, max_loss=bed.warm_loss)
     return decode_experts(round_experts(masters), jnp.float32)
 
 

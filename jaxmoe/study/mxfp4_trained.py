@@ -46,7 +46,7 @@ MXFP4_CONTENDERS = [
 ]
 
 
-def bed_contenders(bed: Mxfp4Bed) -> list[Contender]:
+def list_mxfp4_contenders(bed: Mxfp4Bed) -> list[Contender]:
     """Return the contenders of a bed, with the bed's rate if it has one."""
     chosen = [c for c in MXFP4_CONTENDERS if c.name in bed.contenders or not bed.contenders]
     return chosen if bed.rate is None else [replace(c, rates=(bed.rate,)) for c in chosen]
@@ -74,7 +74,7 @@ def run_mxfp4_bed(
         )
         return metrics
 
-    contenders = bed_contenders(bed)
+    contenders = list_mxfp4_contenders(bed)
     # Each rate is tried on the tuning seeds, and the best one runs on the others.
     n_runs = sum(len(c.rates) * tuning_seeds + seeds - tuning_seeds for c in contenders)
     return run_study(

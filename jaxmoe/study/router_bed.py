@@ -109,7 +109,7 @@ def bed_config(steps: int, *settings: str) -> Config:
 
 def load_bed_weights(seed: int, folder: Path, *, steps: int = WARM_STEPS) -> Params:
     """Return the weights that all contenders start from, which are stored in `folder`."""
-    return load_warm_start(bed_config(1), TASK, seed, folder, steps=steps, until=WARM_LOSS)
+    return load_warm_start(bed_config(1), TASK, seed, folder, steps=steps, max_loss=WARM_LOSS)
 
 
 def route_disturbed(

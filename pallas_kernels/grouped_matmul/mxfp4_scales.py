@@ -30,13 +30,15 @@ def choose_least_error_exponent(size: Int32[Array, "*G _ F"]) -> Int32[Array, "*
     ocp = choose_ocp_exponent(size)
     value = scale_to_integer(size, ocp, _FRACTION_BITS)
     errors = {shift: _squared_error(size, value, ocp, shift) for shift in (0, -1, 1)}
-    best, least = ocp, errors[0]
+    chosen, smallest_error = ocp, errors[0]
     for shift in (-1, 1):
         exponent = ocp + shift
-        is_better = (errors[shift] < least) & (exponent >= -127) & (exponent <= _LARGEST_EXPONENT)
-        best = jnp.where(is_better, exponent, best)
-        least = jnp.where(is_better, errors[shift], least)
-    return best
+        is_better = (
+            (errors[shift] < smallest_error) & (exponent >= -127) & (exponent <= _LARGEST_EXPONENT)
+        )
+        chosen = jnp.where(is_better, exponent, chosen)
+        smallest_error = jnp.where(is_better, errors[shift], smallest_error)
+    return chosen
 
 
 def _squared_error(size: Array, value: Array, ocp: Array, shift: int) -> Array:

@@ -43,9 +43,9 @@ def draw_from_bits(size: Int32[Array, "*G _ F"]) -> UInt32[Array, "*G _ F"]:
     """Random integers of 32 bits, from the bits of each value, its group and its place there."""
     bits = size.astype(jnp.uint32)
     place = lax.broadcasted_iota(jnp.uint32, size.shape, size.ndim - 2)
-    own = _mix(bits ^ (place * jnp.uint32(0x9E3779B9)))
-    group = jnp.sum(own, axis=-2, keepdims=True, dtype=jnp.uint32)
-    return _mix(own ^ _mix(group))
+    value_hash = _mix(bits ^ (place * jnp.uint32(0x9E3779B9)))
+    group_hash = jnp.sum(value_hash, axis=-2, keepdims=True, dtype=jnp.uint32)
+    return _mix(value_hash ^ _mix(group_hash))
 
 
 def _mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:

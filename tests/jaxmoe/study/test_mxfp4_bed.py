@@ -28,7 +28,7 @@ BED = Mxfp4Bed("reversal", Reversal(n_letters=3, length=2), warm_loss=0.0)
 @pytest.fixture(scope="module")
 def released():
     cfg = mxfp4_bed_config(BED.task, 1, "quant.experts=mxfp4")
-    masters, _ = train_warm_start(cfg, BED.task, 0, steps=20, until=0.0)
+    masters, _ = train_warm_start(cfg, BED.task, 0, steps=20, max_loss=0.0)
     return decode_experts(round_experts(jax.tree.map(jnp.asarray, masters)), jnp.float32)
 
 
