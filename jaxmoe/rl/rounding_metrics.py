@@ -8,10 +8,11 @@ gradient. Next: jaxmoe/model/rounded.py.
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmoe.model.rounded import MATRICES, is_saturated
+from jaxmoe.model.rounded import MATRICES
 from jaxmoe.shapes import Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.rounded import is_saturated
 
 
 def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:

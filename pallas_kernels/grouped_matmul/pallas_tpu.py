@@ -20,13 +20,14 @@ from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
 )
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
+from pallas_kernels.grouped_matmul.rounded import values_of
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     packed, drhs_EDF, dbias_EF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), None, None
     if not packed:
         drhs_EDF, dbias_EF = weight_gradients_tpu(
-            lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret=interpret
+            lhs_MD, dout_MF, sizes_E, lhs_MD.dtype, bias_EF is not None, interpret=interpret
         )
     elif bias_EF is not None:
         dbias_EF = _bias_gradient(dout_MF, sizes_E)
@@ -108,17 +109,18 @@ def _find_unsupported(lhs_MD, rhs_EDF, halves):
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"
-    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
+    frozen, values_EDF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), values_of(rhs_EDF)
+    packed = isinstance(values_EDF, Mxfp4 | Mxfp4Part)
     if not packed and rhs_EDF.dtype != lhs_MD.dtype:
         return f"rhs is {rhs_EDF.dtype} but lhs {lhs_MD.dtype}"
     if packed and width % (2 * GROUP):
         return f"half of {width} rows of four-bit weights is not a multiple of {GROUP}"
     item = lhs_MD.dtype.itemsize
-    if plan_rows(rhs_EDF, item, transposed=False, halves=halves) is None:
+    if plan_rows(values_EDF, item, transposed=False, halves=halves) is None:
         return f"tiles of a {width} × {columns} matrix do not fit VMEM or do not end at 128 columns"
-    if plan_rows(rhs_EDF, item, transposed=True) is None:
+    if plan_rows(values_EDF, item, transposed=True) is None:
         return f"tiles of a {width} × {columns} matrix, transposed, do not fit VMEM"
-    if not packed and weights_tile(width, columns) is None:
+    if not frozen and weights_tile(width, columns) is None:
         return f"128 columns of sums over {width} rows do not fit VMEM"
     return None
 

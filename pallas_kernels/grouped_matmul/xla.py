@@ -17,6 +17,7 @@ from jax import lax
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
+from pallas_kernels.grouped_matmul.rounded import Rounded, gradient_of_rounded, values_of
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 # A group's last tile is half full on average, so with 8 tiles 1/16 of the products is wasted.
@@ -51,7 +52,7 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
 
 def _matrix_of_group(rhs_EDF, e, dtype):
     """Matrix e, decoded if it has four bits; the other matrices stay packed."""
-    rhs_EDF, first = split_part(rhs_EDF)
+    rhs_EDF, first = split_part(values_of(rhs_EDF))
     e = e if first is None else e + first
     matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
     return mxfp4_to_dense(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
@@ -140,8 +141,7 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
     packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if lhs_MD.shape[0] == 0:
-        drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
-        return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
+        return lhs_MD, None, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
     dlhs_MD = multiply_rows_xla(dout_MF, rhs_EDF, sizes_E, None, 2, adapter)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
@@ -154,6 +154,8 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
         )
         return dlhs_MD, None, None, dbias_EF
     drhs_EDF, dbias_EF = _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
+    if isinstance(rhs_EDF, Rounded):
+        drhs_EDF = gradient_of_rounded(rhs_EDF, drhs_EDF)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 

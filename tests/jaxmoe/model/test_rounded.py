@@ -10,17 +10,11 @@ import pytest
 
 from jaxmoe.checkpoint import mxfp4 as host
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs, tiny
-from jaxmoe.model.rounded import (
-    MATRICES,
-    Rounded,
-    is_saturated,
-    read_rounded,
-    round_experts,
-    with_rounded,
-)
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
+from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
+from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+from pallas_kernels.grouped_matmul.rounded import is_saturated, read_rounded
 
 E, D, F = 3, 64, 5
 CFG = replace(tiny(), dtype="float32")
