@@ -67,11 +67,13 @@ def is_saturated(
     master_EDF: Float[Array, "*E D F"], scales_EDF: UInt8[Array, "*E D_32nd F"]
 ) -> Bool[Array, "*E D F"]:
     """True where a master is above the largest value of its group, 6 · 2^e."""
-    scale = jnp.repeat(scales_EDF.astype(jnp.int32), GROUP, axis=-2)
+    *stack, n_groups, width = scales_EDF.shape
+    scale = scales_EDF.astype(jnp.int32)
     # Compared as bits, because a device may flush subnormals.
     largest = mxfp4_to_float32_bits(jnp.full_like(scale, _LARGEST_CODE), scale)
     bits = lax.bitcast_convert_type(master_EDF.astype(jnp.float32), jnp.int32)
-    return (bits & 0x7FFFFFFF) > largest
+    size = (bits & 0x7FFFFFFF).reshape(*stack, n_groups, GROUP, width)
+    return (size > largest[..., None, :]).reshape(master_EDF.shape)
 
 
 def _own_matrices(rhs: Rounded) -> Mxfp4:
