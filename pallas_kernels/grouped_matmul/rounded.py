@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.grouped_matmul.mxfp4 import (
     GROUP,
@@ -24,6 +24,7 @@ from pallas_kernels.grouped_matmul.mxfp4 import (
     Mxfp4Part,
     mxfp4_to_dense,
     mxfp4_to_float32_bits,
+    split_part,
 )
 
 _LARGEST_CODE = 7  # the value 6
@@ -61,6 +62,13 @@ def gradient_of_rounded(rhs: Rounded, gradient_EDF: Float[Array, "E D F"]) -> An
     no_gradient: Any = None  # of the packed values, as custom_vjp takes it
     masked_EDF = _mask_saturated(gradient_EDF, rhs.master_EDF, _own_matrices(rhs))
     return Rounded(no_gradient, masked_EDF)
+
+
+def group_of_rounded(rhs: Rounded, e: Int[Array, ""]) -> Rounded:
+    """Matrix e and its master, as a stack of one; the packed values stay in their stack."""
+    stack, first = split_part(rhs.packed)
+    part = Mxfp4Part(stack, e if first is None else first + e)
+    return Rounded(part, lax.dynamic_slice_in_dim(rhs.master_EDF, e, 1))
 
 
 def is_saturated(

@@ -17,7 +17,12 @@ from jax import lax
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
-from pallas_kernels.grouped_matmul.rounded import Rounded, gradient_of_rounded, values_of
+from pallas_kernels.grouped_matmul.rounded import (
+    Rounded,
+    gradient_of_rounded,
+    group_of_rounded,
+    values_of,
+)
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 # A group's last tile is half full on average, so with 8 tiles 1/16 of the products is wasted.
@@ -90,8 +95,11 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
     return lax.fori_loop(0, n_groups, add_group, zero).astype(lhs_MD.dtype)
 
 
-def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
-    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums."""
+def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, masters=None):
+    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums.
+
+    With `masters`, a `Rounded`, drhs is the gradient of the masters.
+    """
     n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
     shape = (lhs_MD.shape[1], dout_MF.shape[1])
     rows = tile_rows(n_rows, n_groups, _WEIGHT_TILES_PER_GROUP)
@@ -109,6 +117,9 @@ def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
         zero = jnp.zeros(shape, jnp.float32)
         zero = (zero, None if bias_dtype is None else zero[0])
         sums = _fold_tiles(n_rows, sizes_E, rows, e, add_tile, zero)
+        if masters is not None:  # here, since after the loop it would take a copy of all of them
+            masked = gradient_of_rounded(group_of_rounded(masters, e), sums[0][None])
+            sums = masked.master_EDF[0].astype(jnp.float32), sums[1]
         write = partial(lax.dynamic_update_index_in_dim, index=e, axis=0)
         return jax.tree.map(write, grads, sums)
 
@@ -153,9 +164,12 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
             lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype
         )
         return dlhs_MD, None, None, dbias_EF
-    drhs_EDF, dbias_EF = _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
-    if isinstance(rhs_EDF, Rounded):
-        drhs_EDF = gradient_of_rounded(rhs_EDF, drhs_EDF)
+    masters = rhs_EDF if isinstance(rhs_EDF, Rounded) else None
+    drhs_EDF, dbias_EF = _weight_gradients_xla(
+        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype, masters
+    )
+    if masters is not None:
+        drhs_EDF = Rounded(None, drhs_EDF)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 

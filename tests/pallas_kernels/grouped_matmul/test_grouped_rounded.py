@@ -188,9 +188,9 @@ def whole_stack(rhs):
     return Mxfp4(*(x[: rhs.shape[0]] for x in rhs.packed.stack))
 
 
-def rolled_groups(rhs):
+def rolled_groups(rhs, right=rounded._own_matrices):
     """The scales of the group of rows before."""
-    own = own_matrices(rhs)
+    own = right(rhs)
     return own._replace(scales_EDF=jnp.roll(own.scales_EDF, 1, axis=1))
 
 
