@@ -16,7 +16,13 @@ from jax import lax
 
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import (
+    GROUP,
+    Mxfp4,
+    Mxfp4Part,
+    mxfp4_to_dense,
+    split_part,
+)
 from pallas_kernels.grouped_matmul.rounded import (
     Rounded,
     gradient_of_rounded,
@@ -55,12 +61,38 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
     return lax.fori_loop(0, (sizes_E[e] + rows - 1) // rows, step, carry)
 
 
-def _matrix_of_group(rhs_EDF, e, dtype):
-    """Matrix e, decoded if it has four bits; the other matrices stay packed."""
+def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
+    """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
     rhs_EDF, first = split_part(values_of(rhs_EDF))
     e = e if first is None else e + first
     matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
-    return mxfp4_to_dense(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
+    return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
+
+
+def _decode(matrix, dtype, is_used):
+    """`mxfp4_to_dense` of [D, F], to the bit; zeros if it is not used."""
+
+    def multiply_codes(x):
+        byte = x.nibbles_EDF.astype(jnp.int32)
+        code = jnp.concatenate([byte & 15, byte >> 4]).reshape(-1, GROUP, byte.shape[1])
+        # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits, and 2^(s − 128)
+        twice = ((jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15).astype(jnp.float32)
+        twice = lax.bitcast_convert_type(twice, jnp.int32) | ((code & 8) << 28)
+        scale = x.scales_EDF.astype(jnp.int32)[:, None, :]
+        scale = jnp.where(scale == 255, 0x7FC00000, (scale - 1) << 23)
+        twice, scale = (lax.bitcast_convert_type(y, jnp.float32) for y in (twice, scale))
+        return (twice * scale).reshape(matrix.shape).astype(dtype)
+
+    def assemble_bits(x):
+        return mxfp4_to_dense(x, dtype)
+
+    def skip(x):
+        return jnp.zeros(x.shape, dtype)
+
+    # A product is a third of the work, but of subnormals it is 0.
+    branch = jnp.where(jnp.any(matrix.scales_EDF < 2), 1, 0)
+    branch = jnp.where(is_used, branch, 2)
+    return lax.switch(branch, (multiply_codes, assemble_bits, skip), matrix)
 
 
 def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None, rows=None):
@@ -73,9 +105,9 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
     rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def add_group(e, out):
-        rhs = _matrix_of_group(rhs_EDF, e, lhs_MD.dtype)
+        rhs = _matrix_of_group(rhs_EDF, e, lhs_MD.dtype, sizes_E)
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
-        narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype)
+        narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype, sizes_E)
 
         def add_tile(start, valid_R1, out):
             y = dot_float32(
