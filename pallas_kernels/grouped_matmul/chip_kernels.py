@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.rounded import Rounded, gradient_of_rounded, values_of
+from pallas_kernels.grouped_matmul.rounded import values_of
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
@@ -142,8 +142,6 @@ def _multiply_backward(kernels, scale, saved, dout_MF):
     # With an adapter the matrices are frozen: nobody uses these gradients, and the compiler removes
     # them.
     drhs_EDF, dbias_EF = kernels.weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF)
-    if isinstance(rhs_EDF, Rounded):
-        drhs_EDF = gradient_of_rounded(rhs_EDF, drhs_EDF)
     return dlhs_MD, drhs_EDF, None, dbias_EF, dadapter
 
 

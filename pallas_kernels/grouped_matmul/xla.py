@@ -64,8 +64,8 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
 def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
     """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
     rhs_EDF, first = split_part(values_of(rhs_EDF))
-    e = e if first is None else e + first
-    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
+    index = e if first is None else e + first
+    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), rhs_EDF)
     return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
 
 

@@ -120,6 +120,25 @@ def test_gradients_of_the_masters_are_those_of_the_decoded_weights_except_where_
     )
 
 
+def test_no_layer_decodes_all_its_experts(weights):
+    """In bfloat16, where nothing else has the shape of the experts' masters."""
+    params, tokens_BT = weights
+    cfg = replace(CFG, dtype="bfloat16")
+    packed, ops = round_experts(params), plain_ops()
+
+    def loss(p):
+        hidden_BTD, _, _ = forward(p, tokens_BT, cfg, ops)
+        return sequence_logprobs(p, hidden_BTD, tokens_BT, cfg, ops)[0].sum()
+
+    shapes = [
+        f"bf16[{cfg.n_experts},{rows},{columns}]"
+        for rows, columns in ((cfg.d_model, 2 * cfg.d_expert), (cfg.d_expert, cfg.d_model))
+    ]
+    ours = str(jax.make_jaxpr(jax.grad(lambda p: loss(with_rounded(p, packed))))(params))
+    dense = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert all(shape in dense and shape not in ours for shape in shapes)
+
+
 def test_an_expert_that_no_token_takes_has_no_gradient(weights):
     params, tokens_BT = weights
     packed, ops = round_experts(params), plain_ops()
