@@ -27,7 +27,11 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weight_gradients_hopper
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.rounded import Rounded, gradient_of_rounded
+from pallas_kernels.grouped_matmul.rounded import (
+    Rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
+)
 
 _PACKED = Mxfp4 | Mxfp4Part
 
@@ -56,8 +60,8 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
         )
     if dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    if isinstance(rhs_EDF, Rounded):
-        drhs_EDF = gradient_of_rounded(rhs_EDF, drhs_EDF)
+    if isinstance(rhs_EDF, Rounded) and drhs_EDF is not None:
+        drhs_EDF = cotangent_of_rounded(gradient_of_masters(rhs_EDF, drhs_EDF))
     return None if packed else drhs_EDF, dbias_EF
 
 

@@ -23,7 +23,8 @@ from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
 from pallas_kernels.grouped_matmul.rounded import (
     Rounded,
-    gradient_of_rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
     group_of_rounded,
     values_of,
 )
@@ -40,20 +41,19 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
     if isinstance(rhs_EDF, Rounded):
-        drhs_EDF = _mask_in_place(rhs_EDF, drhs_EDF)
+        drhs_EDF = cotangent_of_rounded(_mask_in_place(rhs_EDF, drhs_EDF))
     return drhs_EDF, dbias_EF
 
 
 def _mask_in_place(rhs, drhs_EDF):
-    """`gradient_of_rounded` a matrix at a time: of all at once XLA keeps int32 copies here."""
+    """`gradient_of_masters` a matrix at a time: of all at once XLA keeps int32 copies here."""
 
     def mask_matrix(e, masked_EDF):
         own_1DF = lax.dynamic_slice_in_dim(masked_EDF, e, 1)
-        own_1DF = gradient_of_rounded(group_of_rounded(rhs, e), own_1DF).master_EDF
+        own_1DF = gradient_of_masters(group_of_rounded(rhs, e), own_1DF)
         return lax.dynamic_update_slice_in_dim(masked_EDF, own_1DF, e, 0)
 
-    masked_EDF = lax.fori_loop(0, rhs.shape[0], mask_matrix, drhs_EDF.astype(rhs.dtype))
-    return rhs._replace(packed=None, master_EDF=masked_EDF)
+    return lax.fori_loop(0, rhs.shape[0], mask_matrix, drhs_EDF.astype(rhs.dtype))
 
 
 def _bias_gradient(dout_MF, sizes_E):

@@ -57,11 +57,15 @@ def read_rounded(rhs: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:
     return _decode(rhs.master_EDF, _own_matrices(rhs), jnp.dtype(dtype))
 
 
-def gradient_of_rounded(rhs: Rounded, gradient_EDF: Float[Array, "E D F"]) -> Any:
-    """The cotangent of `rhs` by that of its values: the masters', in their dtype."""
-    no_gradient: Any = None  # of the packed values, as custom_vjp takes it
-    masked_EDF = _mask_saturated(gradient_EDF, rhs.master_EDF, _own_matrices(rhs))
-    return Rounded(no_gradient, masked_EDF)
+def gradient_of_masters(rhs: Rounded, gradient_EDF: Float[Array, "E D F"]) -> Float[Array, "E D F"]:
+    """The gradient of the masters, in their dtype, by that of the values."""
+    return _mask_saturated(gradient_EDF, rhs.master_EDF, _own_matrices(rhs))
+
+
+def cotangent_of_rounded(gradient_EDF: Float[Array, "E D F"]) -> Any:
+    """The cotangent of a `Rounded` by the gradient of its masters; packed values have none."""
+    no_gradient: Any = None
+    return Rounded(no_gradient, gradient_EDF)
 
 
 def group_of_rounded(rhs: Rounded, e: Int[Array, ""]) -> Rounded:

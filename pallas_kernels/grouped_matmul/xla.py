@@ -25,7 +25,8 @@ from pallas_kernels.grouped_matmul.mxfp4 import (
 )
 from pallas_kernels.grouped_matmul.rounded import (
     Rounded,
-    gradient_of_rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
     group_of_rounded,
     values_of,
 )
@@ -150,8 +151,8 @@ def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, maste
         zero = (zero, None if bias_dtype is None else zero[0])
         sums = _fold_tiles(n_rows, sizes_E, rows, e, add_tile, zero)
         if masters is not None:  # here, since after the loop it would take a copy of all of them
-            masked = gradient_of_rounded(group_of_rounded(masters, e), sums[0][None])
-            sums = masked.master_EDF[0].astype(jnp.float32), sums[1]
+            masked = gradient_of_masters(group_of_rounded(masters, e), sums[0][None])
+            sums = masked[0].astype(jnp.float32), sums[1]
         write = partial(lax.dynamic_update_index_in_dim, index=e, axis=0)
         return jax.tree.map(write, grads, sums)
 
@@ -201,7 +202,7 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
         lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype, masters
     )
     if masters is not None:
-        drhs_EDF = Rounded(None, drhs_EDF)
+        drhs_EDF = cotangent_of_rounded(drhs_EDF)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
