@@ -12,10 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.lora import split_adapter
-from jaxmoe.model.rounded import Rounded, read_rounded
 from jaxmoe.model.stacks import as_parts
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import LowRank, Mxfp4, Mxfp4Part, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul import (
+    LowRank,
+    Mxfp4,
+    Mxfp4Part,
+    Rounded,
+    grouped_matmul,
+    grouped_swiglu,
+)
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 
 
@@ -32,7 +38,8 @@ def apply_experts(
 ) -> Float[Array, "B T D"]:
     """Return Σ_a weight_a · (W_down·swiglu(W_gate_up·h + b) + b) over a token's active experts.
 
-    The matrices may be packed in four bits, and may have a low-rank (LoRA) change.
+    The matrices may be packed in four bits, with masters that train or with a low-rank (LoRA)
+    change.
     Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is float32
     in top-k order and rounds once.
     """
@@ -94,9 +101,7 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
 def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
     """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
     change."""
-    if isinstance(w_EDF, Rounded):
-        return read_rounded(w_EDF, dtype), {}
     w_EDF, low_rank = split_adapter(w_EDF)
     # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
-    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part) else w_EDF.astype(dtype)
+    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part | Rounded) else w_EDF.astype(dtype)
     return w_EDF, {} if low_rank is None else {"low_rank": low_rank}

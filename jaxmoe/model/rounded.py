@@ -6,28 +6,19 @@
 
 The optimizer's weights are the masters. Every forward of a run reads the packed values of them, so
 that the weights that are sampled, trained and shipped are the same.
-Next: jaxmoe/model/experts.py reads a `Rounded` matrix.
+Next: jaxmoe/model/experts.py, whose matmuls take `Rounded` matrices.
 """
 
 from collections.abc import Callable
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import struct
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array
 
 from jaxmoe.config import Config, describe_engine
-from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.mxfp4 import (
-    GROUP,
-    mxfp4_to_dense,
-    mxfp4_to_float32_bits,
-)
+from jaxmoe.shapes import Params
+from pallas_kernels.grouped_matmul import Mxfp4, Rounded
+from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import (
     choose_ocp_exponent,
     encode_mxfp4,
@@ -37,19 +28,6 @@ from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_expone
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 
 MATRICES = ("w_gate_up", "w_down")
-LARGEST_CODE = 7  # the value 6
-
-
-@struct.dataclass
-class Rounded:
-    """The matrices of a layer's experts in four bits, and their masters, which get the gradient."""
-
-    packed: Leaf  # Mxfp4, or a Mxfp4Part of it
-    master: Leaf  # [*, E, D, F]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.master.shape
 
 
 def round_experts(params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4) -> Params:
@@ -108,60 +86,6 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
     return rounding_from_config(cfg) if cfg.quant.experts == "mxfp4" else None
-
-
-def read_rounded(w_EDF: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:
-    """Return the packed values of a layer's matrices; their gradient goes to the masters.
-
-        dL/dmaster = dL/dvalue where |master| ≤ 6 · 2^e of its group, else 0
-
-    The straight-through gradient: rounding counts as the identity, except where a value is above
-    the largest code and a smaller change of the master changes nothing.
-    """
-    packed = w_EDF.packed
-    if isinstance(packed, Mxfp4Part):
-        n_experts = w_EDF.shape[0]
-        packed = Mxfp4(
-            *(lax.dynamic_slice_in_dim(x, packed.first, n_experts) for x in packed.stack)
-        )
-    return _straight_through(w_EDF.master, packed, jnp.dtype(dtype))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _straight_through(master_EDF: Array, packed: Mxfp4, dtype: jnp.dtype) -> Array:
-    return mxfp4_to_dense(packed, dtype)
-
-
-def _read_forward(master_EDF: Array, packed: Mxfp4, dtype: jnp.dtype) -> tuple[Array, Leaf]:
-    return mxfp4_to_dense(packed, dtype), (master_EDF, packed)
-
-
-def _read_backward(dtype: jnp.dtype, saved: Leaf, grad_EDF: Array) -> tuple[Array, Mxfp4]:
-    master_EDF, packed = saved
-    grad_EDF = jnp.where(is_saturated(master_EDF, packed.scales_EDF), 0, grad_EDF)
-    no_grad: Leaf = [np.zeros(x.shape, jax.dtypes.float0) for x in packed]
-    return grad_EDF.astype(master_EDF.dtype), Mxfp4(*no_grad)
-
-
-_straight_through.defvjp(_read_forward, _read_backward)
-
-
-def is_saturated(
-    master_EDF: Float[Array, "*E D F"], scales_EDF: UInt8[Array, "*E D_32nd F"]
-) -> Array:
-    """True where a master is above the largest value of its group, 6 · 2^e."""
-    return is_above_largest(master_EDF, jnp.repeat(scales_EDF, GROUP, axis=-2))
-
-
-def is_above_largest(
-    master_EDF: Float[Array, "*E D F"], scale_EDF: UInt8[Array, "*E D F"]
-) -> Array:
-    """True where a master is above the largest value of a group with this scale."""
-    scale = scale_EDF.astype(jnp.int32)
-    # Compared as bits, because a device may flush subnormals.
-    largest = mxfp4_to_float32_bits(jnp.full_like(scale, LARGEST_CODE), scale)
-    bits = lax.bitcast_convert_type(master_EDF.astype(jnp.float32), jnp.int32)
-    return (bits & 0x7FFFFFFF) > largest
 
 
 def map_experts(fn, params: Params, *parallel: Params) -> Params:

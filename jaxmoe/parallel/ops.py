@@ -22,7 +22,6 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
-from jaxmoe.model.rounded import Rounded
 from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel import vocabulary
@@ -46,6 +45,7 @@ from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
 from pallas_kernels.dispatch import Impl, target_device
+from pallas_kernels.grouped_matmul import Rounded
 
 _TENSOR: Names = ("tensor",)
 # for layers without a window

@@ -20,7 +20,7 @@ from jaxtyping import Array, UInt8
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import param_specs
-from jaxmoe.model.rounded import MATRICES, Rounded, is_above_largest, map_experts
+from jaxmoe.model.rounded import MATRICES, map_experts
 from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel.exchange import device_index
 from jaxmoe.parallel.gather import Cuts, scatter_gradient
@@ -32,8 +32,9 @@ from jaxmoe.parallel.sharding import (
     partition_axes,
 )
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.rounded import is_above_largest
 
 MapParams = Callable[[Params], Params]
 
@@ -119,8 +120,8 @@ def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Lea
         return _gather_columns(x, columns + rows)
     gathered = _gather_columns(x.packed, columns + rows)
     if isinstance(gathered, Mxfp4Part):
-        return Rounded(gathered, x.master)
-    return _read_gathered(x.master, gathered, ((), rows, columns), jnp.dtype(dtype))
+        return Rounded(gathered, x.master_EDF)
+    return _read_gathered(x.master_EDF, gathered, ((), rows, columns), jnp.dtype(dtype))
 
 
 def _gather_columns(layer: PackedLayer, names: Names) -> Mxfp4 | Mxfp4Part:

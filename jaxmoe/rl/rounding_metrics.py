@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmoe.model.rounded import MATRICES, is_saturated, round_experts
+from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+from pallas_kernels.grouped_matmul.rounded import is_saturated
 
 SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
 

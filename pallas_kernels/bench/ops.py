@@ -19,8 +19,9 @@ from pallas_kernels import (
     token_logprobs,
 )
 from pallas_kernels.decode_attention import cases as decode_cases
-from pallas_kernels.grouped_matmul import LowRank, mxfp4
+from pallas_kernels.grouped_matmul import LowRank, Rounded, mxfp4
 from pallas_kernels.grouped_matmul import cases as matmul_cases
+from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.token_logprobs import cases as logprob_cases
 
@@ -165,6 +166,21 @@ def _mxfp4_work(work: Callable[[Any, int], Work], case: Any, size: int) -> Work:
     return Work(dense.flops, dense.flops, dense.bytes - size * weights + four_bits)
 
 
+def _rounded_inputs(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
+    lhs, master, bias, sizes = _matmul_inputs(case, dtype, seed)
+    return lhs, master, bias, sizes, encode_mxfp4(master)
+
+
+def _rounded_call(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
+    call = _matmul_call(product, case, impl)
+    return lambda lhs, master, bias, sizes, packed: call(lhs, Rounded(packed, master), bias, sizes)
+
+
+def _rounded_work(work: Callable[[Any, int], Work], case: Any, size: int) -> Work:
+    flops = work(case, size).backward_flops
+    return replace(_mxfp4_work(work, case, size), backward_flops=flops)
+
+
 def _low_rank_inputs(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
     lhs, bias, rhs, sizes = _mxfp4_inputs(case, dtype, seed)
     E, keys = len(case.group_sizes), jax.random.split(jax.random.fold_in(jax.random.key(seed), 2))
@@ -219,6 +235,7 @@ _MATMUL = RowLayout(
     spans=_matrix_span, sizes=3, compared={"drhs": (1, 96)},
 )  # fmt: skip
 _FOUR_BITS = replace(_MATMUL, scores=lambda x: x[1].shape[1], gradients=("dbias",))
+_ROUNDED = replace(_MATMUL, shared=(1, 2, 4))
 _LOW_RANK = replace(
     _MATMUL, scores=lambda x: x[5].shape[1], shared=(1, 2, 4, 5), gradients=("da", "db"),
     compared={},
@@ -248,6 +265,14 @@ OPS = {
     "grouped_swiglu_mxfp4": Op(
         matmul_cases, partial(_mxfp4_call, grouped_swiglu), _mxfp4_inputs, 2,
         partial(_mxfp4_work, _swiglu_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
+    ),
+    "grouped_matmul_rounded": Op(
+        matmul_cases, partial(_rounded_call, grouped_matmul), _rounded_inputs, 3,
+        partial(_rounded_work, _matmul_work), _ROUNDED, ("out", "dlhs", "drhs", "dbias"),
+    ),
+    "grouped_swiglu_rounded": Op(
+        matmul_cases, partial(_rounded_call, grouped_swiglu), _rounded_inputs, 3,
+        partial(_rounded_work, _swiglu_work), _ROUNDED, ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_matmul_low_rank": Op(
         matmul_cases, partial(_low_rank_call, grouped_matmul), _low_rank_inputs, 3,

@@ -38,11 +38,13 @@ HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key hea
     "grouped_matmul": (
         *_with_op("grouped_matmul", _RAGGED, _FEW),
         *_with_op("grouped_matmul_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_with_op("grouped_matmul_rounded", _RAGGED._replace(name="four_bits_with_masters")),
         *_with_op("grouped_matmul_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
     "grouped_swiglu": (
         *_with_op("grouped_swiglu", _RAGGED, _FEW),
         *_with_op("grouped_swiglu_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_with_op("grouped_swiglu_rounded", _RAGGED._replace(name="four_bits_with_masters")),
         *_with_op("grouped_swiglu_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
     "token_logprobs": _with_op(

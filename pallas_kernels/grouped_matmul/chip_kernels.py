@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.grouped_matmul import signature as sig
+from pallas_kernels.grouped_matmul.rounded import values_of
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
@@ -120,17 +121,18 @@ def _multiply(kernels, scale, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
 
 def _multiply_forward(kernels, scale, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     low = _low_operands(kernels, scale, lhs_MD, sizes_E, adapter)
-    out_MF = kernels.multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, False, low)
+    out_MF = kernels.multiply_rows(lhs_MD, values_of(rhs_EDF), sizes_E, bias_EF, False, low)
     return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter, low[:1])
 
 
 def _multiply_backward(kernels, scale, saved, dout_MF):
     lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter, low = saved
+    values_EDF = values_of(rhs_EDF)
     if adapter is None:
-        dlhs_MD, dadapter = kernels.lhs_gradient(dout_MF, rhs_EDF, sizes_E), None
+        dlhs_MD, dadapter = kernels.lhs_gradient(dout_MF, values_EDF, sizes_E), None
     else:
         dlow = _low_operands(kernels, scale, dout_MF, sizes_E, adapter[::-1])
-        dlhs_MD = kernels.multiply_rows(dout_MF, rhs_EDF, sizes_E, None, True, dlow)
+        dlhs_MD = kernels.multiply_rows(dout_MF, values_EDF, sizes_E, None, True, dlow)
         dadapter = tuple(
             kernels.low_rank_sums(low_MR, wide, sizes_E)[:, : like.shape[1]].astype(like.dtype)
             for low_MR, wide, like in zip(
@@ -149,12 +151,14 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _swiglu(kernels, scale, alpha, limit, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     low = _low_operands(kernels, scale, lhs_MD, sizes_E, adapter)
-    return kernels.swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, False, low)[0]
+    values_EDF = values_of(rhs_EDF)
+    return kernels.swiglu(lhs_MD, values_EDF, sizes_E, bias_EF, alpha, limit, False, low)[0]
 
 
 def _swiglu_forward(kernels, scale, alpha, limit, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     low = _low_operands(kernels, scale, lhs_MD, sizes_E, adapter)
-    out_MF, *h = kernels.swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, True, low)
+    values_EDF = values_of(rhs_EDF)
+    out_MF, *h = kernels.swiglu(lhs_MD, values_EDF, sizes_E, bias_EF, alpha, limit, True, low)
     return out_MF, ((lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter, low[:1]), h)
 
 

@@ -4,7 +4,8 @@
 out and dlhs are rows times their group's matrix; drhs is a product over each group's rows. Group
 sizes are an array, so new sizes need no compilation; no row is copied or padded, nothing is
 scattered, and every sum has a fixed order. Four-bit matrices are decoded in the kernels and have
-no gradient. Next: hopper/pallas_gpu_tiles.py, the code that the kernels share.
+no gradient, but their masters (`Rounded`) have that of dense ones. Next:
+hopper/pallas_gpu_tiles.py, the code that the kernels share.
 """
 
 from functools import cache, partial
@@ -26,6 +27,11 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weight_gradients_hopper
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul.rounded import (
+    Rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
+)
 
 _PACKED = Mxfp4 | Mxfp4Part
 
@@ -54,6 +60,8 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
         )
     if dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
+    if isinstance(rhs_EDF, Rounded) and drhs_EDF is not None:
+        drhs_EDF = cotangent_of_rounded(gradient_of_masters(rhs_EDF, drhs_EDF))
     return None if packed else drhs_EDF, dbias_EF
 
 
@@ -88,12 +96,12 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
 
 
 def grouped_matmul_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
 ) -> str | None:
     """Return the reason why the kernels cannot run, or None."""
     if not target_device().is_hopper:
         return f"it needs a Hopper GPU (wgmma); this is {target_device().kind}"
-    if isinstance(rhs_EDF, _PACKED):
+    if isinstance(rhs_EDF, _PACKED | Rounded):
         if lhs_MD.dtype != jnp.bfloat16:
             return f"four-bit matrices are decoded to bfloat16, but lhs is {lhs_MD.dtype}"
     elif lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
@@ -109,7 +117,7 @@ def grouped_matmul_mosaic_gpu_unsupported(
 
 
 def grouped_swiglu_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
 ) -> str | None:
     """Return the reason why the fused kernel cannot run, or None."""
     reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
@@ -119,7 +127,7 @@ def grouped_swiglu_mosaic_gpu_unsupported(
 
 
 def grouped_matmul_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
 ) -> str | None:
     """Return the reason why the kernels cannot run with a low-rank update, or None."""
     reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
@@ -129,7 +137,7 @@ def grouped_matmul_low_rank_mosaic_gpu_unsupported(
 
 
 def grouped_swiglu_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
 ) -> str | None:
     """Return the reason why the fused kernel cannot run with a low-rank update, or None."""
     return grouped_matmul_low_rank_mosaic_gpu_unsupported(

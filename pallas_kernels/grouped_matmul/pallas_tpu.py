@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
@@ -20,19 +21,39 @@ from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
 )
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
+from pallas_kernels.grouped_matmul.rounded import (
+    Rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
+    group_of_rounded,
+    values_of,
+)
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     packed, drhs_EDF, dbias_EF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), None, None
     if not packed:
         drhs_EDF, dbias_EF = weight_gradients_tpu(
-            lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret=interpret
+            lhs_MD, dout_MF, sizes_E, lhs_MD.dtype, bias_EF is not None, interpret=interpret
         )
     elif bias_EF is not None:
         dbias_EF = _bias_gradient(dout_MF, sizes_E)
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
+    if isinstance(rhs_EDF, Rounded):
+        drhs_EDF = cotangent_of_rounded(_mask_in_place(rhs_EDF, drhs_EDF))
     return drhs_EDF, dbias_EF
+
+
+def _mask_in_place(rhs, drhs_EDF):
+    """`gradient_of_masters` a matrix at a time: of all at once XLA keeps int32 copies here."""
+
+    def mask_matrix(e, masked_EDF):
+        own_1DF = lax.dynamic_slice_in_dim(masked_EDF, e, 1)
+        own_1DF = gradient_of_masters(group_of_rounded(rhs, e), own_1DF)
+        return lax.dynamic_update_slice_in_dim(masked_EDF, own_1DF, e, 0)
+
+    return lax.fori_loop(0, rhs.shape[0], mask_matrix, drhs_EDF.astype(rhs.dtype))
 
 
 def _bias_gradient(dout_MF, sizes_E):
@@ -108,17 +129,18 @@ def _find_unsupported(lhs_MD, rhs_EDF, halves):
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"
-    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
+    frozen, values_EDF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), values_of(rhs_EDF)
+    packed = isinstance(values_EDF, Mxfp4 | Mxfp4Part)
     if not packed and rhs_EDF.dtype != lhs_MD.dtype:
         return f"rhs is {rhs_EDF.dtype} but lhs {lhs_MD.dtype}"
     if packed and width % (2 * GROUP):
         return f"half of {width} rows of four-bit weights is not a multiple of {GROUP}"
     item = lhs_MD.dtype.itemsize
-    if plan_rows(rhs_EDF, item, transposed=False, halves=halves) is None:
+    if plan_rows(values_EDF, item, transposed=False, halves=halves) is None:
         return f"tiles of a {width} × {columns} matrix do not fit VMEM or do not end at 128 columns"
-    if plan_rows(rhs_EDF, item, transposed=True) is None:
+    if plan_rows(values_EDF, item, transposed=True) is None:
         return f"tiles of a {width} × {columns} matrix, transposed, do not fit VMEM"
-    if not packed and weights_tile(width, columns) is None:
+    if not frozen and weights_tile(width, columns) is None:
         return f"128 columns of sums over {width} rows do not fit VMEM"
     return None
 

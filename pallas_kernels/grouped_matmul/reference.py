@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense, split_part
+from pallas_kernels.grouped_matmul.rounded import Rounded, read_rounded
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
@@ -41,6 +42,7 @@ def grouped_swiglu_reference(
 def matmul_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     """The result of `grouped_matmul_reference` in float32, before the cast."""
     f32 = jnp.float32
+    rhs_EDF = read_rounded(rhs_EDF, f32) if isinstance(rhs_EDF, Rounded) else rhs_EDF
     rhs_EDF, first = split_part(rhs_EDF)
     if first is not None:
         n_groups = group_sizes_E.shape[0]

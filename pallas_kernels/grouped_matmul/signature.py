@@ -9,16 +9,18 @@ from typing import Protocol
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul.rounded import Rounded
 
 Rows = Float[Array, "M D"]
-Matrices = Float[Array, "E D F"] | Mxfp4 | Mxfp4Part
+Matrices = Float[Array, "E D F"] | Mxfp4 | Mxfp4Part | Rounded
 GroupSizes = Int[Array, " E"]  # rows of each group
 Bias = Float[Array, "E F"] | None
 Out = Float[Array, "M F"]
 A = Float[Array, "E R D"]  # of a low-rank update
 B = Float[Array, "E R F"]
 GateUpB = Float[Array, "E R F2"]
-GateUp = Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part  # the columns of gate, then those of up
+# the columns of gate, then those of up
+GateUp = Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part | Rounded
 GateUpBias = Float[Array, "E F2"] | None
 
 

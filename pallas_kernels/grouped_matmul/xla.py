@@ -16,7 +16,20 @@ from jax import lax
 
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import (
+    GROUP,
+    Mxfp4,
+    Mxfp4Part,
+    mxfp4_to_dense,
+    split_part,
+)
+from pallas_kernels.grouped_matmul.rounded import (
+    Rounded,
+    cotangent_of_rounded,
+    gradient_of_masters,
+    group_of_rounded,
+    values_of,
+)
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 # A group's last tile is half full on average, so with 8 tiles 1/16 of the products is wasted.
@@ -49,12 +62,38 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
     return lax.fori_loop(0, (sizes_E[e] + rows - 1) // rows, step, carry)
 
 
-def _matrix_of_group(rhs_EDF, e, dtype):
-    """Matrix e, decoded if it has four bits; the other matrices stay packed."""
-    rhs_EDF, first = split_part(rhs_EDF)
-    e = e if first is None else e + first
-    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
-    return mxfp4_to_dense(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
+def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
+    """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
+    rhs_EDF, first = split_part(values_of(rhs_EDF))
+    index = e if first is None else e + first
+    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), rhs_EDF)
+    return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
+
+
+def _decode(matrix, dtype, is_used):
+    """`mxfp4_to_dense` of [D, F], to the bit; zeros if it is not used."""
+
+    def multiply_codes(x):
+        byte = x.nibbles_EDF.astype(jnp.int32)
+        code = jnp.concatenate([byte & 15, byte >> 4]).reshape(-1, GROUP, byte.shape[1])
+        # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits, and 2^(s − 128)
+        twice = ((jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15).astype(jnp.float32)
+        twice = lax.bitcast_convert_type(twice, jnp.int32) | ((code & 8) << 28)
+        scale = x.scales_EDF.astype(jnp.int32)[:, None, :]
+        scale = jnp.where(scale == 255, 0x7FC00000, (scale - 1) << 23)
+        twice, scale = (lax.bitcast_convert_type(y, jnp.float32) for y in (twice, scale))
+        return (twice * scale).reshape(matrix.shape).astype(dtype)
+
+    def assemble_bits(x):
+        return mxfp4_to_dense(x, dtype)
+
+    def skip(x):
+        return jnp.zeros(x.shape, dtype)
+
+    # A product is a third of the work, but of subnormals it is 0.
+    branch = jnp.where(jnp.any(matrix.scales_EDF < 2), 1, 0)
+    branch = jnp.where(is_used, branch, 2)
+    return lax.switch(branch, (multiply_codes, assemble_bits, skip), matrix)
 
 
 def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None, rows=None):
@@ -67,9 +106,9 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
     rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def add_group(e, out):
-        rhs = _matrix_of_group(rhs_EDF, e, lhs_MD.dtype)
+        rhs = _matrix_of_group(rhs_EDF, e, lhs_MD.dtype, sizes_E)
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
-        narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype)
+        narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype, sizes_E)
 
         def add_tile(start, valid_R1, out):
             y = dot_float32(
@@ -89,8 +128,11 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
     return lax.fori_loop(0, n_groups, add_group, zero).astype(lhs_MD.dtype)
 
 
-def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
-    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums."""
+def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, masters=None):
+    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums.
+
+    With `masters`, a `Rounded`, drhs is the gradient of the masters.
+    """
     n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
     shape = (lhs_MD.shape[1], dout_MF.shape[1])
     rows = tile_rows(n_rows, n_groups, _WEIGHT_TILES_PER_GROUP)
@@ -108,6 +150,9 @@ def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
         zero = jnp.zeros(shape, jnp.float32)
         zero = (zero, None if bias_dtype is None else zero[0])
         sums = _fold_tiles(n_rows, sizes_E, rows, e, add_tile, zero)
+        if masters is not None:  # here, since after the loop it would take a copy of all of them
+            masked = gradient_of_masters(group_of_rounded(masters, e), sums[0][None])
+            sums = masked[0].astype(jnp.float32), sums[1]
         write = partial(lax.dynamic_update_index_in_dim, index=e, axis=0)
         return jax.tree.map(write, grads, sums)
 
@@ -140,8 +185,7 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
     packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if lhs_MD.shape[0] == 0:
-        drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
-        return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
+        return lhs_MD, None, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
     dlhs_MD = multiply_rows_xla(dout_MF, rhs_EDF, sizes_E, None, 2, adapter)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
@@ -153,7 +197,12 @@ def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
             lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype
         )
         return dlhs_MD, None, None, dbias_EF
-    drhs_EDF, dbias_EF = _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
+    masters = rhs_EDF if isinstance(rhs_EDF, Rounded) else None
+    drhs_EDF, dbias_EF = _weight_gradients_xla(
+        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype, masters
+    )
+    if masters is not None:
+        drhs_EDF = cotangent_of_rounded(drhs_EDF)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 

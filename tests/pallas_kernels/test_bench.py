@@ -37,6 +37,8 @@ CASES = {
     "grouped_swiglu": "uneven",
     "grouped_matmul_mxfp4": "tiny_decode",
     "grouped_swiglu_mxfp4": "tiny_decode",
+    "grouped_matmul_rounded": "tiny_decode",
+    "grouped_swiglu_rounded": "tiny_decode",
     "grouped_matmul_low_rank": "tiny_decode",
     "grouped_swiglu_low_rank": "tiny_decode",
     "token_logprobs": "padded_head",
@@ -44,7 +46,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(  # packed weights go the ways of whole ones
-    "op", [pytest.param(x, marks=[pytest.mark.slow] * x.endswith(("mxfp4", "rank"))) for x in OPS]
+    "op",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * x.endswith(("mxfp4", "rounded", "rank")))
+        for x in OPS
+    ],
 )
 def test_every_operation_is_checked_and_timed(capsys, op):
     said, found = run(capsys, op, "--impl", "xla", "--vs", "reference", "--case", CASES[op])

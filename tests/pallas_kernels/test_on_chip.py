@@ -63,6 +63,7 @@ EXTRA = {
 EXTRA["grouped_swiglu"] = EXTRA["grouped_matmul"]
 for name in ("grouped_matmul", "grouped_swiglu"):  # whose halves of rows hold whole scales
     EXTRA[f"{name}_mxfp4"] = [case for case in EXTRA[name] if case.D % 64 == 0]
+    EXTRA[f"{name}_rounded"] = EXTRA[f"{name}_mxfp4"]
     EXTRA[f"{name}_low_rank"] = [case._replace(rank=5) for case in EXTRA[f"{name}_mxfp4"]]
 
 T = 131_072
@@ -86,7 +87,7 @@ def calls():
                         name, case, impl, id=f"{name}-{case.name}-{impl}", marks=mark
                     )
         case = EXTRA[name][1]
-        several = f"{name}_mxfp4" in OPS or name.endswith("low_rank")
+        several = f"{name}_mxfp4" in OPS or name.endswith(("rounded", "low_rank"))
         mark = pytest.mark.slow if several else ()  # whose case is the same
         yield pytest.param(name, case, "xla", id=f"{name}-{case.name}-xla", marks=mark)
         yield pytest.param(name, LARGEST[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)

@@ -10,17 +10,11 @@ import pytest
 
 from jaxmoe.checkpoint import mxfp4 as host
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs, tiny
-from jaxmoe.model.rounded import (
-    MATRICES,
-    Rounded,
-    is_saturated,
-    read_rounded,
-    round_experts,
-    with_rounded,
-)
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
+from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
+from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+from pallas_kernels.grouped_matmul.rounded import is_saturated, read_rounded
 
 E, D, F = 3, 64, 5
 CFG = replace(tiny(), dtype="float32")
@@ -124,6 +118,25 @@ def test_gradients_of_the_masters_are_those_of_the_decoded_weights_except_where_
     np.testing.assert_allclose(
         masters["embed"], expected["embed"], atol=1e-5 * float(jnp.abs(expected["embed"]).max())
     )
+
+
+def test_no_layer_decodes_all_its_experts(weights):
+    """In bfloat16, where nothing else has the shape of the experts' masters."""
+    params, tokens_BT = weights
+    cfg = replace(CFG, dtype="bfloat16")
+    packed, ops = round_experts(params), plain_ops()
+
+    def loss(p):
+        hidden_BTD, _, _ = forward(p, tokens_BT, cfg, ops)
+        return sequence_logprobs(p, hidden_BTD, tokens_BT, cfg, ops)[0].sum()
+
+    shapes = [
+        f"bf16[{cfg.n_experts},{rows},{columns}]"
+        for rows, columns in ((cfg.d_model, 2 * cfg.d_expert), (cfg.d_expert, cfg.d_model))
+    ]
+    ours = str(jax.make_jaxpr(jax.grad(lambda p: loss(with_rounded(p, packed))))(params))
+    dense = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert all(shape in dense and shape not in ours for shape in shapes)
 
 
 def test_an_expert_that_no_token_takes_has_no_gradient(weights):

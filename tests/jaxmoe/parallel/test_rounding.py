@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
-from jaxmoe.model.rounded import MATRICES, is_saturated, round_experts, with_rounded
+from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import (
@@ -26,6 +26,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.update import rl_step
+from pallas_kernels.grouped_matmul.rounded import is_saturated
 from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

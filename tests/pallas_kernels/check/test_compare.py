@@ -73,6 +73,7 @@ CASES = {
     "decode_attention": AttentionCase("cut", 3, 2, 61, 6, 2, 8, 0, "left"),
     "grouped_matmul": MatmulCase("cut", 37, 8, 6, (5, 0, 14, 9, 3)),  # 6 rows of none
     "grouped_swiglu_mxfp4": MatmulCase("cut", 37, 64, 6, (5, 0, 14, 9, 3)),
+    "grouped_matmul_rounded": MatmulCase("cut", 37, 64, 6, (5, 0, 14, 9, 3)),
     "grouped_matmul_low_rank": MatmulCase("cut", 37, 64, 6, (5, 0, 14, 9, 3)),
     "token_logprobs": LogprobsCase("cut", 37, 8, 19, 17, 0.7),
 }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_gpu
+from pallas_kernels.grouped_matmul import Rounded, cases, mxfp4, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS
 from tests.compilers import skip_without_compiler
 
@@ -128,6 +128,47 @@ def test_nor_are_they_before_the_fused_activation(case):
     compiled = ahead_of_time.compile_for(CHIP, with_gradient_of_rows(swiglu), *args)
     check(compiled, 2)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + small(case)
+
+
+def with_masters(case):
+    """`four_bits` with masters in bfloat16."""
+    lhs, packed, *others = four_bits(case)
+    return lhs, Rounded(packed, cases.matmul_shapes(case)[1]), *others
+
+
+def with_gradient_of_masters(f):
+    def run(lhs, rhs, sizes, bias, dout):
+        def of_masters(lhs, master, bias):
+            return f(lhs, rhs._replace(master_EDF=master), sizes, bias)
+
+        out, pull = jax.vjp(of_masters, lhs, rhs.master_EDF, bias)
+        return out, pull(dout)
+
+    return run
+
+
+def limits(case):
+    """Bytes of the largest value under each scale, in float32."""
+    return 4 * len(case.group_sizes) * case.D // mxfp4.GROUP * case.F
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_four_bit_weights_with_masters_train_without_a_dense_copy(case):
+    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
+    run = with_gradient_of_masters(matmul)
+    compiled = ahead_of_time.compile_for(CHIP, run, *with_masters(case), dout)
+    check(compiled, 3)
+    assert compiled.temp_bytes <= 2 * small(case) + limits(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GATE_UP)
+def test_so_do_they_before_the_fused_activation(case):
+    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
+    run = with_gradient_of_masters(swiglu)
+    compiled = ahead_of_time.compile_for(CHIP, run, *with_masters(case), dout)
+    check(compiled, 3)
+    assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case) + limits(case)
 
 
 def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():

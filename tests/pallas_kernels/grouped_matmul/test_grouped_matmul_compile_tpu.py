@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, mxfp4
+from pallas_kernels.grouped_matmul import Rounded, cases, grouped_matmul, grouped_swiglu, mxfp4
 from tests.compilers import skip_without_compiler
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
@@ -26,15 +26,18 @@ def compiler(request):
     skip_without_compiler(request.getfixturevalue("chip"))
 
 
-def of(case, packed, swiglu):
+def of(case, packed, swiglu, with_masters):
     """Abstract arguments, and the cotangent."""
     lhs, rhs, sizes, bias = cases.matmul_shapes(case)
+    master = rhs
     if packed:
         n_groups, width, columns = rhs.shape
         rhs = mxfp4.Mxfp4(
             jax.ShapeDtypeStruct((n_groups, width // 2, columns), jnp.uint8),
             jax.ShapeDtypeStruct((n_groups, width // 32, columns), jnp.uint8),
         )
+    if with_masters:
+        rhs = Rounded(rhs, master)
     columns = case.F // 2 if swiglu else case.F
     return lhs, rhs, sizes, bias, jax.ShapeDtypeStruct((case.M, columns), lhs.dtype)
 
@@ -60,20 +63,42 @@ def adapters(lhs, rhs, sizes, bias, dout):
     return out, pull(dout)
 
 
+def masters(lhs, rhs, sizes, bias, dout):
+    """out, dlhs, dmaster, dbias of the down projection in four bits."""
+
+    def run(lhs, master, bias):
+        whole = rhs._replace(master_EDF=master)
+        return grouped_matmul(lhs, whole, sizes, bias_EF=bias, impl="mosaic_tpu")
+
+    out, pull = jax.vjp(run, lhs, rhs.master_EDF, bias)
+    return out, pull(dout)
+
+
+def masters_swiglu(lhs, rhs, sizes, bias, dout):
+    """The same of the gate and up projection."""
+
+    def run(lhs, master, bias):
+        whole = rhs._replace(master_EDF=master)
+        return grouped_swiglu(lhs, whole, sizes, bias_EF=bias, impl="mosaic_tpu")
+
+    out, pull = jax.vjp(run, lhs, rhs.master_EDF, bias)
+    return out, pull(dout)
+
+
 def sampling(lhs, rhs, sizes, bias, _):
     """The forward of gate and up, without what a gradient would need."""
     return grouped_swiglu(lhs, rhs, sizes, bias_EF=bias, impl="mosaic_tpu")
 
 
 def compile_case(chip, fn, case, *, packed=False):
-    swiglu = fn in (training_swiglu, sampling)
-    args = of(case, packed, swiglu)
+    swiglu = fn in (training_swiglu, masters_swiglu, sampling)
+    args = of(case, packed, swiglu, fn in (masters, masters_swiglu))
     compiled = ahead_of_time.compile_for(chip, fn, *args)
     columns = args[-1].shape[1]
     width = case.D + columns + 256  # lhs and out, padded to whole registers
     if fn is not sampling:
         width *= 2  # and their gradients
-    if fn is training_swiglu:
+    if fn in (training_swiglu, masters_swiglu):
         width += 2 * (columns + 128) + case.F  # gate, up, and the gradient of both
     n_groups = len(case.group_sizes)
     scales = 2 * n_groups * 96 * case.F if packed else 0  # 90 rows of them, padded
@@ -121,6 +146,13 @@ def test_float32_compiles_where_there_is_least_vmem(chip, fn):
 @pytest.mark.parametrize("case", [DOWN_20B, GATE_UP_20B], ids=lambda x: x.name)
 def test_four_bit_weights_train_what_stands_before_them(chip, case):
     compile_case(chip, adapters, case, packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("fn, case", [(masters, DOWN_20B), (masters_swiglu, GATE_UP_20B)])
+def test_four_bit_weights_with_masters_train_without_a_dense_copy(chip, fn, case):
+    compile_case(chip, fn, case, packed=True)
 
 
 @pytest.mark.slow

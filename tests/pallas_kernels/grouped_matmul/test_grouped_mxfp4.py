@@ -117,3 +117,21 @@ def test_misshaped_four_bit_weights_and_odd_halves_are_named():
         inspect.unwrap(mxfp4.mxfp4_from_released)(blocks[..., 1:], scales)
     with pytest.raises(ValueError, match="even number of columns"):
         raw_swiglu(lhs, rhs[:, :, 1:], sizes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("lowest", [0, 2], ids=["subnormals", "normal"])
+def test_xla_decodes_every_code_under_every_scale_to_the_bit(lowest, dtype):
+    """Scales of subnormals take another way than those without."""
+    nibbles = np.repeat(np.arange(16, dtype=np.uint8) * 0x11, 2)[:, None]
+    scales = np.arange(lowest, 255, dtype=np.uint8)[None, :]
+    packed = mxfp4.Mxfp4(
+        jnp.asarray(np.broadcast_to(nibbles, (1, 32, scales.size))),
+        jnp.asarray(np.broadcast_to(scales, (1, 2, scales.size))),
+    )
+    decoded = jax.jit(lambda x: xla._decode(x, dtype, jnp.bool_(True)))(
+        mxfp4.Mxfp4(packed.nibbles_EDF[0], packed.scales_EDF[0])
+    )
+    word = {2: np.uint16, 4: np.uint32}[decoded.dtype.itemsize]
+    right = mxfp4.mxfp4_to_dense(packed, dtype)[0]
+    np.testing.assert_array_equal(np.asarray(decoded).view(word), np.asarray(right).view(word))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four-bit matrices with the unrounded ones behind them, the masters, which get the gradient.
+
+    dL/dmaster = dL/dvalue where |master| ≤ 6 · 2^e of its group of 32, else 0
+
+This is the straight-through gradient: rounding counts as the identity, except where a master is
+above the largest code and a smaller change of it changes nothing. The products read the packed
+values alone; a backward pass sums dL/dvalue as for dense matrices. Next: chip_kernels.py.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from pallas_kernels.grouped_matmul.mxfp4 import (
+    GROUP,
+    Mxfp4,
+    Mxfp4Part,
+    mxfp4_to_dense,
+    mxfp4_to_float32_bits,
+    split_part,
+)
+
+_LARGEST_CODE = 7  # the value 6
+
+
+class Rounded(NamedTuple):
+    """Matrices in four bits, and their masters, whose values are never multiplied."""
+
+    packed: Mxfp4 | Mxfp4Part
+    master_EDF: Float[Array, "E D F"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the masters, also where `packed` is part of a larger stack."""
+        return self.master_EDF.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the masters and of their gradient."""
+        return self.master_EDF.dtype
+
+
+def values_of(rhs: Any) -> Any:
+    """The matrices that a product reads: without masters."""
+    return rhs.packed if isinstance(rhs, Rounded) else rhs
+
+
+def read_rounded(rhs: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:
+    """Decode to [E, D, F]; the gradient of the values goes to the masters."""
+    return _decode(rhs.master_EDF, _own_matrices(rhs), jnp.dtype(dtype))
+
+
+def gradient_of_masters(rhs: Rounded, gradient_EDF: Float[Array, "E D F"]) -> Float[Array, "E D F"]:
+    """The gradient of the masters, in their dtype, by that of the values."""
+    return _mask_saturated(gradient_EDF, rhs.master_EDF, _own_matrices(rhs))
+
+
+def cotangent_of_rounded(gradient_EDF: Float[Array, "E D F"]) -> Any:
+    """The cotangent of a `Rounded` by the gradient of its masters; packed values have none."""
+    no_gradient: Any = None
+    return Rounded(no_gradient, gradient_EDF)
+
+
+def group_of_rounded(rhs: Rounded, e: Int[Array, ""]) -> Rounded:
+    """Matrix e and its master, as a stack of one; the packed values stay in their stack."""
+    stack, first = split_part(rhs.packed)
+    part = Mxfp4Part(stack, e if first is None else first + e)
+    return Rounded(part, lax.dynamic_slice_in_dim(rhs.master_EDF, e, 1))
+
+
+def is_saturated(
+    master_EDF: Float[Array, "*E D F"], scales_EDF: UInt8[Array, "*E D_32nd F"]
+) -> Bool[Array, "*E D F"]:
+    """True where a master is above the largest value of its group, 6 · 2^e."""
+    *stack, n_groups, width = scales_EDF.shape
+    groups = master_EDF.reshape(*stack, n_groups, GROUP, width)
+    return is_above_largest(groups, scales_EDF[..., None, :]).reshape(master_EDF.shape)
+
+
+def is_above_largest(
+    master: Float[Array, "*s D F"], scale: UInt8[Array, "*s d F"]
+) -> Bool[Array, "*s D F"]:
+    """True where a master is above the largest value of a group with this scale, 6 · 2^e."""
+    scale = scale.astype(jnp.int32)
+    # Compared as bits, because a device may flush subnormals.
+    largest = mxfp4_to_float32_bits(jnp.full_like(scale, _LARGEST_CODE), scale)
+    bits = lax.bitcast_convert_type(master.astype(jnp.float32), jnp.int32)
+    return (bits & 0x7FFFFFFF) > largest
+
+
+def _own_matrices(rhs: Rounded) -> Mxfp4:
+    """The masters' own matrices; sliced out of the stack that they are part of."""
+    if isinstance(rhs.packed, Mxfp4):
+        return rhs.packed
+    stack, first = rhs.packed
+    return Mxfp4(*(lax.dynamic_slice_in_dim(x, first, rhs.shape[0]) for x in stack))
+
+
+def _mask_saturated(gradient_EDF: Array, master_EDF: Array, packed: Mxfp4) -> Array:
+    saturated = is_saturated(master_EDF, packed.scales_EDF)
+    gradient_EDF = gradient_EDF.astype(master_EDF.dtype)
+    return jnp.where(saturated, jnp.zeros_like(gradient_EDF), gradient_EDF)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _decode(master_EDF: Array, packed: Mxfp4, dtype: Any) -> Array:
+    return mxfp4_to_dense(packed, dtype)
+
+
+def _decode_forward(master_EDF: Array, packed: Mxfp4, dtype: Any) -> tuple[Array, Any]:
+    return mxfp4_to_dense(packed, dtype), (master_EDF, packed)
+
+
+def _decode_backward(dtype: Any, saved: Any, gradient_EDF: Array) -> tuple[Array, Mxfp4]:
+    no_gradient: Any = [np.zeros(x.shape, jax.dtypes.float0) for x in saved[1]]
+    return _mask_saturated(gradient_EDF, *saved), Mxfp4(*no_gradient)
+
+
+_decode.defvjp(_decode_forward, _decode_backward)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experts in four bits cost a trainer and an engine on a CPU, against dense ones.
+
+    python tests/bench/quant_speed.py [--rounds 8]
+    python tests/bench/quant_speed.py --memory
+
+Steps of the tiny job: dense experts; experts that the grouped matmuls read in four bits; the same,
+decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
+engine over dense and over packed experts. CPU-seconds, in turn. --memory compiles the gradient of a
+microbatch with larger experts and prints what the program needs beside its arguments and results;
+The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import Config
+from jaxmoe.config_file import load_config, override
+from jaxmoe.distributed.host import keep_freed_memory
+from jaxmoe.model import forward, init_params, make_ops, sequence_logprobs
+from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.ops import Ops
+from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config, with_rounded
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.update import rl_step
+from jaxmoe.rollout.native import NativeEngine
+from pallas_kernels.grouped_matmul import Rounded, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.rounded import read_rounded
+from tests.bench.step_time import batch_of
+
+LARGE = (
+    "model.d_model=256", "model.d_expert=512", "model.n_experts=32", "model.vocab_size=512",
+    "quant.experts=mxfp4",
+)  # fmt: skip
+
+
+def decode_before(product: Callable[..., Any]) -> Callable[..., Any]:
+    """The product of decoded experts."""
+
+    def call(rows: Any, w: Any, sizes: Any, **options: Any) -> Any:
+        w = read_rounded(w, rows.dtype) if isinstance(w, Rounded) else w
+        return product(rows, w, sizes, **options)
+
+    return call
+
+
+def ops_of(cfg: Config, side: str) -> Ops:
+    """The ops of a run; with `decoded` its experts are decoded before the matmul."""
+    ops = make_ops(cfg)
+    if side != "decoded":
+        return ops
+    experts = partial(
+        apply_experts, gate_up=decode_before(grouped_swiglu), down=decode_before(grouped_matmul)
+    )
+    return replace(ops, experts=experts)
+
+
+class Step:
+    """A step of RL, compiled and warm."""
+
+    def __init__(self, side: str) -> None:
+        quant = "none" if side == "dense" else "mxfp4"
+        cfg = override(load_config("tiny_mxfp4.py"), f"quant.experts={quant}")
+        tx = rl_optimizer(cfg)
+        scorer = Scorer(cfg.model, ops_of(cfg, side), round_params=rounding_from_config(cfg))
+        step = partial(
+            rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate
+        )
+        self.step = jax.jit(step, donate_argnums=0)
+        params = init_params(jax.random.key(0), cfg.model)
+        self.state, self.batch = init_state(Trained(params), tx), batch_of(cfg)
+        for _ in range(3):
+            self.seconds()
+
+    def seconds(self) -> float:
+        start = time.process_time()
+        self.state, metrics, _ = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        return time.process_time() - start
+
+
+class Decoding:
+    """Tokens of a wave of answers that end nowhere."""
+
+    def __init__(self, side: str) -> None:
+        cfg = load_config("tiny_mxfp4.py")
+        packed = round_experts(init_params(jax.random.key(0), cfg.model))
+        self.engine = NativeEngine(
+            cfg.model, make_ops(cfg), max_prompt_tokens=16, max_new_tokens=64, max_rows=64
+        )
+        self.engine.load(decode_experts(packed, cfg.model.dtype) if side == "dense" else packed, 0)
+        self.prompts = [Prompt(i, "", tuple(range(i, i + 8)), None) for i in range(8)]
+        for _ in range(2):
+            self.seconds()
+
+    def seconds(self) -> float:
+        start = time.process_time()
+        sampling = Sampling(max_new_tokens=64, stop_ids=())
+        self.engine.generate(self.prompts, sampling, seed=1, samples=8)
+        return time.process_time() - start
+
+
+def measure_in_turn(make: Callable[[str], Any], sides: list[str], rounds: int) -> dict[str, float]:
+    """Median CPU-seconds of each side."""
+    runs = {side: make(side) for side in sides}
+    seconds = [[run.seconds() for run in runs.values()] for _ in range(rounds)]
+    return dict(zip(sides, np.median(seconds, axis=0).tolist(), strict=True))
+
+
+def compile_gradient(side: str) -> int:
+    """Temporary bytes of the gradient of one microbatch's log-probs."""
+    cfg = override(load_config("tiny_mxfp4.py"), *LARGE)
+    ops, model = ops_of(cfg, side), cfg.model
+    params = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
+    tokens_BT = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+
+    def loss(params: Any, packed: Any, tokens_BT: Any) -> Any:
+        read = params if side == "dense" else with_rounded(params, packed)
+        hidden_BTD, _, _ = forward(read, tokens_BT, model, ops)
+        return sequence_logprobs(read, hidden_BTD, tokens_BT, model, ops)[0].sum()
+
+    packed = jax.eval_shape(round_experts, params)
+    program = jax.jit(jax.grad(loss)).lower(params, packed, tokens_BT).compile()
+    memory: Any = program.memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def print_memory() -> None:
+    cfg = override(load_config("tiny_mxfp4.py"), *LARGE)
+    m = cfg.model
+    experts = m.n_layers * m.n_experts * 3 * m.d_model * m.d_expert
+    print(
+        f"experts: {experts:,} values, in {m.dtype} {experts * jnp.dtype(m.dtype).itemsize:,} bytes"
+    )
+    found = {side: compile_gradient(side) for side in ("dense", "four bits", "decoded")}
+    for side, size in found.items():
+        print(f"| the gradient, {side} | {size / 1e6:,.1f} MB |")
+    print(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--memory", action="store_true")
+    args = parser.parse_args()
+    if args.memory:
+        print_memory()
+        return
+    keep_freed_memory()
+    steps = measure_in_turn(Step, ["dense", "four bits", "decoded"], args.rounds)
+    decoding = measure_in_turn(Decoding, ["dense", "four bits"], args.rounds)
+    for what, sides in (("a step", steps), ("decoding", decoding)):
+        for side, seconds in sides.items():
+            print(f"| {what}, {side} | {seconds:.3f} CPU-s |")
+    print(json.dumps({
+        "step_over_dense": steps["four bits"] / steps["dense"],
+        "step_over_decoded": steps["four bits"] / steps["decoded"],
+        "tokens_of_dense": decoding["dense"] / decoding["four bits"],
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four-bit matrices with masters in the Hopper kernels, interpreted."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import Rounded, pallas_gpu
+from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes
+from tests.pallas_kernels.grouped_matmul.rounded_oracle import (
+    ALPHA,
+    LIMIT,
+    check,
+    draw_inputs,
+    found,
+    own_matrices,
+)
+
+
+def matmul(sizes, lhs, rhs, bias):
+    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+
+
+def swiglu(sizes, lhs, rhs, bias):
+    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+
+
+@knows_transposes
+@pytest.mark.parametrize("op", [matmul, pytest.param(swiglu, marks=pytest.mark.slow)])
+def test_values_and_gradients_are_as_good_as_those_of_the_decoded_matrices(op):
+    ours = found(op, *draw_inputs(jnp.bfloat16, op is swiglu))
+    check(ours, jnp.bfloat16, op is swiglu)
+
+
+@pytest.mark.slow
+@knows_transposes
+def test_a_part_of_a_stack_is_its_matrices_by_themselves():
+    dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
+    alone = Rounded(own_matrices(rhs), rhs.master_EDF)
+    part, whole = (found(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
+    for x, y in zip(part, whole, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@knows_transposes
+def test_a_planted_fault_is_seen():
+    """Masters of another expert: the mask of the gradient is theirs."""
+    dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
+    wrong = rhs._replace(master_EDF=jnp.roll(rhs.master_EDF, 1, axis=0))
+    ours = found(matmul, dout, sizes, lhs, wrong, bias)
+    with pytest.raises(AssertionError, match="dmaster|saturated"):
+        check(ours, jnp.bfloat16, False)
