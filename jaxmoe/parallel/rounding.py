@@ -103,7 +103,9 @@ def exchange_rows_for_columns(params: Params, cfg: ModelConfig, mesh: Mesh) -> P
 def packed_specs(x: PackedLayer | Rounded, cuts: Cuts) -> Leaf:
     """Return the PartitionSpecs of a layer's packed matrices; `cuts` are those of its masters."""
     if isinstance(x, Rounded):
-        return Rounded(packed_specs(x.packed, cuts), mesh_spec(*cuts))
+        layer: Leaf = x.packed
+        master: Leaf = mesh_spec(*cuts)
+        return Rounded(packed_specs(layer, cuts), master)
     stack: Leaf = mesh_spec((), *packed_cuts(cuts))
     pair: Leaf = mesh_spec()
     return PackedLayer(stack, pair)
@@ -118,7 +120,8 @@ def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Lea
     _, rows, columns = cuts
     if isinstance(x, PackedLayer):
         return _gather_columns(x, columns + rows)
-    gathered = _gather_columns(x.packed, columns + rows)
+    layer: Leaf = x.packed
+    gathered = _gather_columns(layer, columns + rows)
     if isinstance(gathered, Mxfp4Part):
         return Rounded(gathered, x.master_EDF)
     return _read_gathered(x.master_EDF, gathered, ((), rows, columns), jnp.dtype(dtype))

@@ -39,8 +39,8 @@ class StartCodes:
                 self._codes = dict(stored)
         else:
             # Each process reads all of it.
-            options = {"out_shardings": NamedSharding(mesh, PartitionSpec())} if mesh else {}
-            codes = jax.jit(partial(sample_codes, encode=encode), **options)(params)
+            everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+            codes = jax.jit(partial(sample_codes, encode=encode), out_shardings=everywhere)(params)
             self._codes = {name: np.asarray(x) for name, x in codes.items()}
             if jax.process_index() == 0:
                 with replace_file(path) as file:
