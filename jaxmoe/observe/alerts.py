@@ -102,7 +102,8 @@ RULES = (
          "the same tokens. Expected only with a large router.noise, or weights that differ much"),
     Rule("quant/moved_frac", lambda x: x < 1e-6, "< 1e-6 of the experts' values",
          "optim.lr and quant/distance: the masters move, and no four-bit value changes, so the "
-         "experts learn nothing that is sampled or exported", steps=3),
+         "experts learn nothing that is sampled or exported. Try quant.rounding=stochastic",
+         steps=3),
     Rule("quant/saturated_frac", lambda x: x > 0.1, "> 0.1 of the experts' values",
          "optim.lr: these masters are above the largest value of their group and get no gradient"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",

@@ -255,11 +255,14 @@ def test_checks_know_packed_leaves_and_name_broken_ones(loaded):
             check_model_params(params, CFG)
 
 
-def test_a_copy_as_read_keeps_the_bytes(loaded):
+def test_a_copy_as_read_keeps_the_bytes_and_shares_packed_experts(loaded):
+    """No step donates packed experts, so an engine needs no copy of them."""
     params = jax.tree.map(jnp.asarray, loaded)
     copy = cast_for_forward(params, CFG)
     assert bits(copy["layers"]) == bits(params["layers"])
     copied, original = (tree["layers"]["full"]["w_down"].nibbles_EDF for tree in (copy, params))
+    assert copied.unsafe_buffer_pointer() == original.unsafe_buffer_pointer()
+    copied, original = (tree["layers"]["full"]["b_down"] for tree in (copy, params))
     assert copied.unsafe_buffer_pointer() != original.unsafe_buffer_pointer()
 
 

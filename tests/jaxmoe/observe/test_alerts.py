@@ -61,6 +61,8 @@ CASES = [
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),
     ("router/replay_agreement", 0.97, 0.5, DOWN, "< 0.5 (1: equal", "python -m jaxmoe.doctor"),
+    ("quant/moved_frac", 1e-3, 1e-6, DOWN, "< 1e-6 of the experts' values", "optim.lr and quant/"),
+    ("quant/saturated_frac", 0.04, 0.1, UP, "> 0.1 of the experts' values", "optim.lr: these"),
     ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the alerts after this one in metrics.jsonl"),
     ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.* in the config: this batch was skipped"),
 ]

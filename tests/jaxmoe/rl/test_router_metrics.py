@@ -28,8 +28,9 @@ from jaxmoe.config import MeshConfig
 from jaxmoe.model.router import record_experts
 from jaxmoe.model.router_statistics import record_router_statistics
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
+from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.router_metrics import LAYERS, masked_quantile, measure_router, split_by_switch
+from jaxmoe.rl.router_metrics import masked_quantile, measure_router, split_by_switch
 from jaxmoe.rl.state import Trained
 
 L, E, A = CFG.n_layers, CFG.n_experts, CFG.experts_per_token
@@ -115,7 +116,7 @@ def measure64(forward, batch, old=None):
     for share, name in ((0.05, "margin_p05"), (0.5, "margin_p50")):
         layers[name] = np.quantile(margin, share, axis=0, method="inverted_cdf")
         total[f"router/{name}"] = np.quantile(margin, share, method="inverted_cdf")
-    return total | {LAYERS + name: x for name, x in layers.items()}
+    return total | {LAYER_PREFIX + name: x for name, x in layers.items()}
 
 
 def run_step(a, batch, size=0, mesh=None, **options):
@@ -180,7 +181,7 @@ def test_instruments_change_no_number_of_the_step(forward):
     )
     jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
     assert {n: float(metrics[n]) for n in plain} == {n: float(v) for n, v in plain.items()}
-    assert not any(n.startswith(LAYERS) for n in plain)
+    assert not any(n.startswith(LAYER_PREFIX) for n in plain)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
