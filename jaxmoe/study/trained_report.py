@@ -86,6 +86,6 @@ def plot_trained(results: Results, path: Path) -> None:
         ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])
         ax.axvline(0.0, color="black", linewidth=0.8)
         first = comparisons[0]
-        ax.set_title(f"{bed}\n{first.contender.name} ends at {np.mean(first.values):.2f}")
+        ax.set_title(f"{bed}\n{first.contender.name}:\nends at {np.mean(first.values):.2f}")
         ax.set_xlabel("difference, 95 %")
     save_figure(figure, path, dpi=110)
