@@ -21,7 +21,7 @@ def format_mxfp4_tables(results: Mapping[str, Sequence[Comparison]]) -> str:
     Columns as `train_on_mxfp4_bed`: means over the seeds, of ratio_max the largest.
     """
     return "\n\n".join(
-        f"### {bed}\n\n{_format_bed(comparisons)}" for bed, comparisons in results.items()
+        f"### {bed}\n\n`python -m jaxmoe.study mxfp4 --beds {bed}`. {_format_bed(comparisons)}" for bed, comparisons in results.items()
     ) + "\n"  # fmt: skip
 
 
