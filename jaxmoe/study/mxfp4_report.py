@@ -20,9 +20,11 @@ def format_mxfp4_tables(results: Mapping[str, Sequence[Comparison]]) -> str:
 
     Columns as `train_on_mxfp4_bed`: means over the seeds, of ratio_max the largest.
     """
-    return "\n\n".join(
-        f"### {bed}\n\n`python -m jaxmoe.study mxfp4 --beds {bed}`. {_format_bed(comparisons)}" for bed, comparisons in results.items()
-    ) + "\n"  # fmt: skip
+    parts = [
+        f"### {bed}\n\n`python -m jaxmoe.study mxfp4 --beds {bed}`. {_format_bed(comparisons)}"
+        for bed, comparisons in results.items()
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _format_bed(comparisons: Sequence[Comparison]) -> str:
