@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an export changed: exported weights beside those that the run read, on sampled answers.
+"""Compare exported weights with those that the run read, on sampled answers.
 
 The exported folder is read from the disk, as any user of it would. Next: jaxmoe/export.py prints
 the result.

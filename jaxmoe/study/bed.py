@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the beds of trained studies share: warm starts, sampling a batch, evaluation.
+"""Shared parts of the beds of trained studies: warm starts, sampling a batch, evaluation.
 
 A bed is a small model and a task that makes its own prompts. Everything is made from a config by
 the functions that `python -m jaxmoe.train` calls.

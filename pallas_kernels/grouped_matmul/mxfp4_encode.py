@@ -25,6 +25,7 @@ _MIDPOINTS = (
     (1.0, -2, False), (1.5, -1, True), (1.25, 0, False), (1.75, 0, True), (1.25, 1, False),
     (1.75, 1, True), (1.25, 2, False),
 )  # fmt: skip
+DOUBLED_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # of codes 0 to 7
 MANTISSA_BITS = 23
 _INFINITE = 0x7F800000
 

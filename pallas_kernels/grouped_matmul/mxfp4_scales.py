@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from pallas_kernels.grouped_matmul.mxfp4_encode import (
+    DOUBLED_MAGNITUDES,
     choose_ocp_exponent,
     round_to_nearest,
     scale_to_integer,
 )
 
-_DOUBLED_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 _LARGEST_EXPONENT = 125  # of which 6 · 2^e is finite in float32
 _FRACTION_BITS = 11  # values are compared in units of 2^e / 2^11
 
@@ -44,7 +44,7 @@ def choose_least_error_exponent(size: Int32[Array, "*G _ F"]) -> Int32[Array, "*
 def _squared_error(size: Array, value: Array, ocp: Array, shift: int) -> Array:
     """Sum over a group of (|w| − its rounded value)², below 2^32."""
     code = round_to_nearest(size, ocp + shift)
-    doubled = jnp.asarray(_DOUBLED_MAGNITUDES, jnp.int32)[code]
+    doubled = jnp.asarray(DOUBLED_MAGNITUDES, jnp.int32)[code]
     error = value - (doubled << (_FRACTION_BITS - 1 + shift))
     squared = (error * error).astype(jnp.uint32)
     return jnp.sum(squared, axis=-2, keepdims=True, dtype=jnp.uint32)

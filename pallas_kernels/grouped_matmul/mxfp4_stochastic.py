@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from pallas_kernels.grouped_matmul.mxfp4_encode import scale_to_integer
+from pallas_kernels.grouped_matmul.mxfp4_encode import DOUBLED_MAGNITUDES, scale_to_integer
 
-_DOUBLED_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 _FRACTION_BITS = 20  # probabilities are multiples of 2^−19 to 2^−21
 
 
@@ -28,7 +27,7 @@ def round_stochastically(
     Numerics: x is cut to a multiple of 2^−20; the rest is exact.
     """
     x = scale_to_integer(size, exponent, _FRACTION_BITS)
-    magnitudes = jnp.asarray(_DOUBLED_MAGNITUDES, jnp.int32) << (_FRACTION_BITS - 1)
+    magnitudes = jnp.asarray(DOUBLED_MAGNITUDES, jnp.int32) << (_FRACTION_BITS - 1)
     code = jnp.zeros_like(size)
     for i in range(1, 8):
         code += (x >= magnitudes[i]).astype(jnp.int32)
