@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 EXPERTS = ("none", "mxfp4", "mxfp4_rollout")
 SCALES = ("ocp", "least_error")
 ROUNDINGS = ("nearest", "stochastic")
+# what to type for weights that are not rounded, whatever the config file sets
+DENSE_EXPERTS = "--set quant.experts=none --set quant.scale=ocp --set quant.rounding=nearest"
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ def check_quant(cfg: "Config") -> None:
         require(
             (cfg.quant.scale, cfg.quant.rounding) == ("ocp", "nearest"),
             f"quant.scale={cfg.quant.scale} and quant.rounding={cfg.quant.rounding} need experts "
-            "that are rounded, got quant.experts=none. Try --set quant.experts=mxfp4.",
+            f"that are rounded, got quant.experts=none. Try {DENSE_EXPERTS}, or --set "
+            "quant.experts=mxfp4.",
         )
         return
     require(
         not cfg.lora.ranks,
         f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts "
-        "do not: its base has four bits already. Try --set quant.experts=none.",
+        f"do not: its base has four bits already. Try {DENSE_EXPERTS}.",
     )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)

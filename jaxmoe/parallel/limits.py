@@ -11,6 +11,7 @@ import jax
 
 from jaxmoe.config import Config, describe_engine, require
 from jaxmoe.config.episodes import context_name
+from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.rounding import packed_cuts
@@ -81,7 +82,7 @@ def _check_rounded(cfg: Config) -> None:
             f"quant.experts={cfg.quant.experts} needs {axes} ({shards}) to divide {size} ({width}):"
             f" devices share the columns of {name}, since a shard of its rows would cut groups of "
             f"32. Try {' '.join(f'--set mesh.{axis}=1' for axis in names)}"
-            f" --set mesh.data={shards * cfg.mesh.data}, or --set quant.experts=none.",
+            f" --set mesh.data={shards * cfg.mesh.data}, or {DENSE_EXPERTS}.",
         )
 
 

@@ -212,7 +212,8 @@ def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for
         (["quant.rounding=up"], "quant.rounding must be one of nearest, stochastic; got 'up'"),
         (
             ["quant.experts=none", "quant.rounding=stochastic"],
-            "quant.rounding=stochastic need experts that are rounded, got quant.experts=none",
+            "got quant.experts=none. Try --set quant.experts=none --set quant.scale=ocp --set "
+            "quant.rounding=nearest, or --set quant.experts=mxfp4.",
         ),
         (
             ["rollout.engine=vllm", "rollout.vllm.dtype=float16"],

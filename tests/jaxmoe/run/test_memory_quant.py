@@ -11,12 +11,13 @@ from jaxmoe.run.dry_run import format_plan
 from jaxmoe.run.memory import plan_memory
 
 ON_ONE = "mesh.fsdp=1", "mesh.expert=1"
+DENSE = "quant.experts=none", "quant.rounding=nearest"
 EXPERTS = 24 * 32 * 3 * 2880**2 * 17 // 32  # 4.25 bits a value
 
 
 def test_engine_and_step_have_the_experts_in_four_bits_and_the_optimizer_has_masters():
     cfg = override(load_config("gptoss20b_mxfp4.py"), *ON_ONE)
-    mem, dense = plan_memory(cfg), plan_memory(override(cfg, "quant.experts=none"))
+    mem, dense = plan_memory(cfg), plan_memory(override(cfg, *DENSE))
     read = jax.eval_shape(
         lambda params: cast_for_forward(round_experts(params), cfg.model),
         abstract_params(cfg.model),
@@ -38,7 +39,7 @@ def test_the_plan_prints_them_by_kind(name):
     cfg = load_config(name)
     (line,) = [x for x in format_plan(cfg).splitlines() if x.startswith("  rounded ")]
     assert "GB" in line or "kB" in line
-    dense = format_plan(override(cfg, "quant.experts=none", "save.export_dtype=bfloat16"))
+    dense = format_plan(override(cfg, *DENSE, "save.export_dtype=bfloat16"))
     assert "\n  rounded " not in dense
 
 
