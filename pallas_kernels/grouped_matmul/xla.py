@@ -75,14 +75,19 @@ def _decode(matrix, dtype, is_used):
 
     def multiply_codes(x):
         byte = x.nibbles_EDF.astype(jnp.int32)
-        code = jnp.concatenate([byte & 15, byte >> 4]).reshape(-1, GROUP, byte.shape[1])
-        # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits, and 2^(s − 128)
+        scale = x.scales_EDF.astype(jnp.int32)
+        scale = jnp.where(scale == 255, 0x7FC00000, (scale - 1) << 23)  # 2^(s − 128)
+        scale = lax.bitcast_convert_type(scale, jnp.float32)
+        # Halves to the end: XLA:CPU takes a seventh longer if their codes are concatenated first.
+        halves = zip((byte & 15, byte >> 4), jnp.split(scale, 2), strict=True)
+        return jnp.concatenate([multiply_scale(*half) for half in halves]).astype(dtype)
+
+    def multiply_scale(code, scale):
+        # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits
         twice = ((jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15).astype(jnp.float32)
         twice = lax.bitcast_convert_type(twice, jnp.int32) | ((code & 8) << 28)
-        scale = x.scales_EDF.astype(jnp.int32)[:, None, :]
-        scale = jnp.where(scale == 255, 0x7FC00000, (scale - 1) << 23)
-        twice, scale = (lax.bitcast_convert_type(y, jnp.float32) for y in (twice, scale))
-        return (twice * scale).reshape(matrix.shape).astype(dtype)
+        twice = lax.bitcast_convert_type(twice, jnp.float32).reshape(-1, GROUP, code.shape[1])
+        return (twice * scale[:, None]).reshape(code.shape)
 
     def assemble_bits(x):
         return mxfp4_to_dense(x, dtype)

@@ -6,9 +6,12 @@
 
 Steps of the tiny job: dense experts; experts that the grouped matmuls read in four bits; the same,
 decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
-engine over dense and over packed experts. CPU-seconds, in turn. --memory compiles the gradient of a
-microbatch with larger experts and prints what the program needs beside its arguments and results;
-The last line is JSON.
+engine over dense and over packed experts, those of the tiny job and LARGE ones. In turn,
+CPU-seconds of all threads and seconds. On several cores XLA starts threads for operations that are
+shorter than the start, so CPU-seconds measure the work only on one core:
+taskset -c 0 python tests/bench/quant_speed.py.
+--memory compiles the gradient of a microbatch with larger experts and prints what the program needs
+beside its arguments and results. The last line is JSON.
 """
 
 import argparse
@@ -87,20 +90,18 @@ class Step:
         params = init_params(jax.random.key(0), cfg.model)
         self.state, self.batch = init_state(Trained(params), tx), batch_of(cfg)
         for _ in range(3):
-            self.seconds()
+            self.run()
 
-    def seconds(self) -> float:
-        start = time.process_time()
+    def run(self) -> None:
         self.state, metrics, _ = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
-        return time.process_time() - start
 
 
 class Decoding:
     """Tokens of a wave of answers that end nowhere."""
 
-    def __init__(self, side: str) -> None:
-        cfg = load_config("tiny_mxfp4.py")
+    def __init__(self, side: str, changes: tuple[str, ...] = ()) -> None:
+        cfg = override(load_config("tiny_mxfp4.py"), *changes)
         packed = round_experts(init_params(jax.random.key(0), cfg.model))
         self.engine = NativeEngine(
             cfg.model, make_ops(cfg), max_prompt_tokens=16, max_new_tokens=64, max_rows=64
@@ -108,20 +109,24 @@ class Decoding:
         self.engine.load(decode_experts(packed, cfg.model.dtype) if side == "dense" else packed, 0)
         self.prompts = [Prompt(i, "", tuple(range(i, i + 8)), None) for i in range(8)]
         for _ in range(2):
-            self.seconds()
+            self.run()
 
-    def seconds(self) -> float:
-        start = time.process_time()
+    def run(self) -> None:
         sampling = Sampling(max_new_tokens=64, stop_ids=())
         self.engine.generate(self.prompts, sampling, seed=1, samples=8)
-        return time.process_time() - start
 
 
-def measure_in_turn(make: Callable[[str], Any], sides: list[str], rounds: int) -> dict[str, float]:
-    """Median CPU-seconds of each side."""
-    runs = {side: make(side) for side in sides}
-    seconds = [[run.seconds() for run in runs.values()] for _ in range(rounds)]
-    return dict(zip(sides, np.median(seconds, axis=0).tolist(), strict=True))
+def measure_in_turn(make: Callable[[str], Any], sides: list[str], rounds: int) -> dict[str, Any]:
+    """Median CPU-seconds and seconds of each side."""
+    jobs = {side: make(side) for side in sides}
+    times = [[time_run(job.run) for job in jobs.values()] for _ in range(rounds)]
+    return dict(zip(sides, np.median(times, axis=0), strict=True))
+
+
+def time_run(run: Callable[[], None]) -> tuple[float, float]:
+    cpu, start = time.process_time(), time.perf_counter()
+    run()
+    return time.process_time() - cpu, time.perf_counter() - start
 
 
 def compile_gradient(side: str) -> int:
@@ -166,13 +171,17 @@ def main() -> None:
     keep_freed_memory()
     steps = measure_in_turn(Step, ["dense", "four bits", "decoded"], args.rounds)
     decoding = measure_in_turn(Decoding, ["dense", "four bits"], args.rounds)
-    for what, sides in (("a step", steps), ("decoding", decoding)):
-        for side, seconds in sides.items():
-            print(f"| {what}, {side} | {seconds:.3f} CPU-s |")
+    larger = measure_in_turn(partial(Decoding, changes=LARGE), ["dense", "four bits"], args.rounds)
+    measured = ("a step", steps), ("decoding", decoding), ("decoding, larger experts", larger)
+    for what, sides in measured:
+        for side, (cpu, seconds) in sides.items():
+            print(f"| {what}, {side} | {cpu:.3f} CPU-s | {seconds:.3f} s |")
+    print("ratios of CPU-seconds, and of seconds:")
     print(json.dumps({
-        "step_over_dense": steps["four bits"] / steps["dense"],
-        "step_over_decoded": steps["four bits"] / steps["decoded"],
-        "tokens_of_dense": decoding["dense"] / decoding["four bits"],
+        "step_over_dense": (steps["four bits"] / steps["dense"]).round(3).tolist(),
+        "step_over_decoded": (steps["four bits"] / steps["decoded"]).round(3).tolist(),
+        "tokens_of_dense": (decoding["dense"] / decoding["four bits"]).round(3).tolist(),
+        "tokens_of_larger": (larger["dense"] / larger["four bits"]).round(3).tolist(),
     }))  # fmt: skip
 
 
