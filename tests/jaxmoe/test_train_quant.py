@@ -258,6 +258,10 @@ def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for
             ["rollout.engine=vllm", "rollout.vllm.args=--seed 1 --dtype half"],
             "values reach 6 · 2^125; got --dtype half in rollout.vllm.args. Leave it out",
         ),
+        (
+            ["quant.experts=mxfp4_rollout", "model.numerics=invariant"],
+            "rounds the engine's alone. Try --set quant.experts=mxfp4, or --set model.numerics=",
+        ),
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],
 )
