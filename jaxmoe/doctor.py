@@ -28,7 +28,7 @@ from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
 from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.model import Ops, make_ops
-from jaxmoe.model.rounded import decode_rounded
+from jaxmoe.model.rounded import decode_rounded, decode_trained
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
@@ -36,6 +36,7 @@ from jaxmoe.reconcile.batch_invariance import BatchInvariance, compare_batches
 from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, explain_gap
 from jaxmoe.reconcile.handshake import config_finding, read_handshake
+from jaxmoe.reconcile.hypotheses import RoundEngine
 from jaxmoe.reconcile.op_comparison import (
     ComparisonPrograms,
     OpComparison,
@@ -109,6 +110,7 @@ def run_doctor(cfg: Config) -> bool:
         cfg, work, digest_contents(cfg, task)
     )
     engine_cfg = describe_engine(cfg).without_weight_check(cfg)
+    round_engine = rounding_of_engine(cfg)
     prompts = task.held_out_prompts()[:N_PROMPTS]
     with closing(open_engine(engine_cfg, ops, work)) as engine:
         with report_phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
@@ -117,7 +119,7 @@ def run_doctor(cfg: Config) -> bool:
                     # A tensor that the loader forgets is then one of known weights, which the
                     # comparison can name, and not a random one.
                     engine.load(previous, version - 1)
-                engine.load(params, version)
+                engine.load(params if round_engine is None else round_engine(params), version)
             except EngineError as error:
                 return report_not_loaded(error, work, weights_name)
         with report_phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
@@ -132,7 +134,9 @@ def run_doctor(cfg: Config) -> bool:
         loaded = engine.loaded_states() if isinstance(engine, Inspectable) else []
         recorded = record_modules(engine, rollouts, cfg)
     with report_phase("recomputing log-probs"):
-        report = examine_rollouts(cfg, task, rollouts, params, previous, version, loaded, ops)
+        report = examine_rollouts(
+            cfg, task, rollouts, params, previous, version, loaded, ops, round_engine
+        )
     print_report(report, rollouts, task.tokenizer.decode, weights_name)
     batch_invariance = compare_batches(rollouts[:N_SAMPLES], rollouts_single)
     print_batch_invariance(batch_invariance)
@@ -161,20 +165,29 @@ def report_not_loaded(error: EngineError, work: Path, weights_name: str) -> bool
 def load_newest_weights(
     cfg: Config, work: Path, expected_contents: dict[str, str] | None = None
 ) -> tuple[Params, Params | None, int, str]:
-    """Return the newest weights, the initial ones if others, the version, and a name."""
+    """Return the newest weights, the initial ones if others, the version, and a name.
+
+    The newest have the trainer's values, the initial ones those that an engine gets.
+    """
     optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
     restored = restore_run(
         work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents=expected_contents
     )
-    # Dense arrays of the values that trainer and engine read: the checks below look into them.
-    read = partial(decode_rounded, cfg=cfg)
-    initial = read(initial_params(cfg))
+    # Dense arrays of the values that are read: the checks below look into them.
+    initial = initial_params(cfg)
     if restored is None:
-        return initial, None, 0, "the initial weights"
+        return decode_trained(initial, cfg), None, 0, "the initial weights"
     return (
-        read(restored.state.policy), initial, restored.step,
+        decode_trained(restored.state.policy, cfg), decode_rounded(initial, cfg), restored.step,
         f"{restored.stage} step {restored.step}",
     )  # fmt: skip
+
+
+def rounding_of_engine(cfg: Config) -> RoundEngine | None:
+    """Return the function to an engine's values of the trainer's weights; None: the same."""
+    if cfg.quant.experts != "mxfp4_rollout":
+        return None
+    return jax.jit(partial(decode_rounded, cfg=cfg))
 
 
 def record_modules(
@@ -208,6 +221,7 @@ def record_modules(
 def examine_rollouts(
     cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
     previous: Params | None, version: int, loaded: Sequence[dict[str, Any]], ops: Ops,
+    round_engine: RoundEngine | None = None,
 ) -> Report:  # fmt: skip
     """Run the checks and the comparison, and return the report of these rollouts."""
     tokenizer, engine_encode = task.tokenizer, None
@@ -241,7 +255,7 @@ def examine_rollouts(
             jax.jit(partial(run_head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
         previous=previous, start_id=start_id, handshake=handshake,
-        findings=[*findings.values(), *expert_findings],
+        findings=[*findings.values(), *expert_findings], round_engine=round_engine,
     )  # fmt: skip
 
 

@@ -88,6 +88,11 @@ def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     return rounding_from_config(cfg) if cfg.quant.experts == "mxfp4" else None
 
 
+def decode_trained(params: Params, cfg: Config) -> Params:
+    """Return dense weights with the values that a run's trainer reads."""
+    return params if trainer_rounding(cfg) is None else decode_rounded(params, cfg)
+
+
 def map_experts(fn, params: Params, *parallel: Params) -> Params:
     """Map fn over the experts' matrices; all other parameters are those of `params`."""
     layers = {

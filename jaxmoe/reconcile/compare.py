@@ -18,7 +18,13 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.losses.mismatch import mismatch_metrics
 from jaxmoe.reconcile.checks import Finding, find_unjudged_reason
 from jaxmoe.reconcile.handshake import Handshake
-from jaxmoe.reconcile.hypotheses import EXPERTS, NO_HANDSHAKE, list_hypotheses, list_other_dtypes
+from jaxmoe.reconcile.hypotheses import (
+    EXPERTS,
+    NO_HANDSHAKE,
+    RoundEngine,
+    list_hypotheses,
+    list_other_dtypes,
+)
 from jaxmoe.reconcile.recompute import Programs, Scores
 from jaxmoe.reconcile.reported_experts import find_misplaced_experts
 from jaxmoe.reconcile.scalars import fit_scalar, list_scalars
@@ -88,6 +94,7 @@ def explain_gap(
     start_id: int | None = None,
     handshake: Handshake = NO_HANDSHAKE,
     findings: Sequence[Finding] = (),
+    round_engine: RoundEngine | None = None,
 ) -> Report:
     """Compare log-probs and explain the gap.
 
@@ -97,6 +104,7 @@ def explain_gap(
         start_id: a token that the engine may put before prompts.
         handshake: the engine's description of itself.
         findings: faults that were detected without recomputing.
+        round_engine: the engine's values of weights that the trainer reads unrounded.
     Raises: ConfigError for fewer than MIN_TOKENS sampled tokens.
     """
     unjudged_reason = find_unjudged_reason(rollouts, cfg.vocab_size)
@@ -127,6 +135,7 @@ def explain_gap(
         start_id=start_id,
         has_log_kept=has_log_kept,
         handshake=handshake,
+        round_engine=round_engine,
     )
 
     def score_variant(v: Variant) -> Scores:

@@ -33,6 +33,8 @@ from jaxmoe.shapes import Params
 
 NO_HANDSHAKE = Handshake()
 
+RoundEngine = Callable[[Params], Params]
+
 
 EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries it last
     "expert_switches",
@@ -52,6 +54,7 @@ def list_hypotheses(
     start_id: int | None = None,
     has_log_kept: bool = False,
     handshake: Handshake = NO_HANDSHAKE,
+    round_engine: RoundEngine | None = None,
 ) -> list[list[Hypothesis]]:
     """Return all hypotheses, one list for each category, from cheap to deep.
 
@@ -60,14 +63,31 @@ def list_hypotheses(
         start_id: a token that the engine may put before a prompt.
         has_log_kept: the rollouts carry log_kept.
         handshake: what it vouches for is left out; a config that differs is tried first.
+        round_engine: the engine's values of weights that the trainer reads unrounded.
     """
     stale = [] if previous is None or handshake.holds_weights else stale_tensors(previous)
     stages = [
-        _config_hypotheses(handshake, cfg), _token_hypotheses(start_id), stale,
+        _rounding_hypotheses(round_engine), _config_hypotheses(handshake, cfg),
+        _token_hypotheses(start_id), stale,
         _sampling_hypotheses(sampling, has_log_kept, handshake),
         _dtype_hypotheses(cfg, handshake), _structure_hypotheses(cfg),
     ]  # fmt: skip
     return [category for category in stages if category]
+
+
+def _rounding_hypotheses(round_engine: RoundEngine | None) -> list[Hypothesis]:
+    if round_engine is None:
+        return []
+    # Rounding a second time changes nothing, so experts of the previous version, which are rounded
+    # already, are an explanation of their own.
+    return [Hypothesis(
+        "experts_rounded", "config",
+        "the trainer must read the experts that the engine reads; quant.experts=mxfp4_rollout "
+        "rounds the engine's to four bits, and the trainer reads them unrounded",
+        "--set quant.experts=mxfp4, or correct the loss with --set "
+        "loss.rollout_correction='token_is(high=2.0)'",
+        lambda v: replace(v, params=round_engine(v.params)), "experts",
+    )]  # fmt: skip
 
 
 def _config_hypotheses(handshake: Handshake, cfg: ModelConfig) -> list[Hypothesis]:

@@ -78,6 +78,7 @@ def _replace_tensors(
             return old
         if len(keys) == 1 or keys[1] != ("sliding", "full")[layer % 2]:
             return current
-        return current.at[layer // 2].set(old[layer // 2])
+        # A run's engine may read experts in four bits, and its trainer unrounded ones in float32.
+        return current.at[layer // 2].set(old[layer // 2].astype(current.dtype))
 
     return replace(v, params=jax.tree_util.tree_map_with_path(pick_leaf, v.params, previous))

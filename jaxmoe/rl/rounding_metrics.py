@@ -106,8 +106,9 @@ def sample_codes(
 
 def _take_sample(w_LEDF: Leaf) -> Leaf:
     _, n_experts, _, width = w_LEDF.shape
-    experts = slice(None, None, max(1, n_experts // SAMPLED_EXPERTS))
-    return w_LEDF[:, experts, :, :: max(1, width // SAMPLED_COLUMNS)]
+    # Rounded up, or 15 experts would all be taken.
+    experts = slice(None, None, -(-n_experts // SAMPLED_EXPERTS))
+    return w_LEDF[:, experts, :, :: -(-width // SAMPLED_COLUMNS)]
 
 
 def moved_share(

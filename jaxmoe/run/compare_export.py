@@ -52,7 +52,7 @@ def compare_export(cfg: Config, policy: Params, out: Path, *, version: int) -> E
     """Sample answers with a run's weights, and score them with these and with the folder `out`.
 
     `policy` are the weights that the run's optimizer holds; with quant.experts they are rounded as
-    the run's forwards round them. Without, the held-out rows are answered by both too. Log-probs
+    the run's engine rounds them. Without, the held-out rows are answered by both too. Log-probs
     are of temperature 1, by the trainer's forward; the native engine samples.
     Raises: ConfigError if there is no room for the weights, or the task's data is not at hand.
     """

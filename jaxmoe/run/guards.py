@@ -11,18 +11,19 @@ from jaxmoe.shapes import Metrics, Params
 def check_finite(
     metrics: Metrics, step: int, *, rate: tuple[str, float], rounded: Params | None = None
 ) -> None:
-    """Raise ConfigError if a metric of the step is not finite.
+    """Raise ConfigError if a metric of the step is not finite, or an expert that is rounded.
 
-    `rounded` is the policy after the step if its experts are rounded; one that broke is named.
+    `rounded` is the policy after the step if its experts are rounded. They are always looked at: an
+    expert without tokens changes no metric, and a step later all others are broken too, and saved.
     """
     bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
-    if bad:
+    place = "" if rounded is None else find_not_finite(rounded)
+    if bad or place:
         name, lr = rate
-        place = "" if rounded is None else find_not_finite(rounded)
         broken = f"; the step broke {place}" if place else ""
         raise ConfigError(
-            f"step {step}: {', '.join(bad)} must be finite{broken}. Try --set {name}={lr / 10:g}, "
-            "or a smaller optim.clip_norm."
+            f"step {step}: {', '.join(bad) or 'experts'} must be finite{broken}. Try --set "
+            f"{name}={lr / 10:g}, or a smaller optim.clip_norm."
         )
 
 

@@ -142,8 +142,8 @@ class Job:
     ) -> Metrics:  # fmt: skip
         """Wait for the step, and return its metrics as Python numbers.
 
-        Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite.
-        `state` is that after the step.
+        Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite, or an
+        expert that is rounded. `state` is that after the step.
         """
         # One transfer for all metrics. It also waits for the step, so that an error on the device
         # is raised in its own step.

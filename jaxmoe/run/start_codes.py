@@ -2,9 +2,11 @@
 """How many of the experts' four-bit values differ from those at the start of RL.
 
 A sample of the start's codes is kept in start_codes.npz of the run folder, so that a resumed run
-compares with the same start. Next: jaxmoe/rl/rounding_metrics.py.
+compares with the same start. The rules of rounding are kept with them: other rules give other codes
+of the same weights. Next: jaxmoe/rl/rounding_metrics.py.
 """
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,33 +22,54 @@ from jaxmoe.shapes import Metrics, Params
 
 NAME = "start_codes.npz"
 METRIC = "quant/moved_since_start_frac"
+_RULES = "rules"  # array of quant.scale and quant.rounding
 
 
 class StartCodes:
     """The sampled codes at the start of RL; without rounded experts there are none.
 
-    A run whose first steps were dense compares with the first step of rounded experts.
+    A run whose first steps were dense compares with the first step of rounded experts, and one
+    whose rules of rounding changed with the first step by the new ones.
     """
 
     def __init__(self, cfg: Config, params: Params, step: int, mesh: Mesh | None) -> None:
         self._codes: dict[str, np.ndarray] = {}
         if cfg.quant.experts == "none":
             return
-        encode = encoder_from_config(cfg)
-        path = Path(cfg.workdir) / NAME
+        encode, path = encoder_from_config(cfg), Path(cfg.workdir) / NAME
+        rules = [cfg.quant.scale, cfg.quant.rounding]
         if step and path.is_file():
-            with np.load(path) as stored:
-                self._codes = dict(stored)
-        else:
+            self._codes = _read_codes(path, rules, step)
+        if not self._codes:
             # Each process reads all of it.
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
             codes = jax.jit(partial(sample_codes, encode=encode), out_shardings=everywhere)(params)
             self._codes = {name: np.asarray(x) for name, x in codes.items()}
             if jax.process_index() == 0:
                 with replace_file(path) as file:
-                    np.savez_compressed(file, allow_pickle=False, **self._codes)
+                    np.savez_compressed(
+                        file, allow_pickle=False, **self._codes, **{_RULES: np.array(rules)}
+                    )
         self._moved_share = jax.jit(partial(moved_share, encode=encode))
 
     def measure(self, params: Params) -> Metrics:
         """Return the share of the sampled values that differ from the start; {} without them."""
         return {METRIC: float(self._moved_share(self._codes, params))} if self._codes else {}
+
+
+def _read_codes(path: Path, rules: list[str], step: int) -> dict[str, np.ndarray]:
+    """Return the stored codes; {}, with a line that says so, if they are of other rules."""
+    with np.load(path) as stored:
+        codes = dict(stored)
+    old_rules = codes.pop(_RULES, np.array([])).tolist()
+    if old_rules == rules:
+        return codes
+    if jax.process_index() == 0:
+        current, stored_ones = (", ".join(names) or "unknown" for names in (rules, old_rules))
+        print(
+            f"! the rules of rounding are {current} and were {stored_ones}: {METRIC} now counts from step "
+            f"{step}, since other rules change values without any change of the weights",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {}

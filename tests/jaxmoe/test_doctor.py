@@ -46,6 +46,30 @@ def test_a_right_engine_agrees(run_folder, capsys):
     assert (run_folder / "plots" / "doctor.png").stat().st_size > 10_000
 
 
+FOUR_BITS = [
+    "--config", "tiny_mxfp4.py", "--set", "model.d_model=64", "--set", "model.d_expert=64",
+    "--set", "data.held_out_rows=16", "--set", "data.train_rows=64",
+    "--set", "rollout.max_new_tokens=6",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["scale=ocp", "rounding=stochastic"])
+def test_an_engine_that_alone_reads_four_bits_has_its_gap_and_rounding_is_the_cause(
+    tmp_path, capsys, rule
+):
+    sets = ["--set", "quant.experts=mxfp4_rollout", "--set", f"quant.{rule}"]
+    assert doctor.main([*FOUR_BITS, *sets, "--workdir", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "DISAGREE: experts_rounded. mean |Δlogp|" in output
+    assert "change: --set quant.experts=mxfp4, or correct the loss" in output
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert report["gap"] > 1e-2 and report["left"] <= 4 * report["rounding"]["own"]
+
+
+def test_trainer_and_engine_that_both_read_four_bits_agree(tmp_path):
+    assert doctor.main([*FOUR_BITS, "--workdir", str(tmp_path)]) == 0
+
+
 @pytest.mark.slow
 def test_a_wrong_engine_is_not_agreed_with(run_folder, capsys):
     assert run_doctor(run_folder, "faulty_engines:scaled_logp") == 1

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.run import restore_run
+from jaxmoe.checkpoint.store import find_latest_step
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.eval import main as eval_main
@@ -22,7 +25,9 @@ from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.train import main
+from jaxmoe.run.parts import make_parts
+from jaxmoe.run.programs import supervised_program
+from jaxmoe.train import main, open_job, warm_start
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
@@ -73,6 +78,36 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
                 exported["layers"][kind][name], trained["layers"][kind][name], strict=True
             ):
                 np.testing.assert_array_equal(part, np.asarray(expected))
+
+
+def test_a_warm_start_that_breaks_an_expert_names_it_and_saves_nothing_broken(
+    tmp_path, standard_promotion
+):
+    """The expert breaks in the last step, so that no loss is computed of it."""
+    cfg = override(
+        load_config("tiny_mxfp4.py"), *SETTINGS, "warmup.steps=2", "model.d_model=64",
+        "model.d_expert=64", f"workdir={tmp_path}",
+    )  # fmt: skip
+
+    def breaking_program(*args):
+        program = supervised_program(*args)
+
+        def take_step(state, batch):
+            state, metrics = program.fn(state, batch)
+            full = state.policy["layers"]["full"]
+            bad = full["w_down"].at[0, 2, 5, 3].set(jnp.where(state.step == 2, jnp.nan, 0.0))
+            layers = state.policy["layers"] | {"full": full | {"w_down": bad}}
+            params = replace(state.params, policy=state.policy | {"layers": layers})
+            return replace(state, params=params), metrics
+
+        return program._replace(fn=take_step)
+
+    with open_job(cfg, replace(make_parts(cfg), supervised_program=breaking_program)) as job:
+        with pytest.raises(ConfigError) as error:
+            warm_start(job)
+    place = "step 2: experts must be finite; the step broke layer 1, w_down, expert 2 (1 such"
+    assert place in str(error.value) and "--set warmup.lr=0.0001" in str(error.value)
+    assert find_latest_step(tmp_path / "checkpoints") == 1
 
 
 @pytest.mark.slow
@@ -222,6 +257,10 @@ def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for
         (
             ["rollout.engine=vllm", "rollout.vllm.args=--seed 1 --dtype half"],
             "values reach 6 · 2^125; got --dtype half in rollout.vllm.args. Leave it out",
+        ),
+        (
+            ["quant.experts=mxfp4_rollout", "model.numerics=invariant"],
+            "rounds the engine's alone. Try --set quant.experts=mxfp4, or --set model.numerics=",
         ),
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],

@@ -19,15 +19,20 @@ from faults import (
     OPS,
     RUN,
     Fault,
+    layer_of,
+    make_older_weights,
     make_report,
     make_rollouts,
     make_weights,
     name_faults,
+    quantise_experts,
+    round_to_eighth,
 )
 from peer import Peer
 
 from jaxmoe.config import ConfigError
 from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model.rounded import map_experts
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import explain_gap
@@ -87,6 +92,19 @@ def test_a_fault_is_seen_behind_an_engine_in_bfloat16():
         rollouts_made, make_weights(0), CFG, COOL, run=RUN, handshake=Handshake("bfloat16")
     )
     assert name_faults(r) == ("sinks_off", "all_bfloat16")
+
+
+@pytest.mark.parametrize("stale", [(), ("sinks",)])
+def test_an_engine_that_rounds_experts_as_the_run_asks_is_named_beside_another_fault(stale):
+    def round_engine(params):
+        return map_experts(lambda x: jnp.asarray(round_to_eighth(np.asarray(x))), params)
+
+    def round_both(params):
+        return layer_of(quantise_experts, "full")(layer_of(quantise_experts)(params))
+
+    fault = Fault(Peer(changed=round_both), stale=stale)
+    r = make_report(fault, previous=round_engine(make_older_weights(0)), round_engine=round_engine)
+    assert sorted(name_faults(r)) == ["experts_rounded", *(f"stale_{name}" for name in stale)]
 
 
 def test_few_programs_are_compiled():

@@ -12,7 +12,13 @@ from jaxmoe.checkpoint.mxfp4 import decode_packed
 from jaxmoe.model import gpt_oss_20b, init_params, tiny
 from jaxmoe.model.params import abstract_params
 from jaxmoe.model.rounded import MATRICES, round_experts
-from jaxmoe.rl.rounding_metrics import moved_share, rounding_metrics, sample_codes
+from jaxmoe.rl.rounding_metrics import (
+    SAMPLED_COLUMNS,
+    SAMPLED_EXPERTS,
+    moved_share,
+    rounding_metrics,
+    sample_codes,
+)
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 
@@ -97,6 +103,15 @@ def test_a_sample_of_the_codes_sees_what_moved_since_the_start():
     zeros = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), 0.0)
     negative = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), -0.0)
     assert float(moved_share(jax.device_get(sample_codes(zeros)), negative)) == 0.0
+
+
+@pytest.mark.parametrize("n_experts, width", [(4, 8), (8, 16), (9, 17), (15, 31), (33, 100)])
+def test_a_sample_has_no_more_experts_and_columns_than_it_says(n_experts, width):
+    w_LEDF = jnp.zeros((1, n_experts, 64, width))
+    start = sample_codes({"layers": {"full": {"w_gate_up": w_LEDF, "w_down": w_LEDF}}})
+    _, experts, _, columns = start["full/w_down/scales_EDF"].shape
+    assert min(4, n_experts) <= experts <= SAMPLED_EXPERTS
+    assert min(8, width) <= columns <= SAMPLED_COLUMNS
 
 
 def test_more_values_than_an_int32_counts_are_counted():

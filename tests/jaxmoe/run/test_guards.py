@@ -16,6 +16,13 @@ def test_an_expert_that_the_step_broke_is_named():
         check_finite({"loss": math.nan}, 3, rate=("optim.lr", 1e-4), rounded=rounded)
 
 
+def test_an_expert_that_broke_is_named_in_its_step_though_no_metric_shows_it():
+    rounded = {"layers": {"full": {"w_gate_up": jnp.ones((2, 4, 64, 3)).at[1, 2].set(math.nan)}}}
+    pattern = "step 3: experts must be finite; the step broke layer 3, w_gate_up, expert 2 .* warm"
+    with pytest.raises(ConfigError, match=pattern):
+        check_finite({"loss": 1.0}, 3, rate=("warmup.lr", 1e-4), rounded=rounded)
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_numbers_that_broke_end_the_run_with_the_rate_to_type(broken):
     check_finite({"loss": 1.0}, 3, rate=("optim.lr", 1e-4))

@@ -21,6 +21,23 @@ def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
     assert StartCodes(cfg, other, 0, None).measure(other) == {METRIC: 0.0}
 
 
+@pytest.mark.parametrize("rule", ["scale=least_error", "rounding=stochastic"])
+def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_begins(
+    tmp_path, capsys, rule
+):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
+    params, other = (init_params(jax.random.key(seed), cfg.model) for seed in range(2))
+    StartCodes(cfg, params, 0, None)
+    changed = override(cfg, f"quant.{rule}")
+    assert StartCodes(changed, params, 3, None).measure(params) == {METRIC: 0.0}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert rule.partition("=")[2] in line and "were ocp, nearest" in line and "step 3" in line
+    # Resumed again by these rules, it goes on from there, without a word.
+    assert StartCodes(changed, other, 4, None).measure(params) == {METRIC: 0.0}
+    assert StartCodes(changed, other, 4, None).measure(other)[METRIC] > 0.5
+    assert capsys.readouterr().err == ""
+
+
 def test_a_run_that_was_dense_compares_with_its_first_rounded_step(tmp_path):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     params = init_params(jax.random.key(0), cfg.model)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding to MXFP4 on the device: the same bytes as on the host, for every kind of float."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,13 @@ from hypothesis.extra import numpy as arrays
 
 from jaxmoe.checkpoint import mxfp4 as host
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
-from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
+from pallas_kernels.grouped_matmul.mxfp4_encode import (
+    choose_ocp_exponent,
+    encode_mxfp4,
+    round_to_nearest,
+)
+from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_exponent
+from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 encode = jax.jit(encode_mxfp4)
@@ -48,6 +56,52 @@ FLOATS = (
 @given(*FLOATS)
 def test_any_finite_floats_become_the_same_bytes_as_on_the_host(bits, exponent, spread):
     compare_with_host(bits, exponent, spread)
+
+
+RULES = {
+    (scale, rounding): jax.jit(
+        partial(encode_mxfp4, choose_exponent=scale, round_magnitude=rounding)
+    )
+    for scale in (choose_ocp_exponent, choose_least_error_exponent)
+    for rounding in (round_to_nearest, round_stochastically)
+}
+
+
+def assert_values_stay(packed, dtype):
+    """Decoded and packed again, by any rule or by the host, they are the same to the bit."""
+    values = mxfp4_to_dense(packed, dtype)
+    expected = np.asarray(decode(packed)).view(np.int32)
+    on_host = host.decode_packed(Mxfp4(*map(np.asarray, packed)))
+    np.testing.assert_array_equal(on_host.astype(np.float32).view(np.int32), expected)
+    again = [encode(values) for encode in RULES.values()]
+    again.append(Mxfp4(*map(jnp.asarray, encode_on_host(np.asarray(values)))))
+    for x in again:
+        np.testing.assert_array_equal(np.asarray(decode(x)).view(np.int32), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(*FLOATS, st.sampled_from(list(RULES)), st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_no_value_changes_where_decoded_ones_are_packed_again(bits, exponent, spread, rule, dtype):
+    """An engine that gets decoded values may pack them: subnormals and the largest are kept too."""
+    field = np.clip(exponent - bits % (spread + 1), 0, 254).astype(np.uint32)
+    masters = ((bits & np.uint32(0x807FFFFF)) | (field << 23)).view(np.float32)
+    assert_values_stay(RULES[rule](masters), dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    arrays.arrays(np.uint8, (32, 3), elements=st.integers(0, 255)),
+    arrays.arrays(np.uint8, (2, 3), elements=st.integers(0, 252)),
+    arrays.arrays(np.uint8, 2, elements=st.integers(0, 7)),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+def test_no_value_of_a_released_file_changes_where_it_is_packed_again(
+    nibbles, scales, largest, dtype
+):
+    """Its groups need not have the scale of any rule: the largest code may be any."""
+    low, high = np.minimum(nibbles & 7, largest[0]), np.minimum(nibbles >> 4 & 7, largest[1])
+    packed = Mxfp4(jnp.asarray(nibbles & 0x88 | low | high << 4), jnp.asarray(scales))
+    assert_values_stay(packed, dtype)
 
 
 @pytest.mark.slow
