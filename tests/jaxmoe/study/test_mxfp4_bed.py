@@ -13,8 +13,8 @@ from jaxmoe.study.bed import train_warm_start
 from jaxmoe.study.mxfp4_bed import (
     MXFP4_BEDS,
     Mxfp4Bed,
-    Mxfp4Programs,
     changed_share,
+    make_mxfp4_programs,
     mxfp4_bed_config,
     train_on_mxfp4_bed,
 )
@@ -54,7 +54,7 @@ def test_the_start_has_four_bit_values(released):
     "contender", [MXFP4_CONTENDERS[i] for i in (0, 1, 5, 6)], ids=lambda c: c.name
 )
 def test_only_a_four_bit_engine_differs_from_its_trainer(released, contender):
-    programs = Mxfp4Programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
+    programs = make_mxfp4_programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
     metrics = train_on_mxfp4_bed(programs, 0, released, rate=0.01)
     assert (metrics["k3"] > 1e-6) == (contender.name == "four-bit engine")
     assert (metrics["moved"] == 0) == (contender.name == "LoRA on the packed base")
