@@ -33,6 +33,7 @@ from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.run.programs import rl_program
+from jaxmoe.run_files import replace_file
 from jaxmoe.shapes import Metrics, Params
 
 N_EVAL_PROMPTS = 256  # prompts
@@ -96,10 +97,10 @@ def load_warm_start(
     if not path.is_file():
         params, _ = train_warm_start(cfg, task, seed, steps=steps, max_loss=max_loss)
         folder.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_suffix(".partial.npz")
-        np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
-        # Renamed when complete, so that an interruption leaves no half-written file.
-        partial_path.replace(path)
+        # Replaced when complete, so that neither an interruption nor another study beside this one
+        # leaves a half-written file.
+        with replace_file(path) as file:
+            np.savez(file, **dict(zip(names, jax.tree.leaves(params), strict=True)))
     with np.load(path) as stored:
         return jax.tree.unflatten(structure, [jnp.asarray(stored[name]) for name in names])
 

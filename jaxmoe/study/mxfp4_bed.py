@@ -103,9 +103,17 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
 
 
 def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
-    """Return weights that were trained with rounded experts, whose experts are those values."""
+    """Return weights that were trained with rounded experts, whose experts are those values.
+
+    They depend on the task and the loss alone, so beds that have the same share what is stored.
+    """
     cfg = mxfp4_bed_config(bed.task, 1, "quant.experts=mxfp4")
-    masters = load_warm_start(cfg, bed.task, seed, folder / bed.name, max_loss=bed.warm_loss)
+    first = next(
+        other
+        for other in (*MXFP4_BEDS.values(), bed)
+        if (other.task, other.warm_loss) == (bed.task, bed.warm_loss)
+    )
+    masters = load_warm_start(cfg, bed.task, seed, folder / first.name, max_loss=bed.warm_loss)
     return decode_experts(round_experts(masters), jnp.float32)
 
 

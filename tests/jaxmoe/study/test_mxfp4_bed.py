@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The beds of the four-bit study: the released start, what each contender reads, and the tables."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
-from jaxmoe.study import Contender, mxfp4_trained
+from jaxmoe.study import Contender, mxfp4_bed, mxfp4_trained
 from jaxmoe.study.__main__ import main
 from jaxmoe.study.bed import train_warm_start
 from jaxmoe.study.mxfp4_bed import (
     MXFP4_BEDS,
     Mxfp4Bed,
     changed_share,
+    load_released,
     make_mxfp4_programs,
     mxfp4_bed_config,
     train_on_mxfp4_bed,
@@ -47,6 +50,19 @@ def test_the_start_has_four_bit_values(released):
             np.testing.assert_array_equal(
                 again["layers"][kind][name], released["layers"][kind][name]
             )
+
+
+def test_beds_with_the_same_task_and_loss_share_their_warm_starts(tmp_path, monkeypatch, released):
+    folders = []
+
+    def load(cfg, task, seed, folder, *, max_loss):
+        folders.append(folder.name)
+        return released
+
+    monkeypatch.setattr(mxfp4_bed, "load_warm_start", load)
+    for bed in (*MXFP4_BEDS.values(), replace(MXFP4_BEDS["reversal"], name="new", warm_loss=0.5)):
+        load_released(bed, 0, tmp_path)
+    assert folders == ["automaton", "reversal", "reversal", "new"]
 
 
 @pytest.mark.slow
