@@ -108,12 +108,12 @@ def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
     They depend on the task and the loss alone, so beds that have the same share what is stored.
     """
     cfg = mxfp4_bed_config(bed.task, 1, "quant.experts=mxfp4")
-    first = next(
-        other
-        for other in (*MXFP4_BEDS.values(), bed)
-        if (other.task, other.warm_loss) == (bed.task, bed.warm_loss)
-    )
-    masters = load_warm_start(cfg, bed.task, seed, folder / first.name, max_loss=bed.warm_loss)
+    names = [
+        b.name
+        for b in (*MXFP4_BEDS.values(), bed)
+        if (b.task, b.warm_loss) == (bed.task, bed.warm_loss)
+    ]
+    masters = load_warm_start(cfg, bed.task, seed, folder / names[0], max_loss=bed.warm_loss)
     return decode_experts(round_experts(masters), jnp.float32)
 
 
