@@ -3,8 +3,11 @@
 
 import numpy as np
 
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, ModelConfig
+from jaxmoe.model import Ops
 from jaxmoe.parallel.finite import find_not_finite
+from jaxmoe.reconcile.first_difference import find_first_difference
+from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Metrics, Params
 
 
@@ -34,6 +37,29 @@ def invariance_error(gap: float, location: str, step: int) -> ConfigError:
         f"max |Δlogp| is {gap:.3g}. {location} This batch was not trained on, and the state before "
         "it is saved. Try --set model.numerics=fast, and report the versions in config.json."
     )
+
+
+def describe_first_difference(
+    params: Params, batch: Batch, logp_BT: np.ndarray, cfg: ModelConfig, ops: Ops
+) -> str:
+    """Describe the first token whose log-probs differ from the engine's, and its first different
+    activation.
+
+    params: those that sampled the batch; logp_BT: the trainer's.
+    """
+    mask_BT = np.asarray(batch.loss_mask_BT)
+    differs_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
+    row = int(np.argmax(differs_BT.any(1)))
+    column = int(np.argmax(differs_BT[row]))
+    length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
+    tokens = np.asarray(batch.tokens_BT[row][:length])
+    prompt = int(np.argmax(mask_BT[row]))
+    step = int(batch.shared.get("step", 0))
+    difference = find_first_difference(params, tokens, prompt, cfg, ops, step=step)
+    prefix = f"First in rollout {row}, token {column}: "
+    if difference:
+        return f"{prefix}{difference}."
+    return prefix + "equal when computed alone, but not in the batch."
 
 
 def gate_error(cfg: Config, metrics: Metrics, step: int) -> ConfigError:

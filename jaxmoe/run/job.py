@@ -34,22 +34,25 @@ from jaxmoe.observe.alerts import (
     count_logged_bad_steps,
     find_alerts,
 )
-from jaxmoe.observe.metrics import MetricsLog, read_metrics, read_samples
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
-from jaxmoe.observe.router_plot import plot_router
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import shard_rounding
-from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
-from jaxmoe.run.guards import check_finite, gate_error, invariance_error
+from jaxmoe.run.guards import (
+    check_finite,
+    describe_first_difference,
+    gate_error,
+    invariance_error,
+)
 from jaxmoe.run.parts import Parts
-from jaxmoe.run_files import RunFolderError
+from jaxmoe.run.plots import draw_plots
 from jaxmoe.shapes import Metrics, Params
 
 
@@ -168,26 +171,12 @@ class Job:
             self.save_checkpoint()
             gap = metrics["train_rollout_logprob_abs_diff_max"]
             if self.cfg.requires_equal_logp and gap > 0:
-                raise invariance_error(gap, self.describe_first_difference(batch, stats), step)
+                location = describe_first_difference(
+                    self.policy_params(), batch, gather_to_hosts(stats.logp_BT), self.cfg.model,
+                    self.ops,
+                )  # fmt: skip
+                raise invariance_error(gap, location, step)
             raise gate_error(self.cfg, metrics, step)
-
-    def describe_first_difference(self, batch: Batch, stats: TokenStats) -> str:
-        """Describe the first token with different log-probs, and its first different activation."""
-        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), gather_to_hosts(stats.logp_BT)
-        differs_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
-        row = int(np.argmax(differs_BT.any(1)))
-        column = int(np.argmax(differs_BT[row]))
-        length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
-        tokens = np.asarray(batch.tokens_BT[row][:length])
-        prompt = int(np.argmax(mask_BT[row]))
-        difference = find_first_difference(
-            self.policy_params(), tokens, prompt, self.cfg.model, self.ops,
-            step=int(batch.shared.get("step", 0)),
-        )  # fmt: skip
-        prefix = f"First in rollout {row}, token {column}: "
-        if difference:
-            return f"{prefix}{difference}."
-        return prefix + "equal when computed alone, but not in the batch."
 
     @cached_property
     def held_out(self) -> list[Prompt]:
@@ -240,7 +229,7 @@ class Job:
         with report_phase(f"scoring the held-out rows at step {step}"):
             self.log.write("rl", step, self.evaluate_held_out())
         if step:
-            self.draw_plots()
+            draw_plots(self.cfg, self.parts, step)
 
     @contextmanager
     def log_metrics_on_error(self, metrics: Metrics) -> Iterator[None]:
@@ -278,21 +267,7 @@ class Job:
             **{self.parts.task.score_name: metrics.get("eval/accuracy")},
         )  # fmt: skip
         if self.is_eval_due(step):
-            self.draw_plots()
-
-    def draw_plots(self) -> None:
-        """Plot the run so far; at its end also one file per panel."""
-        # Only the first process has the metrics.
-        if jax.process_index():
-            return
-        rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
-        try:
-            self.parts.plot_run(rows, self.work, panels=last, score=self.parts.task.score_name)
-            if self.cfg.router.instruments:
-                plot_router(read_samples(self.work / "layers.jsonl"), self.work)
-        # Plots can be drawn again from metrics.jsonl, so a run does not end for them.
-        except RunFolderError as error:
-            print(f"! no plots: {error}", file=sys.stderr, flush=True)
+            draw_plots(self.cfg, self.parts, step)
 
     def save_checkpoint(self) -> str:
         """Save the state after the last complete step, if it is not saved; return a message.

@@ -11,16 +11,20 @@ Next: jaxmoe/study/router_exact.py and jaxmoe/study/router_trained.py.
 """
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
+from jaxmoe.study.contenders import Comparison
 from jaxmoe.study.micro_model import MicroSizes
 from jaxmoe.study.mxfp4_bed import MXFP4_BEDS
 from jaxmoe.study.mxfp4_report import format_mxfp4_tables
@@ -29,8 +33,41 @@ from jaxmoe.study.router_bed import BEDS
 from jaxmoe.study.router_costs import measure_costs
 from jaxmoe.study.router_exact import RouterStudy, run_router_exact
 from jaxmoe.study.router_report import format_tables, plot_tables
-from jaxmoe.study.router_trained import RATES, run_bed
+from jaxmoe.study.router_trained import run_bed
 from jaxmoe.study.trained_report import format_trained_tables, plot_trained
+
+
+@dataclass(frozen=True)
+class TrainedStudy:
+    """A study that trains contenders on beds.
+
+    seeds, steps: defaults of the options.
+    run_bed: (bed, folder, seeds, steps, report) -> comparisons.
+    format_tables: (comparisons by bed, measured costs) -> Markdown.
+    measure_costs: (folder, report) -> costs, for the last tables; None if the study has none.
+    """
+
+    name: str
+    about: str
+    beds: Mapping[str, Any]
+    seeds: int
+    steps: int
+    run_bed: Callable[..., list[Comparison]]
+    format_tables: Callable[..., str]
+    measure_costs: Callable[..., Any] | None = None
+
+
+TRAINED_STUDIES = (
+    TrainedStudy(
+        "router",
+        "every router remedy trained over seeds on disturbed beds, and its cost of a step",
+        BEDS, 5, 40, run_bed, format_trained_tables, measure_costs,
+    ),
+    TrainedStudy(
+        "mxfp4", "ways to train a model that is shipped with four-bit experts, over seeds",
+        MXFP4_BEDS, 8, 60, run_mxfp4_bed, format_mxfp4_tables,
+    ),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,83 +89,52 @@ def make_study_parser() -> argparse.ArgumentParser:
         "router_exact", help="bias and deviation of every router remedy, all answers enumerated"
     )
     exact.add_argument("--models", type=int, default=24, metavar="N", help="number of models")
-    exact.add_argument("--out", type=Path, default=Path("runs/router_exact"), metavar="FOLDER",
-                       help="folder of the results; the same folder continues")  # fmt: skip
     exact.set_defaults(run=run_exact_command)
-    trained = studies.add_parser(
-        "router",
-        help="every router remedy trained over seeds on disturbed beds, and its cost of a step",
-    )
-    trained.add_argument("--beds", nargs="+", choices=BEDS, default=list(BEDS), metavar="BED",
-                         help=f"of {', '.join(BEDS)}; all by default")  # fmt: skip
-    trained.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds of a contender")
-    trained.add_argument("--steps", type=int, default=40, metavar="N", help="RL steps of a run")
-    trained.add_argument("--out", type=Path, default=Path("runs/router"), metavar="FOLDER",
-                         help="folder of the results; the same folder continues")  # fmt: skip
-    trained.set_defaults(run=run_trained_command)
-    mxfp4 = studies.add_parser(
-        "mxfp4", help="ways to train a model that is shipped with four-bit experts, over seeds"
-    )
-    mxfp4.add_argument("--beds", nargs="+", choices=MXFP4_BEDS, default=list(MXFP4_BEDS),
-                       metavar="BED",
-                       help=f"of {', '.join(MXFP4_BEDS)}; all by default")  # fmt: skip
-    mxfp4.add_argument("--seeds", type=int, default=8, metavar="N", help="seeds of a contender")
-    mxfp4.add_argument("--steps", type=int, default=60, metavar="N", help="RL steps of a run")
-    mxfp4.add_argument("--out", type=Path, default=Path("runs/mxfp4"), metavar="FOLDER",
-                       help="folder of the results; the same folder continues")  # fmt: skip
-    mxfp4.set_defaults(run=run_mxfp4_command)
+    for study in TRAINED_STUDIES:
+        trained = studies.add_parser(study.name, help=study.about)
+        trained.add_argument("--beds", nargs="+", choices=study.beds, default=list(study.beds),
+                             metavar="BED",
+                             help=f"of {', '.join(study.beds)}; all by default")  # fmt: skip
+        trained.add_argument("--seeds", type=int, default=study.seeds, metavar="N",
+                             help="seeds of a contender")  # fmt: skip
+        trained.add_argument("--steps", type=int, default=study.steps, metavar="N",
+                             help="RL steps of a run")  # fmt: skip
+        trained.set_defaults(run=functools.partial(run_trained_command, study))
+    for name, study_parser in studies.choices.items():
+        study_parser.add_argument(
+            "--out", type=Path, default=Path(f"runs/{name}"), metavar="FOLDER",
+            help="folder of the results; the same folder continues",
+        )  # fmt: skip
     return parser
 
 
-def run_trained_command(args: argparse.Namespace) -> int:
-    """Train the contenders on each bed, measure the cost of a step with each remedy, and write
-    router.md and .png; return the exit status."""
-    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 5.")
-    require(args.steps > 0, f"--steps must be at least 1, got {args.steps}. Try --steps 40.")
+def run_trained_command(study: TrainedStudy, args: argparse.Namespace) -> int:
+    """Train the contenders on each bed and write NAME.md and .png; return the exit status."""
+    name, seeds, steps = study.name, args.seeds, args.steps
+    require(seeds > 1, f"--seeds must be at least 2, got {seeds}. Try --seeds {study.seeds}.")
+    require(steps > 0, f"--steps must be at least 1, got {steps}. Try --steps {study.steps}.")
     folder, start, results = make_folder(args.out), time.perf_counter(), {}
     # A contender's programs are compiled in half the time of its runs; a second call has them.
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     try:
-        for name in args.beds:
-            results[name] = run_bed(
-                BEDS[name], folder, seeds=args.seeds, steps=args.steps, rates=RATES,
-                report=show_line,
-            )  # fmt: skip
+        for bed in args.beds:
+            results[bed] = study.run_bed(
+                study.beds[bed], folder, seeds=seeds, steps=steps, report=show_line
+            )
             # Written after each bed, so that a stopped study has the tables of those before.
-            replace_text(folder / "router.md", format_trained_tables(results))
-            plot_trained(results, folder / "router.png")
-        tables = format_trained_tables(results, measure_costs(folder, show_line))
-        replace_text(folder / "router.md", tables)
+            replace_text(folder / f"{name}.md", study.format_tables(results))
+            plot_trained(results, folder / f"{name}.png")
+        tables = study.format_tables(results)
+        if study.measure_costs is not None:
+            tables = study.format_tables(results, study.measure_costs(folder, show_line))
+            replace_text(folder / f"{name}.md", tables)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         show_line(f"stopped; finished runs are in {folder}: the same command continues")
         return 130  # as a shell reports it
     show_line(tables)
-    show_line(f"{time.perf_counter() - start:.0f} s; router.md and .png are in {folder}")
-    return 0
-
-
-def run_mxfp4_command(args: argparse.Namespace) -> int:
-    """Train the contenders on each bed and write mxfp4.md and .png; return the exit status."""
-    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 8.")
-    require(args.steps > 0, f"--steps must be at least 1, got {args.steps}. Try --steps 60.")
-    folder, start, results = make_folder(args.out), time.perf_counter(), {}
-    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    try:
-        for name in args.beds:
-            results[name] = run_mxfp4_bed(
-                MXFP4_BEDS[name], folder, seeds=args.seeds, steps=args.steps, report=show_line
-            )
-            replace_text(folder / "mxfp4.md", format_mxfp4_tables(results))
-            plot_trained(results, folder / "mxfp4.png")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
-        show_line(f"stopped; finished runs are in {folder}: the same command continues")
-        return 130  # as a shell reports it
-    show_line(format_mxfp4_tables(results))
-    show_line(f"{time.perf_counter() - start:.0f} s; mxfp4.md and .png are in {folder}")
+    show_line(f"{time.perf_counter() - start:.0f} s; {name}.md and .png are in {folder}")
     return 0
 
 

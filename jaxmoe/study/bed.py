@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the beds of trained studies: warm starts, sampling a batch, evaluation.
+"""Shared parts of the beds of trained studies: warm starts, a step of RL, evaluation.
 
 A bed is a small model and a task that makes its own prompts. Everything is made from a config by
 the functions that `python -m jaxmoe.train` calls.
@@ -7,6 +7,8 @@ Next: jaxmoe/study/router_bed.py and jaxmoe/study/mxfp4_bed.py.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,13 +22,19 @@ from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import Ops, init_params, make_ops
 from jaxmoe.model.rounded import trainer_rounding
 from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.state import Trained, TrainState, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.shapes import Params
+from jaxmoe.run.programs import rl_program
+from jaxmoe.run_files import replace_file
+from jaxmoe.shapes import Metrics, Params
 
 N_EVAL_PROMPTS = 256  # prompts
 WARM_STEPS, WARM_ROWS, WARM_LR = 1500, 64, 3e-3
@@ -89,10 +97,10 @@ def load_warm_start(
     if not path.is_file():
         params, _ = train_warm_start(cfg, task, seed, steps=steps, max_loss=max_loss)
         folder.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_suffix(".partial.npz")
-        np.savez(partial_path, **dict(zip(names, jax.tree.leaves(params), strict=True)))
-        # Renamed when complete, so that an interruption leaves no half-written file.
-        partial_path.replace(path)
+        # Replaced when complete, so that neither an interruption nor another study beside this one
+        # leaves a half-written file.
+        with replace_file(path) as file:
+            np.savez(file, **dict(zip(names, jax.tree.leaves(params), strict=True)))
     with np.load(path) as stored:
         return jax.tree.unflatten(structure, [jnp.asarray(stored[name]) for name in names])
 
@@ -129,6 +137,69 @@ def sample_batch(
         n_experts=cfg.model.n_experts if cfg.records_experts else None,
     )  # fmt: skip
     return batch, float(rewards.mean())
+
+
+@dataclass(frozen=True)
+class BedStep:
+    """What a step of one contender runs, compiled once for all seeds.
+
+    engine: samples the answers.
+    fn: (state, batch, minibatches, base, rate) -> (state, metrics, token_stats).
+    """
+
+    cfg: Config
+    task: BedTask
+    algorithm: Algorithm
+    engine: NativeEngine
+    fn: Callable[..., Any]
+
+
+def make_bed_step(
+    cfg: Config, task: BedTask, ops: Ops, engine_ops: Ops, *, step: Callable[..., Any] = rl_step
+) -> BedStep:
+    """Return the step of a config; `step` takes the arguments of `rl_step`."""
+    algorithm = algorithm_from_config(cfg)
+
+    def fn(
+        state: TrainState, batch: Batch, minibatches: Any, base: Params | None, rate: Any
+    ) -> Any:
+        tx = make_rate_optimizer(cfg, rate)
+        program = rl_program(cfg, ops, None, algorithm, tx, state, step=step)
+        return program.fn(state, batch, minibatches, base)
+
+    engine = open_bed_engine(cfg, engine_ops)
+    return BedStep(cfg, task, algorithm, engine, jax.jit(fn, donate_argnums=0))
+
+
+def take_step(
+    bed_step: BedStep, state: TrainState, sampling_policy: Params, prompts: list[Prompt],
+    answers: np.ndarray, *, seed: int, step: int, rate: float, base: Params | None = None,
+) -> tuple[TrainState, Metrics]:  # fmt: skip
+    """Sample answers by `sampling_policy`, score them, and make the updates of one step.
+
+    base: the frozen weights below LoRA's adapters.
+    Returns the state after them, and the step's metrics with the mean `reward`.
+    """
+    bed_step.engine.load(sampling_policy, step - 1)
+    batch, reward = sample_batch(
+        bed_step.engine, bed_step.cfg, bed_step.task, prompts, answers, seed=seed * 1000 + step
+    )
+    batch, minibatches = split_minibatches(batch, bed_step.algorithm, seed=(seed, step))
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        state, metrics, _ = bed_step.fn(state, batch, minibatches, base, jnp.float32(rate))
+    fetched = jax.device_get(metrics).items()
+    row = {name: float(x) for name, x in fetched if np.ndim(x) == 0}
+    return state, row | {"reward": reward}
+
+
+def summarize_steps(rows: Sequence[Metrics]) -> Metrics:
+    """Return one number of each metric of the steps that every bed reports."""
+    return {
+        "steps": float(len(rows)),
+        "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
+        "grad_norm_p99": float(np.percentile([row["grad/norm"] for row in rows], 99)),
+        "ratio_max": max(row["policy/ratio_max"] for row in rows),
+    }
 
 
 def sample_held_out(task: BedTask, seed: int) -> tuple[list[Prompt], np.ndarray]:

@@ -12,10 +12,9 @@ it would ship. Next: jaxmoe/study/mxfp4_trained.py lists the contenders.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ import numpy as np
 
 from jaxmoe.config import Config, DataConfig, ModelConfig, OptimConfig, RolloutConfig
 from jaxmoe.config_file import override
-from jaxmoe.model import Ops, make_engine_ops, make_ops
+from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.rounded import (
     MATRICES,
@@ -32,23 +31,20 @@ from jaxmoe.model.rounded import (
     round_experts,
     rounding_from_config,
 )
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.rounding_metrics import is_changed
-from jaxmoe.rl.state import TrainState, init_rl_state, init_run_adapters
-from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.run.programs import rl_program
+from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.shapes import Metrics, Params
 from jaxmoe.study.automaton import Automaton
 from jaxmoe.study.bed import (
+    BedStep,
     BedTask,
     evaluate,
     load_warm_start,
+    make_bed_step,
     make_rate_optimizer,
-    open_bed_engine,
-    sample_batch,
     sample_held_out,
+    summarize_steps,
+    take_step,
 )
 from jaxmoe.study.reversal import Reversal
 
@@ -107,62 +103,51 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
 
 
 def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
-    """Return weights that were trained with rounded experts, whose experts are those values."""
+    """Return weights that were trained with rounded experts, whose experts are those values.
+
+    They depend on the task and the loss alone, so beds that have the same share what is stored.
+    """
     cfg = mxfp4_bed_config(bed.task, 1, "quant.experts=mxfp4")
-    masters = load_warm_start(cfg, bed.task, seed, folder / bed.name, max_loss=bed.warm_loss)
+    names = [
+        b.name
+        for b in (*MXFP4_BEDS.values(), bed)
+        if (b.task, b.warm_loss) == (bed.task, bed.warm_loss)
+    ]
+    masters = load_warm_start(cfg, bed.task, seed, folder / names[0], max_loss=bed.warm_loss)
     return decode_experts(round_experts(masters), jnp.float32)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mxfp4Programs:
-    """The compiled step and engine of one contender on one bed, for all seeds."""
+    """What one contender runs on one bed, compiled once for all seeds.
 
-    bed: Mxfp4Bed
-    cfg: Config
-    algorithm: Any = field(init=False)
+    read_by_engine: (trained weights, base) -> the weights that the engine samples with.
+    shipped: (trained weights, base) -> weights with four-bit experts, and with LoRA's adapters.
+    """
 
-    def __post_init__(self) -> None:
-        self.algorithm = algorithm_from_config(self.cfg)
+    step: BedStep
+    read_by_engine: Callable[[Params, Params | None], Params]
+    shipped: Callable[[Params, Params | None], Params]
 
-    @cached_property
-    def ops(self) -> Ops:
-        return make_ops(self.cfg)
 
-    @cached_property
-    def engine(self) -> NativeEngine:
-        return open_bed_engine(self.cfg, make_engine_ops(self.cfg) or self.ops)
+def make_mxfp4_programs(bed: Mxfp4Bed, cfg: Config) -> Mxfp4Programs:
+    """Return the programs of a config."""
+    ops, shipped_rounding = make_ops(cfg), rounding_from_config(cfg) or round_experts
+    return Mxfp4Programs(
+        make_bed_step(cfg, bed.task, ops, make_engine_ops(cfg) or ops),
+        jax.jit(partial(join_base, cfg=cfg, round_params=engine_rounding(cfg))),
+        jax.jit(partial(join_base, cfg=cfg, round_params=shipped_rounding)),
+    )
 
-    @cached_property
-    def read_by_engine(self) -> Callable[[Params, Params | None], Params]:
-        """(trained weights, base) -> the weights that the engine samples with."""
-        return jax.jit(lambda params, base: self._combine(params, base, engine_rounding(self.cfg)))
 
-    @cached_property
-    def shipped(self) -> Callable[[Params, Params | None], Params]:
-        """(trained weights, base) -> weights with four-bit experts, and with LoRA's adapters."""
-        round_params = rounding_from_config(self.cfg) or round_experts
-        return jax.jit(lambda params, base: self._combine(params, base, round_params))
-
-    def _combine(
-        self, params: Params, base: Params | None, round_params: Callable[[Params], Params] | None
-    ) -> Params:
-        if base is not None:
-            return with_adapters(base, params, self.cfg.lora.scales)
-        return params if round_params is None else round_params(params)
-
-    @cached_property
-    def step_fn(self) -> Callable[..., Any]:
-        """The step: (state, batch, minibatches, base, rate) -> (state, metrics, token_stats)."""
-
-        def step(
-            state: TrainState, batch: Batch, minibatches: Any, base: Params | None, rate: Any
-        ) -> Any:
-            program = rl_program(
-                self.cfg, self.ops, None, self.algorithm, make_rate_optimizer(self.cfg, rate), state
-            )
-            return program.fn(state, batch, minibatches, base)
-
-        return jax.jit(step, donate_argnums=0)
+def join_base(
+    params: Params, base: Params | None, *, cfg: Config,
+    round_params: Callable[[Params], Params] | None,
+) -> Params:  # fmt: skip
+    """Return the trained weights, rounded, or the base with them as LoRA's adapters."""
+    if base is not None:
+        return with_adapters(base, params, cfg.lora.scales)
+    return params if round_params is None else round_params(params)
 
 
 def train_on_mxfp4_bed(
@@ -179,7 +164,7 @@ def train_on_mxfp4_bed(
     moved: share of the experts' values that differ from those at the start.
     moved_per_step: mean share in a step.
     """
-    cfg, task = programs.cfg, programs.bed.task
+    cfg, task, engine = programs.step.cfg, programs.step.task, programs.step.engine
     tx = make_rate_optimizer(cfg, rate)
     params, base = jax.tree.map(jnp.copy, released), None
     if cfg.lora.ranks:
@@ -189,28 +174,23 @@ def train_on_mxfp4_bed(
     rng, held_out = np.random.default_rng((seed, 2)), sample_held_out(task, seed)
     rows: list[Metrics] = []
     codes_start = codes = programs.shipped(state.policy, base)
-    start = evaluate(programs.engine, task, codes, held_out, 0)
+    start = evaluate(engine, task, codes, held_out, 0)
     for step in range(1, cfg.steps + 1):
         prompts, answers = task.sample_prompts(rng, cfg.rollout.prompts_per_step)
-        programs.engine.load(programs.read_by_engine(state.policy, base), step - 1)
-        batch, reward = sample_batch(
-            programs.engine, cfg, task, prompts, answers, seed=seed * 1000 + step
-        )
-        batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            state, metrics, _ = programs.step_fn(state, batch, minibatches, base, jnp.float32(rate))
-        fetched = jax.device_get(metrics).items()
-        row = {name: float(x) for name, x in fetched if np.ndim(x) == 0}
+        state, row = take_step(
+            programs.step, state, programs.read_by_engine(state.policy, base), prompts, answers,
+            seed=seed, step=step, rate=rate, base=base,
+        )  # fmt: skip
         before, codes = codes, programs.shipped(state.policy, base)
-        rows.append(row | {"reward": reward, "moved": changed_share(before, codes)})
-        report(step, reward)
+        rows.append(row | {"moved": changed_share(before, codes)})
+        report(step, row["reward"])
         if not np.isfinite(row["grad/norm"]):
             break
-    unrounded = programs._combine(state.policy, base, None)
-    return summarize_steps(rows) | {
+    unrounded = join_base(state.policy, base, cfg=cfg, round_params=None)
+    return summarize_mxfp4_steps(rows) | {
         "start": start,
-        "end": evaluate(programs.engine, task, codes, held_out, cfg.steps),
-        "end_unrounded": evaluate(programs.engine, task, unrounded, held_out, cfg.steps),
+        "end": evaluate(engine, task, codes, held_out, cfg.steps),
+        "end_unrounded": evaluate(engine, task, unrounded, held_out, cfg.steps),
         "moved": changed_share(codes_start, codes),
     }
 
@@ -228,19 +208,14 @@ def changed_share(old: Params, new: Params) -> float:
     return changed / count
 
 
-def summarize_steps(rows: Sequence[Metrics]) -> Metrics:
+def summarize_mxfp4_steps(rows: Sequence[Metrics]) -> Metrics:
     """Return one number of each metric of the steps."""
-    norms = [row["grad/norm"] for row in rows]
 
     def mean(name: str) -> float:
         return float(np.mean([row[name] for row in rows]))
 
-    return {
-        "steps": float(len(rows)),
-        "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
-        "grad_norm_median": float(np.median(norms)),
-        "grad_norm_p99": float(np.percentile(norms, 99)),
-        "ratio_max": max(row["policy/ratio_max"] for row in rows),
+    return summarize_steps(rows) | {
+        "grad_norm_median": float(np.median([row["grad/norm"] for row in rows])),
         "k3": mean("rollout_corr/k3_kl"),
         "ess": mean("rollout_corr/ess"),
         "moved_per_step": mean("moved"),

@@ -16,6 +16,7 @@ from jaxmoe.study.mxfp4_bed import (
     Mxfp4Bed,
     Mxfp4Programs,
     load_released,
+    make_mxfp4_programs,
     mxfp4_bed_config,
     train_on_mxfp4_bed,
 )
@@ -63,7 +64,7 @@ def run_mxfp4_bed(
     # A contender's runs follow each other, so the programs of one are needed at a time.
     @functools.lru_cache(maxsize=1)
     def compile_programs(settings: tuple[str, ...]) -> Mxfp4Programs:
-        return Mxfp4Programs(bed, mxfp4_bed_config(bed.task, steps, *bed.settings, *settings))
+        return make_mxfp4_programs(bed, mxfp4_bed_config(bed.task, steps, *bed.settings, *settings))
 
     def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
         assert rate is not None

@@ -13,9 +13,9 @@ the study's. Next: jaxmoe/study/router_trained.py lists the contenders.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,23 @@ from jaxmoe.config_file import override
 from jaxmoe.model import Ops, make_engine_ops, make_ops
 from jaxmoe.model.router import RouterContext, replay_routing
 from jaxmoe.model.router_noise import normal_noise, route_with_noise
-from jaxmoe.records import Prompt
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import TrainState, init_rl_state
+from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.run.programs import rl_program
 from jaxmoe.shapes import Metrics, Params
 from jaxmoe.study.automaton import Automaton
 from jaxmoe.study.bed import (
     WARM_STEPS,
+    BedStep,
     evaluate,
     load_warm_start,
+    make_bed_step,
     make_rate_optimizer,
     open_bed_engine,
-    sample_batch,
     sample_held_out,
+    summarize_steps,
+    take_step,
 )
 
 WARM_LOSS = 0.15  # nats per token at which the warm start ends
@@ -133,47 +131,30 @@ def disturb(ops: Ops, scale: float) -> Ops:
     return replace(ops, router=partial(route_disturbed, scale=scale)) if scale else ops
 
 
-@dataclass
+@dataclass(frozen=True)
 class BedPrograms:
-    """The compiled step and engines of one contender on one bed, for all seeds."""
+    """What one contender runs on one bed, compiled once for all seeds.
+
+    clean_engine: that of evaluation; it samples by the trainer's policy.
+    """
 
     bed: Bed
-    cfg: Config
-    algorithm: Any = field(init=False)
+    step: BedStep
+    clean_engine: NativeEngine
 
-    def __post_init__(self) -> None:
-        self.algorithm = algorithm_from_config(self.cfg)
 
-    @cached_property
-    def ops(self) -> Ops:
-        return make_ops(self.cfg)
-
-    @cached_property
-    def step_fn(self) -> Callable[..., Any]:
-        """The step: (state, batch, minibatches, rate) -> (state, metrics, token_stats)."""
-        cfg, old_scorer = self.cfg, None
-        if self.bed.old_noise:
-            old_ops = disturb(self.ops, self.bed.old_noise)
-            old_scorer = Scorer(cfg.model, old_ops, replay=cfg.router.replay)
-
-        def step(state: TrainState, batch: Batch, minibatches: Any, rate: Any) -> Any:
-            program = rl_program(
-                cfg, self.ops, None, self.algorithm, make_rate_optimizer(cfg, rate), state,
-                step=partial(rl_step, old_scorer=old_scorer),
-            )  # fmt: skip
-            return program.fn(state, batch, minibatches)
-
-        return jax.jit(step, donate_argnums=0)
-
-    @cached_property
-    def engine(self) -> NativeEngine:
-        ops = make_engine_ops(self.cfg) or self.ops
-        return open_bed_engine(self.cfg, disturb(ops, self.bed.engine_noise))
-
-    @cached_property
-    def clean_engine(self) -> NativeEngine:
-        """The engine of evaluation: the trainer's policy."""
-        return open_bed_engine(self.cfg, make_engine_ops(self.cfg) or self.ops)
+def make_bed_programs(bed: Bed, cfg: Config) -> BedPrograms:
+    """Return the programs of a config, with the bed's noise."""
+    ops, old_scorer = make_ops(cfg), None
+    engine_ops = make_engine_ops(cfg) or ops
+    if bed.old_noise:
+        old_ops = disturb(ops, bed.old_noise)
+        old_scorer = Scorer(cfg.model, old_ops, replay=cfg.router.replay)
+    step = make_bed_step(
+        cfg, TASK, ops, disturb(engine_ops, bed.engine_noise),
+        step=partial(rl_step, old_scorer=old_scorer),
+    )  # fmt: skip
+    return BedPrograms(bed, step, open_bed_engine(cfg, engine_ops))
 
 
 def train_on_bed(
@@ -187,7 +168,7 @@ def train_on_bed(
     switches: share of (token, layer) whose expert set differs between engine and trainer, where the
         bed compares them.
     """
-    cfg = programs.cfg
+    cfg = programs.step.cfg
     state = init_rl_state(jax.tree.map(jnp.copy, params), cfg, make_rate_optimizer(cfg, rate))
     rng = np.random.default_rng((seed, 2))
     held_out = sample_held_out(TASK, seed)
@@ -198,43 +179,16 @@ def train_on_bed(
         prompts, answers = TASK.sample_prompts(rng, cfg.rollout.prompts_per_step)
         # The step donates the state, so that weights of a later use are copied.
         policies.append(jax.tree.map(jnp.copy, state.policy))
-        state, row = take_step(programs, state, policies[0], prompts, answers, seed, step, rate)
+        state, row = take_step(
+            programs.step, state, policies[0], prompts, answers, seed=seed, step=step, rate=rate
+        )
         rows.append(row)
         report(step, row["reward"])
         if not np.isfinite(row["grad/norm"]):
             break
-    return summarize(rows) | {
+    switches = [row.get("router/expert_switches", np.nan) for row in rows]
+    return summarize_steps(rows) | {
+        "switches": float(np.mean(switches)),
         "start": start,
         "end": evaluate(programs.clean_engine, TASK, state.policy, held_out, cfg.steps),
-    }
-
-
-def take_step(
-    programs: BedPrograms, state: TrainState, sampling_policy: Params, prompts: list[Prompt],
-    answers: np.ndarray, seed: int, step: int, rate: float,
-) -> tuple[TrainState, Metrics]:  # fmt: skip
-    """Sample answers by `sampling_policy`, score them, and make the updates of one step.
-
-    Returns the state after them, and the step's metrics with the mean `reward`.
-    """
-    programs.engine.load(sampling_policy, step - 1)
-    batch, reward = sample_batch(
-        programs.engine, programs.cfg, TASK, prompts, answers, seed=seed * 1000 + step
-    )
-    batch, minibatches = split_minibatches(batch, programs.algorithm, seed=(seed, step))
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        state, metrics, _ = programs.step_fn(state, batch, minibatches, jnp.float32(rate))
-    row = {name: float(x) for name, x in jax.device_get(metrics).items()}
-    return state, row | {"reward": reward}
-
-
-def summarize(rows: Sequence[Metrics]) -> Metrics:
-    """Return one number of each metric of the steps."""
-    norms = [row["grad/norm"] for row in rows]
-    return {
-        "steps": float(len(rows)),
-        "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
-        "grad_norm_p99": float(np.percentile(norms, 99)),
-        "ratio_max": max(row["policy/ratio_max"] for row in rows),
-        "switches": float(np.mean([row.get("router/expert_switches", np.nan) for row in rows])),
     }

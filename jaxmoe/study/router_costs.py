@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of a step of RL with each remedy of the router, relative to the same step without.
 
-Next: jaxmoe/study/router_bed.py makes a step.
+Next: jaxmoe/study/bed.py makes a step.
 """
 
 import time
@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxmoe.model import init_params
 from jaxmoe.rl.state import init_rl_state
-from jaxmoe.study.bed import make_rate_optimizer
+from jaxmoe.study.bed import make_rate_optimizer, take_step
 from jaxmoe.study.results_store import ResultsStore
-from jaxmoe.study.router_bed import BEDS, TASK, Bed, BedPrograms, bed_config, take_step
+from jaxmoe.study.router_bed import BEDS, TASK, Bed, bed_config, make_bed_programs
 from jaxmoe.study.router_trained import REMEDIES
 
 RATE = 2.5e-4
@@ -54,22 +54,18 @@ def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[s
 def make_timed_step(bed: Bed, settings: tuple[str, ...]) -> Callable[[], float]:
     """Return a function that makes one more step on a bed and returns its CPU seconds."""
     # 40 steps, because an annealed router must end within the run.
-    programs = BedPrograms(bed, bed_config(40, *bed.settings, *settings))
-    state = init_rl_state(
-        init_params(jax.random.key(0), programs.cfg.model),
-        programs.cfg,
-        make_rate_optimizer(programs.cfg, RATE),
-    )  # fmt: skip
-    prompts, answers = TASK.sample_prompts(
-        np.random.default_rng(0), programs.cfg.rollout.prompts_per_step
-    )
+    cfg = bed_config(40, *bed.settings, *settings)
+    bed_step = make_bed_programs(bed, cfg).step
+    params = init_params(jax.random.key(0), cfg.model)
+    state = init_rl_state(params, cfg, make_rate_optimizer(cfg, RATE))
+    prompts, answers = TASK.sample_prompts(np.random.default_rng(0), cfg.rollout.prompts_per_step)
 
     def take_one() -> float:
         nonlocal state
         # The step donates the state, so the engine gets a copy of the weights.
         policy = jax.block_until_ready(jax.tree.map(jnp.copy, state.policy))
         started = time.process_time()
-        state, _ = take_step(programs, state, policy, prompts, answers, 0, 1, RATE)
+        state, _ = take_step(bed_step, state, policy, prompts, answers, seed=0, step=1, rate=RATE)
         return time.process_time() - started
 
     take_one()

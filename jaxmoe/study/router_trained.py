@@ -12,7 +12,14 @@ from pathlib import Path
 from jaxmoe.shapes import Metrics
 from jaxmoe.study.contenders import Comparison, Contender, run_study
 from jaxmoe.study.results_store import ResultsStore
-from jaxmoe.study.router_bed import Bed, BedPrograms, bed_config, load_bed_weights, train_on_bed
+from jaxmoe.study.router_bed import (
+    Bed,
+    BedPrograms,
+    bed_config,
+    load_bed_weights,
+    make_bed_programs,
+    train_on_bed,
+)
 
 RATES = (2.5e-4, 5e-4, 1e-3)
 _DETACHED = ("loss.minibatches=1", "loss.old_logp=detached")
@@ -83,7 +90,7 @@ def run_bed(
     # A contender's runs follow each other, so the programs of one are needed at a time.
     @functools.lru_cache(maxsize=1)
     def compile_programs(settings: tuple[str, ...]) -> BedPrograms:
-        return BedPrograms(bed, bed_config(steps, *bed.settings, *settings))
+        return make_bed_programs(bed, bed_config(steps, *bed.settings, *settings))
 
     def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
         assert rate is not None

@@ -7,9 +7,7 @@
 Steps of the tiny job: dense experts; experts that the grouped matmuls read in four bits; the same,
 decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
 engine over dense and over packed experts, those of the tiny job and LARGE ones. In turn,
-CPU-seconds of all threads and seconds. On several cores XLA starts threads for operations that are
-shorter than the start, so CPU-seconds measure the work only on one core:
-taskset -c 0 python tests/bench/quant_speed.py.
+CPU-seconds and seconds; tests/bench/in_turn.py says when to put taskset -c 0 before it.
 --memory compiles the gradient of a microbatch with larger experts and prints what the program needs
 beside its arguments and results. The last line is JSON.
 """
@@ -17,7 +15,6 @@ beside its arguments and results. The last line is JSON.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
@@ -37,16 +33,10 @@ from jaxmoe.model import forward, init_params, make_ops, sequence_logprobs
 from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config, with_rounded
-from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
-from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.grouped_matmul import Rounded, grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.rounded import read_rounded
-from tests.bench.step_time import batch_of
+from tests.bench.in_turn import make_decoding, make_step, measure_in_turn, print_times, take_medians
 
 LARGE = (
     "model.d_model=256", "model.d_expert=512", "model.n_experts=32", "model.vocab_size=512",
@@ -75,58 +65,25 @@ def ops_of(cfg: Config, side: str) -> Ops:
     return replace(ops, experts=experts)
 
 
-class Step:
-    """A step of RL, compiled and warm."""
-
-    def __init__(self, side: str) -> None:
+def make_sides() -> dict[str, Callable[[], Any]]:
+    """Steps of RL that begin with the same weights."""
+    sides = {}
+    for side in ("dense", "four bits", "decoded"):
         quant = "none" if side == "dense" else "mxfp4"
         cfg = override(load_config("tiny_mxfp4.py"), f"quant.experts={quant}")
-        tx = rl_optimizer(cfg)
         scorer = Scorer(cfg.model, ops_of(cfg, side), round_params=rounding_from_config(cfg))
-        step = partial(
-            rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate
-        )
-        self.step = jax.jit(step, donate_argnums=0)
-        params = init_params(jax.random.key(0), cfg.model)
-        self.state, self.batch = init_state(Trained(params), tx), batch_of(cfg)
-        for _ in range(3):
-            self.run()
-
-    def run(self) -> None:
-        self.state, metrics, _ = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
+        sides[side] = make_step(cfg, init_params(jax.random.key(0), cfg.model), scorer)
+    return sides
 
 
-class Decoding:
-    """Tokens of a wave of answers that end nowhere."""
-
-    def __init__(self, side: str, changes: tuple[str, ...] = ()) -> None:
-        cfg = override(load_config("tiny_mxfp4.py"), *changes)
-        packed = round_experts(init_params(jax.random.key(0), cfg.model))
-        self.engine = NativeEngine(
-            cfg.model, make_ops(cfg), max_prompt_tokens=16, max_new_tokens=64, max_rows=64
-        )
-        self.engine.load(decode_experts(packed, cfg.model.dtype) if side == "dense" else packed, 0)
-        self.prompts = [Prompt(i, "", tuple(range(i, i + 8)), None) for i in range(8)]
-        for _ in range(2):
-            self.run()
-
-    def run(self) -> None:
-        sampling = Sampling(max_new_tokens=64, stop_ids=())
-        self.engine.generate(self.prompts, sampling, seed=1, samples=8)
-
-
-def measure_in_turn(make: Callable[[str], Any], sides: list[str], rounds: int) -> dict[str, Any]:
-    """Median CPU-seconds and seconds of each side."""
-    jobs = {side: make(side) for side in sides}
-    times = [[time_run(job.run) for job in jobs.values()] for _ in range(rounds)]
-    return dict(zip(sides, np.median(times, axis=0), strict=True))
-
-
-def time_run(run: Callable[[], None]) -> tuple[float, float]:
-    cpu, start = time.process_time(), time.perf_counter()
-    run()
-    return time.process_time() - cpu, time.perf_counter() - start
+def make_waves(*changes: str) -> dict[str, Callable[[], Any]]:
+    """Waves of the engine over dense and over packed experts."""
+    cfg = override(load_config("tiny_mxfp4.py"), *changes)
+    packed = round_experts(init_params(jax.random.key(0), cfg.model))
+    return {
+        "dense": make_decoding(cfg, decode_experts(packed, cfg.model.dtype)),
+        "four bits": make_decoding(cfg, packed),
+    }
 
 
 def compile_gradient(side: str) -> int:
@@ -169,13 +126,12 @@ def main() -> None:
         print_memory()
         return
     keep_freed_memory()
-    steps = measure_in_turn(Step, ["dense", "four bits", "decoded"], args.rounds)
-    decoding = measure_in_turn(Decoding, ["dense", "four bits"], args.rounds)
-    larger = measure_in_turn(partial(Decoding, changes=LARGE), ["dense", "four bits"], args.rounds)
-    measured = ("a step", steps), ("decoding", decoding), ("decoding, larger experts", larger)
-    for what, sides in measured:
-        for side, (cpu, seconds) in sides.items():
-            print(f"| {what}, {side} | {cpu:.3f} CPU-s | {seconds:.3f} s |")
+    steps = take_medians(measure_in_turn(make_sides(), args.rounds))
+    decoding = take_medians(measure_in_turn(make_waves(), args.rounds))
+    larger = take_medians(measure_in_turn(make_waves(*LARGE), args.rounds))
+    print_times("a step", steps)
+    print_times("decoding", decoding)
+    print_times("decoding, larger experts", larger)
     print("ratios of CPU-seconds, and of seconds:")
     print(json.dumps({
         "step_over_dense": (steps["four bits"] / steps["dense"]).round(3).tolist(),

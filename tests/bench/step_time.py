@@ -5,15 +5,14 @@
 
 Both sides score the batch under the old and the reference policy, take one gradient and update.
 Plain is GRPO with the k3 penalty; the most expensive configuration adds every correction, a
-sequence-level objective, entropy bonus and gate at once. CPU-seconds, the tiny job's
-shapes; the last line is JSON.
+sequence-level objective, entropy bonus and gate at once. CPU-seconds and seconds, ratios of
+CPU-seconds, the tiny job's shapes; the last line is JSON.
 """
 
 import argparse
 import json
 import sys
-import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,12 +23,9 @@ import numpy as np
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import init_params, make_ops
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.state import Frozen
+from tests.bench.in_turn import make_step, measure_in_turn, take_medians
 
 EQUAL = ("loss.old_logp=recomputed", "loss.kl_coef=0.01")
 MOST_EXPENSIVE = (
@@ -40,44 +36,18 @@ MOST_EXPENSIVE = (
 )  # fmt: skip
 
 
-def batch_of(cfg) -> Batch:
-    dice, shape = np.random.default_rng(0), (cfg.rollout.sequences_per_step, cfg.context)
-    mask = np.arange(shape[1])[None] >= cfg.data.max_prompt_tokens
-    return Batch(
-        tokens_BT=dice.integers(0, cfg.model.vocab_size, shape).astype(np.int32),
-        positions_BT=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
-        segment_ids_BT=np.ones(shape, np.int32),
-        loss_mask_BT=np.broadcast_to(mask, shape),
-        rollout_logp_BT=np.where(mask, -5.5 + 0.3 * dice.normal(size=shape), 0).astype(np.float32),
-        rewards_B=dice.random(shape[0]).astype(np.float32),
-        samples_per_prompt=cfg.rollout.samples_per_prompt,
-    )  # fmt: skip
+def make_side(*changes: str) -> Callable[[], None]:
+    """A step of one configuration."""
+    cfg = override(load_config("tiny.py"), *EQUAL, *changes)
+    params = init_params(jax.random.key(0), cfg.model)
+    frozen = Frozen(jax.tree.map(lambda x: 1.01 * x, params))
+    step = make_step(cfg, params, Scorer(cfg.model, make_ops(cfg)), frozen=frozen)
 
-
-class Side:
-    """One configuration, compiled and warm."""
-
-    def __init__(self, changes: tuple[str, ...]) -> None:
-        cfg = override(load_config("tiny.py"), *EQUAL, *changes)
-        tx, scorer = rl_optimizer(cfg), Scorer(cfg.model, make_ops(cfg))
-        self.step = jax.jit(
-            partial(
-                rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate
-            ),
-            donate_argnums=0,
-        )
-        params = init_params(jax.random.key(0), cfg.model)
-        frozen = Frozen(jax.tree.map(lambda x: 1.01 * x, params))
-        self.state, self.batch = init_state(Trained(params), tx, frozen), batch_of(cfg)
-        for _ in range(3):
-            self.seconds()
-
-    def seconds(self) -> float:
-        start = time.process_time()
-        self.state, metrics, _ = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
+    def run() -> None:
+        metrics = step()
         assert np.isfinite(float(metrics["loss"])) and not float(metrics["gate/closed"])
-        return time.process_time() - start
+
+    return run
 
 
 def main() -> None:
@@ -85,18 +55,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
     keep_freed_memory()
-    plain, costly = Side(()), Side(MOST_EXPENSIVE)
-    pairs = [(plain.seconds(), costly.seconds()) for _ in range(args.rounds)]
-    a, b = np.array(pairs).T
+    sides = {"plain": make_side(), "costly": make_side(*MOST_EXPENSIVE)}
+    times = measure_in_turn(sides, args.rounds)
+    (plain_cpu, plain_s), (costly_cpu, costly_s) = take_medians(times).values()
+    a, b = (times[side][:, 0] for side in sides)  # CPU-seconds of the rounds
     result = {
-        "plain_cpu_s": float(np.median(a)), "most_expensive_cpu_s": float(np.median(b)),
-        "ratio_of_medians": float(np.median(b) / np.median(a)),
+        "plain_cpu_s": plain_cpu, "most_expensive_cpu_s": costly_cpu,
+        "plain_s": plain_s, "most_expensive_s": costly_s,
+        "ratio_of_medians": costly_cpu / plain_cpu,
         "ratio_of_minima": float(b.min() / a.min()),
         "median_of_ratios": float(np.median(b / a)),
     }  # fmt: skip
-    times = f"{result['most_expensive_cpu_s']:.3f} CPU-s, {result['ratio_of_medians']:.3f}x"
-    print(f"| plain GRPO | {result['plain_cpu_s']:.3f} CPU-s |")
-    print(f"| the most expensive | {times} |")
+    ratio = result["ratio_of_medians"]
+    print(f"| plain GRPO | {plain_cpu:.3f} CPU-s | {plain_s:.3f} s |")
+    print(f"| the most expensive | {costly_cpu:.3f} CPU-s, {ratio:.3f}x | {costly_s:.3f} s |")
     print(json.dumps(result))
 
 

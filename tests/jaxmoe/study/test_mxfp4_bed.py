@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The beds of the four-bit study: the released start, what each contender reads, and the tables."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
-from jaxmoe.study import Contender, mxfp4_trained
+from jaxmoe.study import Contender, mxfp4_bed, mxfp4_trained
 from jaxmoe.study.__main__ import main
 from jaxmoe.study.bed import train_warm_start
 from jaxmoe.study.mxfp4_bed import (
     MXFP4_BEDS,
     Mxfp4Bed,
-    Mxfp4Programs,
     changed_share,
+    load_released,
+    make_mxfp4_programs,
     mxfp4_bed_config,
     train_on_mxfp4_bed,
 )
@@ -49,12 +52,25 @@ def test_the_start_has_four_bit_values(released):
             )
 
 
+def test_beds_with_the_same_task_and_loss_share_their_warm_starts(tmp_path, monkeypatch, released):
+    folders = []
+
+    def load(cfg, task, seed, folder, *, max_loss):
+        folders.append(folder.name)
+        return released
+
+    monkeypatch.setattr(mxfp4_bed, "load_warm_start", load)
+    for bed in (*MXFP4_BEDS.values(), replace(MXFP4_BEDS["reversal"], name="new", warm_loss=0.5)):
+        load_released(bed, 0, tmp_path)
+    assert folders == ["automaton", "reversal", "reversal", "new"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "contender", [MXFP4_CONTENDERS[i] for i in (0, 1, 5, 6)], ids=lambda c: c.name
 )
 def test_only_a_four_bit_engine_differs_from_its_trainer(released, contender):
-    programs = Mxfp4Programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
+    programs = make_mxfp4_programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
     metrics = train_on_mxfp4_bed(programs, 0, released, rate=0.01)
     assert (metrics["k3"] > 1e-6) == (contender.name == "four-bit engine")
     assert (metrics["moved"] == 0) == (contender.name == "LoRA on the packed base")

@@ -12,10 +12,10 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.study import router_costs, router_trained
 from jaxmoe.study.router_bed import (
     BEDS,
-    BedPrograms,
     bed_config,
     disturb,
     load_bed_weights,
+    make_bed_programs,
     route_disturbed,
     train_on_bed,
 )
@@ -81,7 +81,8 @@ def test_noise_between_two_forwards_moves_the_ratio_and_r2_moves_it_back():
     # Without a learning rate the two forwards differ by the noise alone.
     ratios = {
         name: train_on_bed(
-            BedPrograms(BEDS[bed], bed_config(2, *BEDS[bed].settings, *settings)), 0, params, 0.0
+            make_bed_programs(BEDS[bed], bed_config(2, *BEDS[bed].settings, *settings)),
+            0, params, 0.0,
         )["ratio_max"]
         for name, bed, settings in (
             ("undisturbed", "undisturbed", ()),

@@ -56,6 +56,12 @@ def with_gradients(f):
     return run
 
 
+def compile_training(run, case, operands, columns):
+    """The program of `run` over these operands and a cotangent of so many columns."""
+    dout = jax.ShapeDtypeStruct((case.M, columns), jnp.bfloat16)
+    return ahead_of_time.compile_for(CHIP, run, *operands, dout)
+
+
 def check(compiled, kernels):
     assert len(compiled.kernels) == kernels
     for kernel in compiled.kernels:
@@ -70,9 +76,7 @@ def small(case):
 
 @pytest.mark.parametrize("case", REAL)
 def test_out_and_every_gradient_fit_registers_and_need_no_memory(case):
-    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
-    args = *cases.matmul_shapes(case), dout
-    compiled = ahead_of_time.compile_for(CHIP, with_gradients(matmul), *args)
+    compiled = compile_training(with_gradients(matmul), case, cases.matmul_shapes(case), case.F)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * small(case)  # dbias in float32 too
 
@@ -86,9 +90,9 @@ def test_the_fused_activation_fits_registers_and_needs_no_memory(case):
 
 @pytest.mark.parametrize("case", GATE_UP)
 def test_gradients_of_the_fused_activation_keep_the_product_and_its_gradient(case):
-    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
-    args = *cases.matmul_shapes(case), dout
-    compiled = ahead_of_time.compile_for(CHIP, with_gradients(swiglu), *args)
+    compiled = compile_training(
+        with_gradients(swiglu), case, cases.matmul_shapes(case), case.F // 2
+    )
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case)
 
@@ -111,9 +115,7 @@ def with_gradient_of_rows(f):
 
 @pytest.mark.parametrize("case", REAL)
 def test_four_bit_weights_are_never_decoded_to_memory(case):
-    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
-    args = *four_bits(case), dout
-    compiled = ahead_of_time.compile_for(CHIP, with_gradient_of_rows(matmul), *args)
+    compiled = compile_training(with_gradient_of_rows(matmul), case, four_bits(case), case.F)
     check(compiled, 2)
     assert compiled.temp_bytes <= small(case)
 
@@ -123,9 +125,7 @@ def test_nor_are_they_before_the_fused_activation(case):
     compiled = ahead_of_time.compile_for(CHIP, swiglu, *four_bits(case))
     check(compiled, 1)
     assert compiled.temp_bytes <= small(case)
-    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
-    args = *four_bits(case), dout
-    compiled = ahead_of_time.compile_for(CHIP, with_gradient_of_rows(swiglu), *args)
+    compiled = compile_training(with_gradient_of_rows(swiglu), case, four_bits(case), case.F // 2)
     check(compiled, 2)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + small(case)
 
@@ -154,9 +154,7 @@ def limits(case):
 
 @pytest.mark.parametrize("case", REAL)
 def test_four_bit_weights_with_masters_train_without_a_dense_copy(case):
-    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
-    run = with_gradient_of_masters(matmul)
-    compiled = ahead_of_time.compile_for(CHIP, run, *with_masters(case), dout)
+    compiled = compile_training(with_gradient_of_masters(matmul), case, with_masters(case), case.F)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * small(case) + limits(case)
 
@@ -164,9 +162,9 @@ def test_four_bit_weights_with_masters_train_without_a_dense_copy(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GATE_UP)
 def test_so_do_they_before_the_fused_activation(case):
-    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
-    run = with_gradient_of_masters(swiglu)
-    compiled = ahead_of_time.compile_for(CHIP, run, *with_masters(case), dout)
+    compiled = compile_training(
+        with_gradient_of_masters(swiglu), case, with_masters(case), case.F // 2
+    )
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case) + limits(case)
 
@@ -177,8 +175,7 @@ def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():
     def run(lhs, rhs, sizes, bias, dout):
         return jax.vjp(lambda bias: matmul(lhs, rhs, sizes, bias), bias)[1](dout)
 
-    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
-    compiled = ahead_of_time.compile_for(CHIP, run, *four_bits(case), dout)
+    compiled = compile_training(run, case, four_bits(case), case.F)
     check(compiled, 1)
     thrown_away = 2 * ROWS * (case.M + len(case.group_sizes) * case.F)
     assert compiled.temp_bytes <= thrown_away + 2 * small(case)
