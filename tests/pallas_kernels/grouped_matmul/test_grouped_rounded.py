@@ -23,6 +23,7 @@ from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from tests.pallas_kernels.grouped_matmul.rounded_oracle import (
     ALPHA,
     FIRST,
+    IDLE,
     LIMIT,
     SIZES,
     D,
@@ -141,6 +142,28 @@ def test_a_change_of_low_rank_trains_beside_the_masters():
     arrays = lhs, rhs.master_EDF, a, b
     for x, y in zip(run("xla", *arrays), run("reference", *arrays), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * float(jnp.abs(y).max()))
+
+
+@pytest.mark.parametrize("name", ["xla", "mosaic_tpu"])
+def test_a_master_that_is_not_finite_is_seen_in_the_rows_of_its_expert_and_nowhere_else(name):
+    """An expert without rows has one too."""
+    dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
+    master = rhs.master_EDF.at[1, 40, 5].set(jnp.nan).at[IDLE, 70, 9].set(-jnp.inf)
+    stack = Mxfp4(
+        *(
+            x.at[FIRST : FIRST + len(SIZES)].set(own)
+            for x, own in zip(rhs.packed.stack, encode_mxfp4(master), strict=True)
+        )
+    )
+    whole = Rounded(rhs.packed._replace(stack=stack), master)
+    ours = found(implementation(name, False), dout, sizes, lhs, whole, bias)
+    out, dlhs, dmaster, dbias = (np.array(x) for x in results_of(name, False, jnp.float32))
+    rows = slice(SIZES[0], SIZES[0] + SIZES[1])
+    out[rows, 5] = dlhs[rows, 32:64] = np.nan
+    dmaster[1, 32:64, 5] = ours[2][1, 32:64, 5]  # nothing saturates where there is no scale
+    assert np.isfinite(dmaster).all() and dmaster[1, 32:64, 5].all()
+    for x, expected in zip(ours, (out, dlhs, dmaster, dbias), strict=True):
+        np.testing.assert_array_equal(x, expected)
 
 
 def test_no_rows_give_no_rows_and_zero_gradients():
