@@ -65,10 +65,10 @@ def _read_codes(path: Path, rules: list[str], step: int) -> dict[str, np.ndarray
     if old_rules == rules:
         return codes
     if jax.process_index() == 0:
-        now, before = (", ".join(names) or "unknown" for names in (rules, old_rules))
+        current, stored_ones = (", ".join(names) or "unknown" for names in (rules, old_rules))
         print(
-            f"! the rules of rounding are {now} and were {before}: {METRIC} now counts from step "
-            f"{step}, since other rules change values without any change of the weights",
+            f"! the rules of rounding are {current} and were {stored_ones}: {METRIC} now counts "
+            f"from step {step}, since other rules change values without any change of the weights",
             file=sys.stderr,
             flush=True,
         )
