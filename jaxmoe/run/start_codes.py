@@ -7,6 +7,7 @@ of the same weights. Next: jaxmoe/rl/rounding_metrics.py.
 """
 
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -59,17 +60,23 @@ class StartCodes:
 
 def _read_codes(path: Path, rules: list[str], step: int) -> dict[str, np.ndarray]:
     """Return the stored codes; {}, with a line that says so, if they are of other rules."""
-    with np.load(path) as stored:
-        codes = dict(stored)
+    try:
+        with path.open("rb") as file, np.load(file) as stored:
+            codes = dict(stored)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:  # no reason to end a run
+        _report_new_start(step, f"{path} cannot be read ({type(error).__name__})")
+        return {}
     old_rules = codes.pop(_RULES, np.array([])).tolist()
     if old_rules == rules:
         return codes
-    if jax.process_index() == 0:
-        current, stored_ones = (", ".join(names) or "unknown" for names in (rules, old_rules))
-        print(
-            f"! the rules of rounding are {current} and were {stored_ones}: {METRIC} now counts from step "
-            f"{step}, since other rules change values without any change of the weights",
-            file=sys.stderr,
-            flush=True,
-        )
+    current, stored_ones = (", ".join(names) or "unknown" for names in (rules, old_rules))
+    reason = "other rules change values without any change of the weights"
+    _report_new_start(
+        step, f"the rules of rounding are {current} and were {stored_ones}, and {reason}"
+    )
     return {}
+
+
+def _report_new_start(step: int, reason: str) -> None:
+    if jax.process_index() == 0:
+        print(f"! {METRIC} now counts from step {step}: {reason}", file=sys.stderr, flush=True)

@@ -38,6 +38,18 @@ def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_be
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("damage", ["cut off", "empty", "text"])
+def test_a_damaged_file_ends_no_resume(tmp_path, capsys, damage):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
+    params = init_params(jax.random.key(0), cfg.model)
+    StartCodes(cfg, params, 0, None)
+    file = tmp_path / NAME
+    file.write_bytes({"cut off": file.read_bytes()[:-99], "empty": b"", "text": b"codes"}[damage])
+    assert StartCodes(cfg, params, 3, None).measure(params) == {METRIC: 0.0}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"! {METRIC} now counts from step 3: {file} cannot be read (")
+
+
 def test_a_run_that_was_dense_compares_with_its_first_rounded_step(tmp_path):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     params = init_params(jax.random.key(0), cfg.model)
