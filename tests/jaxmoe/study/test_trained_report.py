@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and figure of the trained study: differences, intervals that leave out 0, and cost."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxmoe.study import __main__ as command
@@ -46,8 +48,9 @@ def stored_runs(monkeypatch):
             raise KeyboardInterrupt
         return [NOTHING, BETTER]
 
-    monkeypatch.setattr(command, "run_bed", run_bed)
-    monkeypatch.setattr(command, "measure_costs", lambda folder, report: {"better": 1.25})
+    router, *others = command.TRAINED_STUDIES
+    stored = replace(router, run_bed=run_bed, measure_costs=lambda folder, report: {"better": 1.25})
+    monkeypatch.setattr(command, "TRAINED_STUDIES", (stored, *others))
     monkeypatch.setattr(command.jax.config, "update", lambda *setting: None)
     return calls
 
