@@ -64,7 +64,8 @@ def test_transformers_computes_the_same_logits_from_our_export(hugging, tmp_path
 def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
     model = hugging.model(**PACKABLE)
     model.save_pretrained(tmp_path / "theirs")
-    cfg = read_hf_config(tmp_path / "theirs")
+    # the dtype of what is not packed
+    cfg = dataclasses.replace(read_hf_config(tmp_path / "theirs"), dtype="bfloat16")
     params = load_params(tmp_path / "theirs", cfg, "bfloat16")
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
     quantized = load_params(tmp_path / "packed", cfg, "bfloat16")
@@ -112,7 +113,8 @@ def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_pat
 
     model = hugging.model(**PACKABLE)
     model.save_pretrained(tmp_path / "theirs")
-    cfg = read_hf_config(tmp_path / "theirs")
+    # the dtype of what is not packed
+    cfg = dataclasses.replace(read_hf_config(tmp_path / "theirs"), dtype="bfloat16")
     params = load_params(tmp_path / "theirs", cfg, "bfloat16")
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
     stream = dict(iter_hf(params, cfg, "mxfp4"))
