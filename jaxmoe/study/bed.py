@@ -141,7 +141,7 @@ def sample_batch(
 
 @dataclass(frozen=True)
 class BedStep:
-    """What a step of one contender runs, compiled once for all seeds.
+    """The parts of one contender's step of RL, compiled once for all seeds.
 
     engine: samples the answers.
     fn: (state, batch, minibatches, base, rate) -> (state, metrics, token_stats).

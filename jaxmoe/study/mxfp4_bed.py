@@ -108,18 +108,16 @@ def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
     They depend on the task and the loss alone, so beds that have the same share what is stored.
     """
     cfg = mxfp4_bed_config(bed.task, 1, "quant.experts=mxfp4")
-    names = [
-        b.name
-        for b in (*MXFP4_BEDS.values(), bed)
-        if (b.task, b.warm_loss) == (bed.task, bed.warm_loss)
-    ]
-    masters = load_warm_start(cfg, bed.task, seed, folder / names[0], max_loss=bed.warm_loss)
+    first = next(
+        b for b in (*MXFP4_BEDS.values(), bed) if (b.task, b.warm_loss) == (bed.task, bed.warm_loss)
+    )
+    masters = load_warm_start(cfg, bed.task, seed, folder / first.name, max_loss=bed.warm_loss)
     return decode_experts(round_experts(masters), jnp.float32)
 
 
 @dataclass(frozen=True)
 class Mxfp4Programs:
-    """What one contender runs on one bed, compiled once for all seeds.
+    """The programs of one contender on one bed, compiled once for all seeds.
 
     read_by_engine: (trained weights, base) -> the weights that the engine samples with.
     shipped: (trained weights, base) -> weights with four-bit experts, and with LoRA's adapters.

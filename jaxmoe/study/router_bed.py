@@ -133,7 +133,7 @@ def disturb(ops: Ops, scale: float) -> Ops:
 
 @dataclass(frozen=True)
 class BedPrograms:
-    """What one contender runs on one bed, compiled once for all seeds.
+    """The programs of one contender on one bed, compiled once for all seeds.
 
     clean_engine: that of evaluation; it samples by the trainer's policy.
     """
