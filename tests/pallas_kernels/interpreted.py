@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention import api as decoding
@@ -26,10 +28,27 @@ GPU = pytest.param("mosaic_gpu_invariant", marks=[
 INVARIANT = (TPU, GPU)
 
 
+def multiply_in_order(a_mk: np.ndarray, b_kn: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The product of two matrices, whose sums all have one order, as a tensor core's do.
+
+    The interpreter of Hopper's kernels calls np.matmul, and on some CPUs OpenBLAS adds the last rows
+    of a matrix in another order than the first.
+    """
+    product_mn = np.zeros((a_mk.shape[0], b_kn.shape[1]), dtype)
+    for a_m, b_n in zip(a_mk.astype(dtype).T, b_kn.astype(dtype), strict=True):
+        product_mn += a_m[:, None] * b_n
+    return product_mn
+
+
 @contextlib.contextmanager
 def interpreted(*names: str) -> Iterator[pytest.MonkeyPatch]:
     """Let the implementations of these names run on this CPU, in every operation that has them."""
     with pytest.MonkeyPatch.context() as patch:
+        if any("mosaic_gpu" in name for name in names):
+            from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+            numpy = SimpleNamespace(**vars(np) | dict(matmul=multiply_in_order))
+            patch.setattr(gpu_callbacks, "np", numpy)
         for table in TABLES:
             for name in names:
                 if name in table:
