@@ -19,6 +19,14 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 Impl = str | tuple[str, ...]  # "auto", a name, or names: the first that can run is selected
 
 
+class KernelUnsupported(NotImplementedError):
+    """No requested implementation can run these shapes here; `reason` lacks the advice."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def supports_every_shape(*_arrays: Any) -> str | None:
     """Return None: there is no shape that the implementation cannot take."""
     return None
@@ -171,7 +179,7 @@ def select_implementation(
     A single name never falls back to another. Of several names the first that can run these shapes
     is selected, proven or not: the caller has checked them (`pallas_kernels.check`).
     Only shapes and dtypes of the arrays are read.
-    Raises: ValueError for an unknown name; NotImplementedError, with the reasons, if none of the
+    Raises: ValueError for an unknown name; KernelUnsupported, with the reasons, if none of the
     names can run these shapes on this platform.
     """
     platform = target_device().platform
@@ -193,8 +201,8 @@ def select_implementation(
             if reasons[name] is None:
                 return impls[name].run
         listed = "; ".join(str(reason) for reason in reasons.values())
-        raise NotImplementedError(
-            f"impl={impl!r} cannot run on this device: {listed}. Try impl='auto'."
+        raise KernelUnsupported(
+            f"impl={impl!r} cannot run on this device: {listed}. Try impl='auto'.", listed
         )
     reasons = []
     for name, candidate in impls.items():

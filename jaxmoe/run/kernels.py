@@ -211,8 +211,9 @@ def _next_step(operation: str, name: str, verdict: KernelVerdict) -> str:
 def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
-    Attention has two cases, a full layer and a sliding one. With batch-invariant numerics the
-    linear layers of an accelerator are grouped matmuls of one group (invariant_on_chip.py).
+    Attention has two cases, a full layer and a sliding one. Experts have one for each kind that the
+    run multiplies (`_expert_suffixes`). With batch-invariant numerics the linear layers of an
+    accelerator are grouped matmuls of one group (invariant_on_chip.py).
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
@@ -221,12 +222,14 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     N, K, H = m.n_q_heads // mesh.tensor, m.n_kv_heads // mesh.tensor, m.head_dim
     layout = "packed" if packed else "right"
     rows = B * T * cfg.computed_experts
-    down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts))
+    rank, suffixes = cfg.lora.expert_rank, _expert_suffixes(cfg)
+    down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts), rank)
+    up = down._replace(D=m.d_model, F=2 * m.d_expert)
     full = AttentionCase("run", B, T, T, N, K, H, layout=layout)
     cases = {
         "sink_attention": [full, full._replace(name="run_window", window=m.sliding_window)],
-        "grouped_swiglu": [down._replace(D=m.d_model, F=2 * m.d_expert)],
-        "grouped_matmul": [down],
+        "grouped_swiglu": [up] * len(suffixes),
+        "grouped_matmul": [down] * len(suffixes),
         "token_logprobs": [
             # The last column of a row has no target and is not computed.
             LogprobsCase(
@@ -248,7 +251,26 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         slots = min(m.sliding_window, T)
         sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)
         cases["decode_attention"] = [full, sliding]
-    return {operation: [x._asdict() for x in group] for operation, group in cases.items()}
+    fields = {operation: [x._asdict() for x in group] for operation, group in cases.items()}
+    for operation in ("grouped_swiglu", "grouped_matmul"):
+        for case, suffix in zip(fields[operation], suffixes, strict=False):
+            case["op"] = operation + suffix
+    return fields
+
+
+def _expert_suffixes(cfg: Config) -> tuple[str, ...]:
+    """The products of this run's experts, as suffixes of their names in pallas_kernels.bench.ops.
+
+    A frozen base has four bits if its checkpoint has them, which is not known here.
+    """
+    if cfg.quant.experts == "mxfp4":
+        return ("_rounded",)
+    if cfg.quant.experts == "mxfp4_rollout":
+        return "", "_mxfp4"
+    can_be_packed = cfg.model.d_model % 64 == 0 and cfg.model.d_expert % 64 == 0
+    if cfg.lora.ranks and can_be_packed:
+        return "", "_low_rank" if cfg.lora.expert_rank else "_mxfp4"
+    return ("",)
 
 
 def describe_kernels(cfg: Config) -> str:

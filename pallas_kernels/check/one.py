@@ -26,6 +26,7 @@ from pallas_kernels.check.sampled import (
     sample_rows,
     select_compared,
 )
+from pallas_kernels.dispatch import KernelUnsupported
 
 # Begins each line that is for the parent: libraries and drivers print to the same stream.
 MARK = "kernel check: "
@@ -65,19 +66,23 @@ def check_cases(
 ) -> Iterator[dict[str, Any]]:
     """Yield {begin} and then {case, fault, refused, own} for each case.
 
-    Cases of the run's own sizes (`own`), whose fields are `real`, come last. The first fault ends
-    the check; so does {unable}, when the device runs out of memory.
+    Cases of the run's own sizes (`own`), whose fields are `real`, come last. Their field "op" is a
+    name of `bench.ops.OPS`, by default the operation's. The first fault ends the check; so does
+    {unable}, when the device runs out of memory.
     `impl` is a name, or module:function of a function (op, case) -> call.
     """
     cases = [(op, case, False) for op, case in HARD_CASES[operation]]
-    cases += [(OPS[operation], case_from_json(operation, fields), True) for fields in real or ()]
+    for fields in real or ():
+        op = OPS[fields.get("op", operation)]
+        cases.append((op, case_from_json(operation, fields), True))
     for op, case, is_run_case in cases:
         yield {"begin": case.name}
         fault, refused = None, None
         try:
             fault = find_fault(replace_implementation(op, impl), case, impl, dtype)
         except (NotImplementedError, ImportError) as error:
-            refused = first_line(error)
+            # Without the advice of a direct call, which a run does not make.
+            refused = error.reason if isinstance(error, KernelUnsupported) else first_line(error)
         except Exception as error:  # tracing, the compiler or the device may raise anything
             message = f"{type(error).__name__}: {first_line(error)}"
             if is_out_of_memory(error):
@@ -96,9 +101,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def case_from_json(operation: str, fields: dict[str, Any]) -> Any:
-    """Make a case from its fields in JSON, where tuples are lists."""
+    """Make a case from its fields in JSON, where tuples are lists; "op" is none of them."""
     kind = type(OPS[operation].cases.TEST_CASES[0])
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    values.pop("op", None)
+    return kind(**values)
 
 
 def replace_implementation(op: Op, impl: str) -> Op:

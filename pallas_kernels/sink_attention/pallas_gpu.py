@@ -15,6 +15,7 @@ Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 
 from functools import partial
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def sink_attention_mosaic_gpu_invariant(q, k, v, sink, layout, window, scale, in
 
 
 def sink_attention_mosaic_gpu_unsupported(
-    q_BTNH: Array, k_BSKH: Array, *_arrays: Array
+    q_BTNH: Any, k_BSKH: Any, *_arrays: Array
 ) -> str | None:
     """The reason why the kernel cannot run, or None."""
     return shared.arrays_unsupported(q_BTNH, k_BSKH)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts in four bits cost a trainer and an engine on a CPU, against dense ones.
+"""What experts in four bits cost a trainer and an engine, against dense ones.
 
     python tests/bench/quant_speed.py [--rounds 8]
     python tests/bench/quant_speed.py --memory
+    python tests/bench/quant_speed.py --config gptoss20b_mxfp4.py --set model.n_layers=2 ...
 
 Steps of the tiny job: dense experts; experts that the grouped matmuls read in four bits; the same,
 decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
 engine over dense and over packed experts, those of the tiny job and LARGE ones. In turn,
-CPU-seconds and seconds; tests/bench/in_turn.py says when to put taskset -c 0 before it.
+CPU-seconds and seconds; tests/bench/in_turn.py says when to put taskset -c 0 before it. With --set
+the same of another config: docs/quantised.md has the command for one GPU.
 --memory compiles the gradient of a microbatch with larger experts and prints what the program needs
 beside its arguments and results. The last line is JSON.
 """
@@ -15,7 +17,7 @@ beside its arguments and results. The last line is JSON.
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ from pallas_kernels.grouped_matmul import Rounded, grouped_matmul, grouped_swigl
 from pallas_kernels.grouped_matmul.rounded import read_rounded
 from tests.bench.in_turn import make_decoding, make_step, measure_in_turn, print_times, take_medians
 
+DENSE = "quant.experts=none", "quant.scale=ocp", "quant.rounding=nearest"
+SIDES = ("dense", "four bits", "decoded")
 LARGE = (
     "model.d_model=256", "model.d_expert=512", "model.n_experts=32", "model.vocab_size=512",
     "quant.experts=mxfp4",
@@ -65,20 +69,18 @@ def ops_of(cfg: Config, side: str) -> Ops:
     return replace(ops, experts=experts)
 
 
-def make_sides() -> dict[str, Callable[[], Any]]:
+def make_sides(full: Config, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """Steps of RL that begin with the same weights."""
     sides = {}
-    for side in ("dense", "four bits", "decoded"):
-        quant = "none" if side == "dense" else "mxfp4"
-        cfg = override(load_config("tiny_mxfp4.py"), f"quant.experts={quant}")
+    for side in names:
+        cfg = override(full, *DENSE) if side == "dense" else full
         scorer = Scorer(cfg.model, ops_of(cfg, side), round_params=rounding_from_config(cfg))
         sides[side] = make_step(cfg, init_params(jax.random.key(0), cfg.model), scorer)
     return sides
 
 
-def make_waves(*changes: str) -> dict[str, Callable[[], Any]]:
+def make_waves(cfg: Config) -> dict[str, Callable[[], Any]]:
     """Waves of the engine over dense and over packed experts."""
-    cfg = override(load_config("tiny_mxfp4.py"), *changes)
     packed = round_experts(init_params(jax.random.key(0), cfg.model))
     return {
         "dense": make_decoding(cfg, decode_experts(packed, cfg.model.dtype)),
@@ -121,24 +123,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--config", default="tiny_mxfp4.py")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="of a step")
     args = parser.parse_args()
     if args.memory:
         print_memory()
         return
     keep_freed_memory()
-    steps = take_medians(measure_in_turn(make_sides(), args.rounds))
-    decoding = take_medians(measure_in_turn(make_waves(), args.rounds))
-    larger = take_medians(measure_in_turn(make_waves(*LARGE), args.rounds))
-    print_times("a step", steps)
-    print_times("decoding", decoding)
-    print_times("decoding, larger experts", larger)
+    cfg = override(load_config(args.config), *args.set)
+    print(f"{args.config} {' '.join(args.set)} on {jax.devices()[0].device_kind}", flush=True)
+    waves = {"decoding": cfg}
+    if not args.set:
+        waves["decoding, larger experts"] = override(cfg, *LARGE)
+    ratios = {}
+    for what, of in waves.items():
+        times = take_medians(measure_in_turn(make_waves(of), args.rounds))
+        print_times(what, times)
+        ratios[f"{what}: tokens of dense"] = times["dense"] / times["four bits"]
+    times = take_medians(measure_in_turn(make_sides(cfg, args.sides), args.rounds))
+    print_times("a step", times)
+    for side in set(args.sides) - {"four bits"}:
+        ratios[f"a step, over {side}"] = times["four bits"] / times[side]
     print("ratios of CPU-seconds, and of seconds:")
-    print(json.dumps({
-        "step_over_dense": (steps["four bits"] / steps["dense"]).round(3).tolist(),
-        "step_over_decoded": (steps["four bits"] / steps["decoded"]).round(3).tolist(),
-        "tokens_of_dense": (decoding["dense"] / decoding["four bits"]).round(3).tolist(),
-        "tokens_of_larger": (larger["dense"] / larger["four bits"]).round(3).tolist(),
-    }))  # fmt: skip
+    print(json.dumps({name: ratio.round(3).tolist() for name, ratio in ratios.items()}))
 
 
 if __name__ == "__main__":

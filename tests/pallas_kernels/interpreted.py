@@ -31,8 +31,8 @@ INVARIANT = (TPU, GPU)
 def multiply_in_order(a_mk: np.ndarray, b_kn: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The product of two matrices, whose sums all have one order, as a tensor core's do.
 
-    The interpreter of Hopper's kernels calls np.matmul, and on some CPUs OpenBLAS adds the last rows
-    of a matrix in another order than the first.
+    The interpreter of Hopper's kernels calls np.matmul, and on some CPUs OpenBLAS adds the last
+    rows of a matrix in another order than the first.
     """
     product_mn = np.zeros((a_mk.shape[0], b_kn.shape[1]), dtype)
     for a_m, b_n in zip(a_mk.astype(dtype).T, b_kn.astype(dtype), strict=True):

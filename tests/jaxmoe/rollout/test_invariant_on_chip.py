@@ -25,8 +25,8 @@ from jaxmoe.rollout.native import NativeEngine
 from tests.pallas_kernels.interpreted import TPU, interpreted
 
 CFG = tiny(
-    dtype="bfloat16", d_model=128, head_dim=64, n_q_heads=4, n_kv_heads=2, n_experts=4,
-    experts_per_token=2, d_expert=128, sliding_window=16, vocab_size=265, vocab_multiple=128,
+    dtype="bfloat16", d_model=256, head_dim=64, n_q_heads=4, n_kv_heads=2, n_experts=4,
+    experts_per_token=2, d_expert=256, sliding_window=16, vocab_size=265, vocab_multiple=128,
 )  # fmt: skip
 EXACT = replace(CFG, dtype="float32")  # few tokens of bfloat16 would agree by rounding
 RUNS = [

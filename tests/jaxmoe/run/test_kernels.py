@@ -185,6 +185,26 @@ def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
     assert every["decode_attention"][1].S == m.sliding_window < 58  # its cache holds no more
 
 
+@pytest.mark.parametrize(
+    "name, changes, kinds",
+    [
+        ("tiny.py", (), [""]),
+        ("tiny_mxfp4.py", (), ["_rounded"]),
+        ("tiny_mxfp4.py", ("model.numerics=invariant",), ["_rounded"]),
+        ("tiny_mxfp4.py", ("quant.experts=mxfp4_rollout",), ["", "_mxfp4"]),
+        ("tiny_lora.py", ("lora.expert_rank=3",), ["", "_low_rank"]),
+        ("tiny_lora.py", ("lora.expert_rank=0",), ["", "_mxfp4"]),
+    ],
+)
+def test_the_runs_experts_are_cases_of_the_products_that_read_them(name, changes, kinds):
+    cfg = override(load_config(name), *changes)
+    for operation, width in (("grouped_swiglu", cfg.model.d_model), ("grouped_matmul", None)):
+        found = [case for case in run_cases(cfg, "gpu")[operation] if case["name"] == "run"]
+        assert [case["op"] for case in found] == [operation + kind for kind in kinds]
+        assert {case["D"] for case in found} == {width or cfg.model.d_expert}
+        assert {case["rank"] for case in found} == {cfg.lora.expert_rank}
+
+
 def test_the_linear_layers_of_an_invariant_run_are_cases_of_the_grouped_matmul():
     cfg = override(TINY, "model.numerics=invariant", "optim.microbatches=8")
     m = cfg.model

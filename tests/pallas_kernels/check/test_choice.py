@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs follows from the verdicts; faults planted in doubles of kernels are found in time."""
 
+import json
 import re
 import time
 
 import pytest
 
+from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import child, choice, verdicts
+from pallas_kernels.check import child, choice, one, verdicts
 from pallas_kernels.check.choice import PLATFORMS, Choice, KernelRefused, choose_kernels, make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
+from pallas_kernels.grouped_matmul.cases import MatmulCase
 
 RIGHT, WRONG = (
     KernelVerdict("right", "4 cases"),
@@ -147,6 +150,30 @@ def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_
     }
     assert verdicts["right"] == ("right", "4 cases")
     assert verdicts["wrong_past_the_cases"].reason.startswith("case run: logp: relative error")
+
+
+def test_the_runs_experts_are_checked_by_the_product_that_reads_them(monkeypatch):
+    monkeypatch.setitem(one.HARD_CASES, "grouped_matmul", ())
+    checked, find_fault = [], one.find_fault
+
+    def record(op, case, *args):
+        checked.append((op, case))
+        return find_fault(op, case, *args)
+
+    monkeypatch.setattr(one, "find_fault", record)
+    case = MatmulCase("run", 70, 64, 128, (30, 0, 40))
+    names = "grouped_matmul", "grouped_matmul_mxfp4", "grouped_matmul_rounded"
+    real = json.loads(json.dumps([case._asdict() | {"op": name} for name in names]))
+    messages = list(one.check_cases("grouped_matmul", "xla", "float32", real))
+    assert checked == [(OPS[name], case) for name in names]
+    assert [x["fault"] for x in messages if "case" in x] == [None] * 3
+
+
+def test_a_verdict_has_no_advice_for_direct_calls(monkeypatch):
+    monkeypatch.setitem(one.HARD_CASES, "grouped_matmul", ())
+    real = [MatmulCase("run", 70, 64, 128, (30, 0, 40))._asdict()]
+    messages = list(one.check_cases("grouped_matmul", "mosaic_gpu", "float32", real))
+    assert messages[-1]["refused"] == "it needs gpu, this is cpu"
 
 
 def test_a_check_does_not_tune_the_references_products_unless_the_user_says_so():

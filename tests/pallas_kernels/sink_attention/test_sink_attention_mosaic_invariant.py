@@ -96,6 +96,13 @@ def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arra
     assert np.abs(lse - expected[1])[real].max() < 1e-4
 
 
+def test_whether_a_kernel_can_run_is_asked_of_the_shapes_that_it_would_get():
+    """A cache is padded, so that its keys are shapes and no arrays."""
+    queries, keys = (jax.ShapeDtypeStruct((1, size, 4, H), jnp.bfloat16) for size in (3, 300))
+    ask = mosaic_invariant.sink_attention_mosaic_invariant_unsupported
+    assert "needs a Hopper GPU" in ask("mosaic_gpu", queries, keys)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 def test_with_keys_where_the_cache_has_them_it_differs(arrays, window, monkeypatch):
     monkeypatch.setattr(
