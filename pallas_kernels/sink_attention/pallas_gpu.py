@@ -92,9 +92,7 @@ def sink_attention_mosaic_gpu_invariant(q, k, v, sink, layout, window, scale, in
     return attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, ordered=True)
 
 
-def sink_attention_mosaic_gpu_unsupported(
-    q_BTNH: Any, k_BSKH: Any, *_arrays: Array
-) -> str | None:
+def sink_attention_mosaic_gpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Array) -> str | None:
     """The reason why the kernel cannot run, or None."""
     return shared.arrays_unsupported(q_BTNH, k_BSKH)
 
