@@ -7,6 +7,8 @@ the same values in bfloat16 or float32, which hold them exactly. Next: vllm_engi
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model.rounded import round_experts
 from jaxmoe.shapes import Leaf, Params
@@ -62,7 +64,7 @@ def choose_sent_experts(backends: Sequence[Backend], four_bits: bool) -> Experts
 def pack_for_sync(params: Params) -> Params:
     """Return params whose experts are packed; dense ones must have values of MXFP4.
 
-    Raises EngineError for values that four bits do not hold.
+    Raises EngineError for values that four bits do not hold, and for NaN and infinity.
     """
     packed = round_experts(params) if not _is_packed(params) else params
     for kind, layer in params["layers"].items():
@@ -70,6 +72,11 @@ def pack_for_sync(params: Params) -> Params:
             actual: Leaf = packed["layers"][kind][name]
             if isinstance(leaf, Mxfp4) or not isinstance(actual, Mxfp4):
                 continue
+            if not bool(jnp.isfinite(leaf).all()):
+                raise EngineError(
+                    f"layers/{kind}/{name} must have finite values, and has NaN or infinity: these "
+                    "weights broke in training. Load an earlier checkpoint."
+                )
             if not bool((mxfp4_to_dense(actual, leaf.dtype) == leaf).all()):
                 raise EngineError(
                     f"layers/{kind}/{name} has values that MXFP4 does not hold, and vLLM takes "

@@ -10,10 +10,10 @@ from random_weights import random_weights
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PADDED, PROMPT, ROWS, prompts
 
-from jaxmoe.config import ConfigError, VllmConfig
-from jaxmoe.model.rounded import round_experts
+from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.engine.expert_format import starts_packed
+from jaxmoe.vllm.engine.expert_format import pack_for_sync, starts_packed
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 
 PACKABLE = replace(CFG, d_expert=64)
@@ -69,3 +69,22 @@ def test_a_vllm_is_started_with_four_bits_where_it_has_kernels_for_them():
     assert not starts_packed(True, "bfloat16", cpu=True)
     assert not starts_packed(True, "float32", cpu=False)
     assert not starts_packed(False, "bfloat16", cpu=False)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (np.nan, "layers/full/w_down must have finite values, and has NaN or infinity"),
+        (np.inf, "layers/full/w_down must have finite values, and has NaN or infinity"),
+        (0.3, "layers/full/w_down has values that MXFP4 does not hold"),
+    ],
+)
+def test_weights_that_four_bits_cannot_hold_are_refused_with_the_cause(value, text):
+    params = decode_experts(PARAMS, "float32")
+    packed = pack_for_sync(params)
+    same = decode_experts(packed, "float32")["layers"]["full"]["w_down"]
+    np.testing.assert_array_equal(same, params["layers"]["full"]["w_down"])
+    layer = params["layers"]["full"]
+    layer["w_down"] = layer["w_down"].at[0, 1, 2, 3].set(value)
+    with pytest.raises(EngineError, match=text):
+        pack_for_sync(params)
