@@ -17,6 +17,7 @@ Exit status 2: nothing could be done as typed. Next: `ops.py`, `measure.py`.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -242,6 +243,17 @@ def find_unknown_impl(op: Op, name: str) -> str | None:
     return None
 
 
+def find_untuned(platform: str, flags: str) -> str | None:
+    """Return why times on a GPU with these XLA_FLAGS would mean nothing, or None."""
+    if platform != "gpu" or "--xla_gpu_autotune_level=0" not in flags.split():
+        return None
+    return (
+        "a peer and a matmul must be timed with the algorithms that XLA chooses; got "
+        "--xla_gpu_autotune_level=0 in XLA_FLAGS, with which an H100's matmul has 10 TFLOP/s. "
+        "Type the command without that flag."
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser, args = parse_bench_arguments(argv)
@@ -282,6 +294,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     if all(refused.values()):
         parser.error(str(refused[chosen[0].name]))
+    untuned = find_untuned(platform, os.environ.get("XLA_FLAGS", ""))
+    if untuned:
+        parser.error(untuned)
     path = BASELINES / f"{device_name()}.json"
     try:
         baselines = load_baselines(path)

@@ -77,6 +77,19 @@ def test_a_wrong_result_is_named_with_its_reason_and_nothing_is_timed(monkeypatc
     )
 
 
+def test_nothing_is_timed_on_a_gpu_beside_products_that_xla_has_not_tuned(monkeypatch, capsys):
+    flags = "--xla_dump_to=d --xla_gpu_autotune_level=0"
+    assert bench.find_untuned("cpu", flags) is None
+    assert bench.find_untuned("gpu", flags.replace("=0", "=4")) is None
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bench, "check_results", lambda *_: pytest.fail("started"))
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["token_logprobs", "--impl", "xla", "--case", "one_block"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "got --xla_gpu_autotune_level=0 in XLA_FLAGS" in line
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"sink_attention/xla/float32": 3}', "\udcff"])
 def test_saved_times_that_cannot_be_read_are_one_line_before_anything_is_run(
     monkeypatch, capsys, tmp_path, text
