@@ -211,9 +211,9 @@ def _next_step(operation: str, name: str, verdict: KernelVerdict) -> str:
 def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
-    Attention has two cases, a full layer and a sliding one. Experts have one for each kind that the
-    run multiplies (`_expert_suffixes`). With batch-invariant numerics the linear layers of an
-    accelerator are grouped matmuls of one group (invariant_on_chip.py).
+    Attention has two cases, a full layer and a sliding one. Experts have one for each product that
+    may read them, whose name is the field "op". With batch-invariant numerics the linear layers of
+    an accelerator are grouped matmuls of one group (invariant_on_chip.py).
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
@@ -222,14 +222,16 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     N, K, H = m.n_q_heads // mesh.tensor, m.n_kv_heads // mesh.tensor, m.head_dim
     layout = "packed" if packed else "right"
     rows = B * T * cfg.computed_experts
-    rank, suffixes = cfg.lora.expert_rank, _expert_suffixes(cfg)
-    down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts), rank)
-    up = down._replace(D=m.d_model, F=2 * m.d_expert)
+    sizes, rank = zipf_sizes(rows, m.n_experts), cfg.lora.expert_rank
+    experts = {
+        "grouped_swiglu": MatmulCase("run", rows, m.d_model, 2 * m.d_expert, sizes, rank),
+        "grouped_matmul": MatmulCase("run", rows, m.d_expert, m.d_model, sizes, rank),
+    }
     full = AttentionCase("run", B, T, T, N, K, H, layout=layout)
     cases = {
         "sink_attention": [full, full._replace(name="run_window", window=m.sliding_window)],
-        "grouped_swiglu": [up] * len(suffixes),
-        "grouped_matmul": [down] * len(suffixes),
+        "grouped_swiglu": [],
+        "grouped_matmul": [],
         "token_logprobs": [
             # The last column of a row has no target and is not computed.
             LogprobsCase(
@@ -252,14 +254,14 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)
         cases["decode_attention"] = [full, sliding]
     fields = {operation: [x._asdict() for x in group] for operation, group in cases.items()}
-    for operation in ("grouped_swiglu", "grouped_matmul"):
-        for case, suffix in zip(fields[operation], suffixes, strict=False):
-            case["op"] = operation + suffix
+    for operation, case in experts.items():
+        names = [operation + suffix for suffix in _product_suffixes(cfg)]
+        fields[operation] = [case._asdict() | {"op": name} for name in names] + fields[operation]
     return fields
 
 
-def _expert_suffixes(cfg: Config) -> tuple[str, ...]:
-    """The products of this run's experts, as suffixes of their names in pallas_kernels.bench.ops.
+def _product_suffixes(cfg: Config) -> tuple[str, ...]:
+    """The products that may read this run's experts, by the ends of their names in bench.ops.OPS.
 
     A frozen base has four bits if its checkpoint has them, which is not known here.
     """
