@@ -132,7 +132,7 @@ def main() -> None:
         return
     keep_freed_memory()
     cfg = override(load_config(args.config), *args.set)
-    print(f"{args.config} {' '.join(args.set)} on {jax.devices()[0].device_kind}", flush=True)
+    print(" ".join([args.config, *args.set, "on", jax.devices()[0].device_kind]), flush=True)
     waves = {"decoding": cfg}
     if not args.set:
         waves["decoding, larger experts"] = override(cfg, *LARGE)
