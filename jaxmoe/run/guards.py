@@ -16,11 +16,13 @@ def check_finite(
 ) -> None:
     """Raise ConfigError if a metric of the step is not finite, or an expert that is rounded.
 
-    `rounded` is the policy after the step if its experts are rounded. They are always looked at: an
-    expert without tokens changes no metric, and a step later all others are broken too, and saved.
+    `rounded` is the policy after the step if its experts are rounded. An expert without tokens
+    changes no loss, and a step later all others are broken too, and saved. So experts are read
+    here, unless `quant/relative_error` is among the metrics, in which every expert counts.
     """
     bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
-    place = "" if rounded is None else find_not_finite(rounded)
+    are_measured = not bad and "quant/relative_error" in metrics
+    place = "" if rounded is None or are_measured else find_not_finite(rounded)
     if bad or place:
         name, lr = rate
         broken = f"; the step broke {place}" if place else ""

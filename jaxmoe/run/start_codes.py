@@ -7,9 +7,10 @@ of the same weights. Next: jaxmoe/rl/rounding_metrics.py.
 """
 
 import sys
-import zipfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,12 +40,13 @@ class StartCodes:
             return
         encode, path = encoder_from_config(cfg), Path(cfg.workdir) / NAME
         rules = [cfg.quant.scale, cfg.quant.rounding]
+        sample = partial(sample_codes, encode=encode)
         if step and path.is_file():
-            self._codes = _read_codes(path, rules, step)
+            self._codes = _read_codes(path, rules, step, jax.eval_shape(sample, params))
         if not self._codes:
             # Each process reads all of it.
             everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-            codes = jax.jit(partial(sample_codes, encode=encode), out_shardings=everywhere)(params)
+            codes = jax.jit(sample, out_shardings=everywhere)(params)
             self._codes = {name: np.asarray(x) for name, x in codes.items()}
             if jax.process_index() == 0:
                 with replace_file(path) as file:
@@ -58,23 +60,35 @@ class StartCodes:
         return {METRIC: float(self._moved_share(self._codes, params))} if self._codes else {}
 
 
-def _read_codes(path: Path, rules: list[str], step: int) -> dict[str, np.ndarray]:
-    """Return the stored codes; {}, with a line that says so, if they are of other rules."""
+def _read_codes(
+    path: Path, rules: list[str], step: int, expected: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, np.ndarray]:
+    """Return the stored codes; {}, with a line that says so, if they are of other rules or damaged.
+
+    expected: the shapes and dtypes of a sample of this run.
+    """
     try:
         with path.open("rb") as file, np.load(file) as stored:
             codes = dict(stored)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:  # no reason to end a run
+        old_rules = [str(name) for name in codes.pop(_RULES, np.array([]))]
+    except Exception as error:  # damage may raise anything, and is no reason to end a run
         _report_new_start(step, f"{path} cannot be read ({type(error).__name__})")
         return {}
-    old_rules = codes.pop(_RULES, np.array([])).tolist()
     if old_rules == rules:
-        return codes
+        if _shapes_of(codes) == _shapes_of(expected):
+            return codes
+        _report_new_start(step, f"{path} has codes of another model")
+        return {}
     current, stored_ones = (", ".join(names) or "unknown" for names in (rules, old_rules))
     reason = "other rules change values without any change of the weights"
     _report_new_start(
         step, f"the rules of rounding are {current} and were {stored_ones}, and {reason}"
     )
     return {}
+
+
+def _shapes_of(codes: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (x.shape, str(x.dtype)) for name, x in codes.items()}
 
 
 def _report_new_start(step: int, reason: str) -> None:

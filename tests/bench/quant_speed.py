@@ -8,8 +8,9 @@
 Steps of the tiny job: dense experts; experts that the grouped matmuls read in four bits; the same,
 decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
 engine over dense and over packed experts, those of the tiny job and LARGE ones. In turn,
-CPU-seconds and seconds; tests/bench/in_turn.py says when to put taskset -c 0 before it. With --set
-the same of another config: docs/quantised.md has the command for one GPU.
+CPU-seconds and seconds; tests/bench/in_turn.py says when to put taskset -c 0 before it. Of another
+config or with --set, steps and decoding, dense and in four bits: docs/quantised.md has the command
+for one GPU.
 --memory compiles the gradient of a microbatch with larger experts and prints what the program needs
 beside its arguments and results. The last line is JSON.
 """
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import forward, init_params, make_ops, sequence_logprobs
@@ -41,7 +42,7 @@ from pallas_kernels.grouped_matmul.rounded import read_rounded
 from tests.bench.in_turn import make_decoding, make_step, measure_in_turn, print_times, take_medians
 
 DENSE = "quant.experts=none", "quant.scale=ocp", "quant.rounding=nearest"
-SIDES = ("dense", "four bits", "decoded")
+TINY = "tiny_mxfp4.py"
 LARGE = (
     "model.d_model=256", "model.d_expert=512", "model.n_experts=32", "model.vocab_size=512",
     "quant.experts=mxfp4",
@@ -123,28 +124,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--config", default="tiny_mxfp4.py")
+    parser.add_argument("--config", default=TINY)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="of a step")
     args = parser.parse_args()
+    is_tiny = args.config == TINY and not args.set
     if args.memory:
+        if not is_tiny:
+            parser.error("--memory takes no --config or --set. Leave them out.")
         print_memory()
         return
+    try:
+        cfg = override(load_config(args.config), *args.set)
+    except ConfigError as error:
+        parser.error(str(error))
+    if cfg.quant.experts != "mxfp4":
+        parser.error(
+            f"the config must have quant.experts=mxfp4, got {cfg.quant.experts}. "
+            "Try --set quant.experts=mxfp4."
+        )
     keep_freed_memory()
-    cfg = override(load_config(args.config), *args.set)
     print(" ".join([args.config, *args.set, "on", jax.devices()[0].device_kind]), flush=True)
-    waves = {"decoding": cfg}
-    if not args.set:
+    waves, sides = {"decoding": cfg}, ["dense", "four bits"]
+    if is_tiny:
         waves["decoding, larger experts"] = override(cfg, *LARGE)
+        sides.append("decoded")
     ratios = {}
     for what, of in waves.items():
         times = take_medians(measure_in_turn(make_waves(of), args.rounds))
         print_times(what, times)
         ratios[f"{what}: tokens of dense"] = times["dense"] / times["four bits"]
-    times = take_medians(measure_in_turn(make_sides(cfg, args.sides), args.rounds))
+    times = take_medians(measure_in_turn(make_sides(cfg, sides), args.rounds))
     print_times("a step", times)
-    for side in set(args.sides) - {"four bits"}:
-        ratios[f"a step, over {side}"] = times["four bits"] / times[side]
+    for side in sides:
+        if side != "four bits":
+            ratios[f"a step, over {side}"] = times["four bits"] / times[side]
     print("ratios of CPU-seconds, and of seconds:")
     print(json.dumps({name: ratio.round(3).tolist() for name, ratio in ratios.items()}))
 

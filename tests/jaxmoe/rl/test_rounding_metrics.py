@@ -114,6 +114,23 @@ def test_a_sample_has_no_more_experts_and_columns_than_it_says(n_experts, width)
     assert min(8, width) <= columns <= SAMPLED_COLUMNS
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_master_that_is_not_finite_makes_the_relative_error_so(dtype):
+    """The guard of a run relies on it: jaxmoe/run/guards.py."""
+    cfg = tiny(d_model=64, d_expert=64, n_layers=4, n_experts=5)
+    params = jax.tree.map(lambda x: x.astype(dtype), init_params(jax.random.key(0), cfg))
+    before = round_experts(params)
+    measure = jax.jit(lambda after: rounding_metrics(before, round_experts(after), after))
+    assert np.isfinite(measure(params)["quant/relative_error"])
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            for value in (np.nan, np.inf, -np.inf):
+                layer = params["layers"][kind]
+                layer = layer | {name: layer[name].at[1, 4, 63, 31].set(value)}
+                broken = params | {"layers": params["layers"] | {kind: layer}}
+                assert not np.isfinite(measure(broken)["quant/relative_error"])
+
+
 def test_more_values_than_an_int32_counts_are_counted():
     def measure(params):
         packed = round_experts(params)

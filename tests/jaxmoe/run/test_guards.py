@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe.config import ConfigError
+from jaxmoe.run import guards
 from jaxmoe.run.guards import check_finite
 
 
@@ -21,6 +22,12 @@ def test_an_expert_that_broke_is_named_in_its_step_though_no_metric_shows_it():
     pattern = "step 3: experts must be finite; the step broke layer 3, w_gate_up, expert 2 .* warm"
     with pytest.raises(ConfigError, match=pattern):
         check_finite({"loss": 1.0}, 3, rate=("warmup.lr", 1e-4), rounded=rounded)
+
+
+def test_experts_are_read_once_where_a_metric_has_read_them(monkeypatch):
+    monkeypatch.setattr(guards, "find_not_finite", lambda _: pytest.fail("read twice"))
+    metrics = {"loss": 1.0, "quant/relative_error": 0.1}
+    check_finite(metrics, 3, rate=("optim.lr", 1e-4), rounded={"layers": {}})
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

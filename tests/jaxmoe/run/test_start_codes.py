@@ -2,11 +2,13 @@
 """The codes at the start of RL are kept in the run folder, and a resume compares with them."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params
-from jaxmoe.run.start_codes import METRIC, NAME, StartCodes
+from jaxmoe.rl.rounding_metrics import sample_codes
+from jaxmoe.run.start_codes import METRIC, NAME, StartCodes, _read_codes
 
 
 @pytest.mark.parametrize("experts", ["mxfp4", "mxfp4_rollout"])
@@ -36,6 +38,41 @@ def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_be
     assert StartCodes(changed, other, 4, None).measure(params) == {METRIC: 0.0}
     assert StartCodes(changed, other, 4, None).measure(other)[METRIC] > 0.5
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_with_any_byte_changed_ends_no_resume_and_a_changed_code_is_not_believed(
+    tmp_path, capsys
+):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
+    cfg = override(cfg, "model.d_model=64", "model.d_expert=64", "model.n_experts=4")
+    params = init_params(jax.random.key(0), cfg.model)
+    StartCodes(cfg, params, 0, None)
+    file = tmp_path / NAME
+    content, sample = file.read_bytes(), jax.eval_shape(sample_codes, params)
+    right = _read_codes(file, ["ocp", "nearest"], 3, sample)
+    for place in np.random.default_rng(0).integers(0, len(content), 300):
+        changed = bytearray(content)
+        changed[place] ^= 0xFF
+        file.write_bytes(changed)
+        codes = _read_codes(file, ["ocp", "nearest"], 3, sample)
+        assert codes == {} or all((codes[name] == right[name]).all() for name in right)
+    assert "cannot be read (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [True, False])
+def test_codes_of_another_model_and_one_array_are_named_and_not_compared(tmp_path, capsys, model):
+    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
+    params, file = init_params(jax.random.key(0), cfg.model), tmp_path / NAME
+    if model:
+        other = override(cfg, "model.n_experts=4")
+        StartCodes(other, init_params(jax.random.key(0), other.model), 0, None)
+    else:
+        with file.open("wb") as array:
+            np.save(array, np.zeros(3))
+    assert StartCodes(cfg, params, 3, None).measure(params) == {METRIC: 0.0}
+    (line,) = capsys.readouterr().err.splitlines()
+    reason = "has codes of another model" if model else "cannot be read (TypeError)"
+    assert line == f"! {METRIC} now counts from step 3: {file} {reason}"
 
 
 @pytest.mark.parametrize("damage", ["cut off", "empty", "text"])
