@@ -29,7 +29,7 @@ class StepWork:
     """Work of one device in a step whose sequences all have full length."""
 
     flops: float  # of matrix products, recomputation included
-    useful: float  # of one forward and its gradient, 3 times a forward
+    useful: float  # of one forward and its gradient: 3 times a forward, less with LoRA
     traffic: float  # bytes between the chip and its memory
 
 
@@ -54,9 +54,10 @@ class Bounds:
 def step_work(cfg: Config, a: Algorithm) -> StepWork:
     """Work of a step by the config alone.
 
-    flops = sequences·(scored·f + epochs·(f + 2·linear + 2.5·attention + 3·head + recomputed))
+    flops = sequences·(scored·f + epochs·(f + g·linear + 2.5·attention + (1 + g)·head + recomputed))
     / devices, with f = linear + attention + head a forward and head = 2·T·D·V, which the backward
-    pass recomputes.
+    pass recomputes. g is 2, and 1 with LoRA, whose frozen matrices have no gradient of their own;
+    the products of adapters are not counted.
     traffic is a lower bound: a layer's weights once per pass and microbatch, once more where they
     are gathered, the gradients' sum in float32, seven arrays of the optimizer, and each layer's
     arrays written and read once per pass.
@@ -67,11 +68,13 @@ def step_work(cfg: Config, a: Algorithm) -> StepWork:
     layers = flops.linear + flops.attention
     forward = layers + head
     scored = forward * (scores_policy(cfg, a) + a.needs_reference) + layers * has_critic
-    trained = forward + 2 * flops.linear + 2.5 * flops.attention + 3 * head
+    products = 1 if cfg.lora.ranks else 2  # of a matrix in the backward pass
+    trained = forward + products * flops.linear + 2.5 * flops.attention + (1 + products) * head
     trained += flops.recomputed_flops(cfg)
     if has_critic:
         trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed_flops(cfg)
-    useful = 3 * forward * a.epochs + 3 * layers * has_critic * a.epochs
+    useful = (1 + products) * (flops.linear + head) + 3 * flops.attention
+    useful = a.epochs * (useful + 3 * layers * has_critic)
     share = B / mesh.devices
     passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + a.needs_reference) / a.epochs
     n_microbatches = count_microbatches(cfg) * a.updates

@@ -7,15 +7,19 @@
     cudnn_sink    cuDNN's attention with its own sink (nvidia-cudnn-frontend, torch); no packing
     tokamax       tokamax' Pallas attention; no sinks, no packing: a speed to hold against
     without_sink  our own kernel, the sink fixed at -inf: what a sink costs
-    grouped_mm    torch._grouped_mm and the bias, as transformers' grouped_mm experts
+    grouped_mm    torch's grouped_mm and the bias, as transformers' grouped_mm experts
     hf_experts    transformers' GptOss experts up to the gate, grouped_mm: for grouped_swiglu
     ragged_dot    jax.lax.ragged_dot and the bias
     cross_entropy logits whole, log-softmax: what token_logprobs replaces (jax)
 
 Each is `function(case, inputs, cotangents) -> {pass: run}`; runs wait for what they return. What a
-peer cannot do it refuses in one line, by NotImplementedError or ImportError.
+peer cannot do it refuses in one line, by NotImplementedError or ImportError. Those of torch share
+the device with JAX: start them with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +35,16 @@ def _torch(x: Any) -> Any:
     return torch.from_dlpack(x)
 
 
+@contextlib.contextmanager
+def _refusing_out_of_memory() -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise NotImplementedError(str(error).partition("\n")[0]) from error
+
+
 def _of_torch(
     forward: Any, leaves: list[Any], cts: list[Any], *, backward: bool = True
 ) -> dict[str, Any]:
@@ -40,20 +54,22 @@ def _of_torch(
     leaves = [x.detach().clone().requires_grad_(backward) for x in leaves]
 
     def run_forward() -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), _refusing_out_of_memory():
             return _wait_only(forward(*leaves))
 
     if not backward:
         return {"forward": run_forward}
-    outputs = forward(*leaves)
+    with _refusing_out_of_memory():
+        outputs = forward(*leaves)
     pairs = [(o, c) for o, c in zip(outputs, cts, strict=True) if o is not None]
 
     def run_backward() -> Any:
-        return _wait_only(
-            torch.autograd.grad(
-                [o for o, _ in pairs], leaves, [c for _, c in pairs], retain_graph=True
+        with _refusing_out_of_memory():
+            return _wait_only(
+                torch.autograd.grad(
+                    [o for o, _ in pairs], leaves, [c for _, c in pairs], retain_graph=True
+                )
             )
-        )
 
     return {"forward": run_forward, "backward": run_backward}
 
@@ -132,10 +148,22 @@ def hf_eager(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
                      [_torch(x) for x in cotangents])  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1)
+def _compile_flex(case: Any) -> Any:
+    """FlexAttention compiled for one case, and once for all rounds of it."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # torch keeps what it compiled by function: after another case it would compile for any shape,
+    # and after eight it would not compile at all.
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def flex(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     """FlexAttention and its lse, the sink folded in after it."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     q, k, v, sink, *places = inputs
     q_pos, k_pos, q_seg, k_seg = (_torch(x) for x in places)
@@ -146,13 +174,14 @@ def flex(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     blocks = create_block_mask(mask, case.B, None, case.T, case.S, device=device)
-    attention = torch.compile(flex_attention) if device == "cuda" else flex_attention
+    attention: Any = _compile_flex(case) if device == "cuda" else flex_attention
 
     def forward(q: Any, k: Any, v: Any, sink: Any) -> Any:
-        o, lse = attention(
+        o, aux = attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks,
-            enable_gqa=True, return_lse=True, scale=case.H**-0.5,
+            enable_gqa=True, return_aux=AuxRequest(lse=True), scale=case.H**-0.5,
         )  # fmt: skip
+        lse = aux.lse
         keep = torch.sigmoid(lse - sink[None, :, None])[..., None].to(o.dtype)
         return (o * keep).transpose(1, 2), torch.logaddexp(lse, sink[None, :, None]).mT
 
@@ -161,13 +190,14 @@ def flex(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
 
 
 def grouped_mm(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
-    """torch._grouped_mm; the bias by repetition."""
+    """torch's grouped_mm, under its older name before torch 2.10; the bias by repetition."""
     import torch
 
     lhs, rhs, bias, sizes = inputs
     sizes_E = _torch(sizes).long()
     ends = sizes_E.cumsum(0).to(torch.int32)
-    grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+    older: Any = getattr(torch, "_grouped_mm", None)
+    grouped_mm = getattr(torch.nn.functional, "grouped_mm", older)
 
     def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
         out = grouped_mm(lhs, rhs, offs=ends)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take from a card all that it can tell in some minutes, and go on where the last call ended.
+
+    python -m tests.bench.on_device --out results --minutes 10
+    python -m tests.bench.on_device --rehearse --out results --minutes 2
+    python -m tests.bench.on_device --simulate
+
+Stages are processes, in order of value (stages.py). They compile beside each other, and each has
+the device alone while it measures. DIR/results.jsonl gets one JSON line a stage, with its figures,
+commit, chip, driver, clocks and command; a stage that is in it, or in a file of --done, is skipped.
+Exit status: 0, all stages of the list are done; 1, some are not; 2, nothing could begin.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.check.child import NoChip, find_chip
+from pallas_kernels.command_line import OneLineParser
+from tests.bench.on_device import campaign, results
+from tests.bench.on_device.rehearsal import REHEARSAL
+from tests.bench.on_device.smoke import query_card
+from tests.bench.on_device.stages import CAMPAIGNS
+
+ROOT = Path(__file__).resolve().parents[3]
+TOGETHER = 8
+
+
+def parse_arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace]:
+    parser = OneLineParser("python -m tests.bench.on_device", __doc__)
+    parser.add_argument("--out", type=Path, help="folder of results.jsonl and outputs.txt")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--done", type=Path, action="append", default=[],
+                        help="a file of earlier results, may be repeated")  # fmt: skip
+    parser.add_argument("--commit", help="of the files that run (default: what git says)")
+    parser.add_argument("--counts", action="append", default=[], metavar="COMMIT",
+                        help="its results count as this commit's, may be repeated")  # fmt: skip
+    parser.add_argument("--campaign", choices=CAMPAIGNS, default="gpu")
+    parser.add_argument("--only", action="append", default=[], metavar="STAGE")
+    parser.add_argument("--together", type=int, default=TOGETHER, help="stages at a time")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on a CPU")
+    parser.add_argument("--simulate", action="store_true", help="print when stages would end")
+    return parser, parser.parse_args(argv)
+
+
+def choose_stages(parser: OneLineParser, args: argparse.Namespace) -> tuple[campaign.Stage, ...]:
+    stages = REHEARSAL if args.rehearse else CAMPAIGNS[args.campaign]
+    names = [stage.name for stage in stages]
+    for name in args.only:
+        parser.check_choice("--only", name, names)
+    return tuple(x for x in stages if not args.only or x.name in args.only)
+
+
+def print_simulation(stages: tuple[campaign.Stage, ...], together: int) -> None:
+    for name, second in campaign.simulate(stages, together):
+        print(f"{second / 60:5.1f} min  {name}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser, args = parse_arguments(argv)
+    stages = choose_stages(parser, args)
+    if args.simulate:
+        print_simulation(stages, args.together)
+        return 0
+    if args.out is None:
+        parser.error("--out must name a folder; got none. Type --out results.")
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be above 0; got {args.minutes}. Type --minutes 10.")
+    path = args.out / "results.jsonl"
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        known = [x for file in (path, *args.done) for x in results.load_records(file)]
+        whole = results.is_complete(path)
+        with path.open("a") as file:
+            file.write("" if whole else "\n")
+    except (OSError, results.BadRecords) as error:
+        parser.error(f"--out and --done must name results that can be read and written: {error}.")
+    platform = "cpu" if args.rehearse else "gpu"
+    try:
+        chip = find_chip()
+    except NoChip as error:
+        parser.error(f"a GPU must be there: {error}. Type --rehearse for toy sizes on a CPU.")
+    if chip["platform"] != platform:
+        parser.error(
+            f"the device must be a {platform}; JAX finds a {chip['platform']}. "
+            + ("Type JAX_PLATFORMS=cpu before the command." if args.rehearse
+               else "Type --rehearse for toy sizes on a CPU.")
+        )  # fmt: skip
+    commit = args.commit or results.read_commit(ROOT)
+    done = results.find_done(known, chip["kind"], (commit, *args.counts))
+    if others := results.describe_others(known, chip["kind"], (commit, *args.counts)):
+        print(others, flush=True)
+    todo = [stage for stage in stages if stage.name not in done]
+    print(f"{chip['kind']}, jax {chip['jax']}, commit {commit}: {len(todo)} stages to do, "
+          f"{len(stages) - len(todo)} done before", flush=True)  # fmt: skip
+
+    def save(stage: campaign.Stage, outcome: dict[str, Any]) -> None:
+        output = outcome.pop("output")
+        with (args.out / "outputs.txt").open("a") as file:
+            file.write(f"=== {stage.name}: {outcome['status']}\n{output}\n")
+        results.append_record(path, {
+            "stage": stage.name, **outcome, "chip": chip["kind"], "driver": chip["driver"],
+            "jax": chip["jax"], "clocks": query_card(), "commit": commit,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": shlex.join([
+                *(f"{name}={shlex.quote(value)}" for name, value in stage.environment),
+                "python", "-m", *stage.command,
+            ]),
+        })  # fmt: skip
+        if outcome["status"] == results.DONE:
+            done[stage.name] = outcome
+
+    with tempfile.TemporaryDirectory() as folder:
+        campaign.run_campaign(
+            todo, folder=Path(folder), seconds=60 * args.minutes, together=args.together,
+            save=save, environ=stage_environ((path, *args.done)),
+        )  # fmt: skip
+    print(f"{sum(x.name in done for x in stages)} of {len(stages)} stages done: {path}")
+    return 0 if all(x.name in done for x in stages) else 1
+
+
+def stage_environ(records: Sequence[Path]) -> dict[str, str]:
+    """The environment of all stages: programs that one compiled are read by the next."""
+    cache = os.environ.get(
+        "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "programs"))
+    )
+    return {
+        **os.environ, "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
+        "ON_DEVICE_RESULTS": os.pathsep.join(map(str, records)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

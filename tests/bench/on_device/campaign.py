@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run stages as processes, several at a time, each within its limits of time and memory.
+
+A stage that fails, hangs, dies or fills the memory costs its own time only, and its message is
+kept. Next: stages.py, which lists the stages; stage.py, what they import.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.bench.on_device.results import DONE
+from tests.bench.on_device.stage import LOCK_FOLDER, MARK
+
+TICK_S = 0.2
+LOG_TAIL = 20_000  # characters of a stage's output that are kept
+MESSAGE = 600
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process of the campaign; times are seconds, as earlier campaigns showed them."""
+
+    name: str
+    command: tuple[str, ...]  # after `python -m`
+    limit_s: float  # from its start, waiting for the device included
+    compile_s: float = 30.0  # expected time without the device
+    device_s: float = 10.0  # expected time with the device alone
+    memory_gb: float = 40.0  # limit of host memory
+    environment: tuple[tuple[str, str], ...] = ()
+    # Stages of a later phase begin when those of the earlier ones have ended: comparisons share the
+    # device for minutes, and a measurement would wait for them.
+    phase: int = 0
+
+
+@dataclass
+class Running:
+    stage: Stage
+    process: subprocess.Popen[bytes]
+    output: Path
+    start: float
+
+
+def run_campaign(
+    stages: Sequence[Stage], *, folder: Path, seconds: float, together: int,
+    save: Callable[[Stage, dict[str, Any]], None], log_line: Callable[[str], None] = print,
+    environ: Mapping[str, str] = os.environ,
+) -> None:  # fmt: skip
+    """Run the stages in order, `together` at a time, and `save` each one's outcome as it ends.
+
+    After `seconds` whatever still runs is ended and saved as "cut off".
+    folder: of the stages' output while they run, and of the device's locks.
+    """
+    end, waiting, running = time.monotonic() + seconds, list(stages), []
+    try:
+        while running or (waiting and time.monotonic() < end):
+            while (
+                waiting
+                and len(running) < together
+                and all(job.stage.phase >= waiting[0].phase for job in running)
+                and time.monotonic() < end
+            ):
+                running.append(_start(waiting.pop(0), folder, environ))
+                log_line(f"{_clock(end, seconds)} begins {running[-1].stage.name}")
+            for job in list(running):
+                status = _find_end(job, end)
+                if status is None:
+                    continue
+                running.remove(job)
+                _end_group(job)
+                outcome = read_outcome(job, status)
+                log_line(
+                    f"{_clock(end, seconds)} {job.stage.name}: {outcome['status']} in "
+                    f"{outcome['seconds']:.0f} s. {outcome['message'][-200:]}"
+                )
+                save(job.stage, outcome)
+            time.sleep(TICK_S)
+    finally:
+        for job in running:
+            _end_group(job)
+    for stage in waiting:
+        log_line(f"not begun: {stage.name}")
+
+
+def _clock(end: float, seconds: float) -> str:
+    return f"{seconds - (end - time.monotonic()):5.0f} s"
+
+
+def _start(stage: Stage, folder: Path, environ: Mapping[str, str]) -> Running:
+    output = folder / f"{stage.name}.txt"
+    settings = {
+        LOCK_FOLDER: str(folder), "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *stage.command], stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
+            env={**environ, **settings, **dict(stage.environment)},
+        )  # fmt: skip
+    return Running(stage, process, output, time.monotonic())
+
+
+def _find_end(job: Running, end: float) -> str | None:
+    """How a stage ended or must end; None while it may go on."""
+    code = job.process.poll()
+    if code is not None:
+        return DONE if code == 0 else "failed"
+    now = time.monotonic()
+    if now > end:
+        return "cut off"
+    if now - job.start > job.stage.limit_s:
+        return "timed out"
+    if resident_bytes(job.process.pid) > job.stage.memory_gb * 1e9:
+        return "out of memory"
+    return None
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process and of those that it started, bytes; shared pages count in each."""
+    total = 0
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total
+
+
+def _end_group(job: Running) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(job.process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        job.process.wait(10)  # a driver may keep it; then it is abandoned
+
+
+def read_outcome(job: Running, status: str) -> dict[str, Any]:
+    """Status, figures, message and the end of the output of a stage that has ended."""
+    text = job.output.read_text(errors="replace")
+    lines = text.splitlines()
+    figures = []
+    for line in lines:
+        if line.startswith(MARK):
+            with suppress(json.JSONDecodeError):  # a kill may cut the last line
+                figures.append(json.loads(line.removeprefix(MARK)))
+    code = job.process.returncode
+    message = ""
+    if status != DONE:
+        said = [x.strip() for x in lines if x.strip() and not x.startswith(MARK)]
+        died = f"killed by signal {-code}. " if status == "failed" and code and code < 0 else ""
+        message = (died + (said[-1] if said else ""))[:MESSAGE]
+    return {
+        "status": status, "figures": figures, "message": message,
+        "seconds": round(time.monotonic() - job.start, 1), "output": text[-LOG_TAIL:],
+    }  # fmt: skip
+
+
+def simulate(stages: Sequence[Stage], together: int) -> list[tuple[str, float]]:
+    """(stage, second of its end) by the expected times: `together` compile, one has the device."""
+    slots, device, ends = [0.0] * together, 0.0, []
+    waiting = list(stages)
+    ready: list[tuple[float, int, Stage]] = []  # compiled at, slot
+    while waiting or ready:
+        free = min(range(together), key=lambda i: slots[i])
+        if waiting and (not ready or slots[free] <= min(ready)[0]):
+            stage = waiting.pop(0)
+            ready.append((slots[free] + stage.compile_s, free, stage))
+            slots[free] = float("inf")  # until it had the device
+            continue
+        ready.sort(key=lambda x: x[0])
+        compiled, slot, stage = ready.pop(0)
+        device = max(device, compiled) + stage.device_s
+        slots[slot] = device
+        ends.append((stage.name, device))
+    return ends

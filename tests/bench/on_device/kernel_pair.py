@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage: one of our kernels and a peer, checked and then timed in turn on the same card.
+
+    python -m tests.bench.on_device.kernel_pair sink_attention --case full_20b \
+        --vs tests.bench.kernel_peers:cudnn_sink
+
+As `python -m pallas_kernels.bench`, but the device is held alone for the timing only.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench.__main__ import check_results, time_sides
+from pallas_kernels.bench.measure import measure_anchors
+from pallas_kernels.bench.ops import OPS, cases_by_name
+from tests.bench.on_device.stage import device_alone, device_shared, report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--vs", required=True)
+    parser.add_argument("--impl", default="mosaic_gpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    op, platform = OPS[args.op], jax.default_backend()
+    case, names = cases_by_name(op)[args.case], (args.impl, args.vs)
+    dtype = jnp.dtype("float32" if platform == "cpu" else "bfloat16")
+    named = {"op": args.op, "case": args.case, "impl": args.impl, "peer": args.vs}
+    with device_shared():  # compiles as well: the next stage's numbers are not disturbed
+        errors = check_results(op, case, names, dtype)
+    report(**named, errors={k: [x for x in v if x is not None] for k, v in errors.items()})
+    with device_alone():
+        anchors = measure_anchors(platform, dtype)
+        rows = time_sides(op, case, names, dtype, args.rounds, anchors)
+    for row in rows:
+        report(**named | row, product_tflops=anchors.matmul_tflops, copy_gbs=anchors.copy_gbs)
+
+
+if __name__ == "__main__":
+    main()
