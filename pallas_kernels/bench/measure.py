@@ -17,6 +17,9 @@ Run = Callable[[], Any]  # starts the work and returns its results, possibly bef
 # A timing repeats the work for at least so long, so that the clock's resolution and the dispatch
 # of a call do not count.
 MIN_TIMED_S = 0.02
+# Options of XLA's GPU compiler for programs whose speed does not matter: its matrix products are
+# not tuned, which takes minutes for a reference.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 class Anchors(NamedTuple):
@@ -52,15 +55,28 @@ def time_run(run: Run) -> float:
 
 
 class JittedOp:
-    """An implementation of this package on one case, compiled once."""
+    """An implementation of this package on one case, compiled once.
 
-    def __init__(self, op: Op, case: Any, impl: str) -> None:
+    `is_timed` False is for results alone: on a GPU XLA then tunes none of its programs.
+    """
+
+    def __init__(self, op: Op, case: Any, impl: str, is_timed: bool = True) -> None:
         call, n = op.call(case, impl), op.differentiated
-        self.forward = jax.jit(call)
+        is_untuned = not is_timed and jax.default_backend() == "gpu"
+        jit = partial(jax.jit, compiler_options=UNTUNED) if is_untuned else jax.jit
+        self.forward = jit(call)
         # The function that jax.vjp returns is a pytree of residuals: it can leave one program and
         # enter another, so the backward pass is timed alone.
-        self.pull = jax.jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))
-        self.backward = jax.jit(lambda pull, ct: pull(ct))
+        self.pull = jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))
+        self.backward = jit(lambda pull, ct: pull(ct))
+
+    def compile(self, inputs: tuple[Any, ...], cotangents: Any) -> None:
+        """Compile every pass for arguments of these shapes, so that `passes` compiles nothing."""
+        self.forward.lower(*inputs).compile()
+        if cotangents is not None:
+            self.pull.lower(*inputs).compile()
+            _, pull = jax.eval_shape(self.pull, *inputs)
+            self.backward.lower(pull, cotangents).compile()
 
     def passes(self, inputs: tuple[Any, ...], cotangents: Any) -> dict[str, Run]:
         """The passes that can be timed with these inputs."""

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +22,13 @@ from pallas_kernels.check.verdicts import KernelVerdict
 # Includes compiling for the chip, which may take minutes.
 TIMEOUT_S = 600.0
 CHIP_TIMEOUT_S = 120.0
+POLL_S = 0.2  # so soon a child that is not wanted any more is killed
 _START = (  # the alarm ends a hanging child whose parent is dead
     "import json, signal, sys; signal.alarm(int(sys.argv[3])); "
     "sys.path[:] = json.loads(sys.argv[1]); "
     "from pallas_kernels.check.one import main; main(sys.argv[2])"
 )
+_FAULT_MAY_BE_OF_MACHINE = ("it raised ", "the process ")  # begins a fault that no number shows
 _MARK = "kernel check: "  # that of one.py, which is not imported here because it imports JAX
 
 
@@ -51,8 +55,10 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **settings, "XLA_FLAGS": flags}
 
 
-def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
-    """Run one.py on the request, and kill it after `timeout_s`."""
+def run_child(
+    request: Mapping[str, Any], timeout_s: float, stop: threading.Event | None = None
+) -> ChildReport:
+    """Run one.py on the request, and kill it after `timeout_s` or when `stop` is set."""
     path, request_json, alarm = json.dumps(sys.path), json.dumps(dict(request)), int(timeout_s) + 10
     command = [sys.executable, "-c", _START, path, request_json, str(alarm)]
     with tempfile.TemporaryDirectory() as folder:  # files: a pipe may stay open in grandchildren
@@ -63,7 +69,7 @@ def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
                 env=child_environ(os.environ), start_new_session=True,
             )  # fmt: skip
             try:
-                status = child.wait(timeout_s)
+                status = child.wait(timeout_s) if stop is None else _wait(child, timeout_s, stop)
                 end = "" if status == 0 else _describe_exit(status)
             except subprocess.TimeoutExpired:
                 end = f"gave no result in {timeout_s:g} s"
@@ -83,6 +89,17 @@ def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
     return ChildReport(tuple(json.loads(x) for x in messages), end)
 
 
+def _wait(child: subprocess.Popen[bytes], timeout_s: float, stop: threading.Event) -> int:
+    """The child's exit status. Raises TimeoutExpired after `timeout_s` or when `stop` is set."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return child.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if stop.is_set() or time.monotonic() > deadline:
+                raise
+
+
 def find_chip() -> dict[str, str]:
     """Return platform, kind, driver and jax version of this machine's device.
 
@@ -96,11 +113,12 @@ def find_chip() -> dict[str, str]:
 
 def check_kernel(
     operation: str, impl: str, dtype: str, real: Sequence[Mapping[str, Any]] | None,
-    timeout_s: float,
+    timeout_s: float, stop: threading.Event | None = None,
 ) -> KernelVerdict:  # fmt: skip
     """Check one implementation of one operation.
 
-    `real` has the fields of cases of the run's own sizes, which are compared in sampled rows.
+    `real` has the fields of cases of the run's own sizes, which are compared in sampled rows. A
+    check that `stop` ends has no meaning.
     Raises: NoChip when the machine, not the kernel, prevented the check.
     """
     report = run_child(
@@ -111,6 +129,7 @@ def check_kernel(
             "real": real and list(map(dict, real)),
         },
         timeout_s,
+        stop,
     )
     if not report.lines:
         raise NoChip(f"a process that opens the device {report.end or 'said nothing'}")
@@ -130,6 +149,12 @@ def check_kernel(
     if refused_run_cases or (refused_cases and len(refused_cases) == len(cases)):
         return KernelVerdict("refuses", (refused_run_cases or refused_cases)[-1]["refused"])
     return KernelVerdict("right", f"{len(cases) - len(refused_cases)} cases")
+
+
+def may_be_of_machine(verdict: KernelVerdict) -> bool:
+    """True if the check ended without a wrong number, as it does for want of memory or time."""
+    fault = verdict.reason.partition(": ")[2]
+    return verdict.kind == "wrong" and fault.startswith(_FAULT_MAY_BE_OF_MACHINE)
 
 
 def last_line(text: str) -> str:

@@ -4,7 +4,9 @@
 Next: pallas_kernels/dispatch.py, whose `select_implementation` takes the selected names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +32,8 @@ PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, 
     }.items()
 }  # fmt: skip
 Judge = Callable[[str, str], KernelVerdict]  # (operation, implementation) -> its verdict
+# Checks that run at once, each with cases of a run's sizes on the device. A TPU admits one process.
+CHECKS_AT_ONCE = {"gpu": 4}
 
 
 class Choice(NamedTuple):
@@ -60,10 +64,13 @@ def invariant_impls(name: str) -> dict[str, Impl]:
 def choose_kernels(name: str, platform: str, judge: Judge) -> dict[str, Choice]:
     """For each operation the named implementation, else the first correct kernel, else XLA.
 
-    `judge` is called for kernels of this platform only, and stops at the first correct one.
+    `judge` is called for kernels of this platform only, and stops at the first correct one. One
+    that checks in processes does the first kernels of all operations at once where it may.
     Raises: KernelRefused when the named kernel is for another platform, wrong, or does not support
     the run's sizes.
     """
+    if isinstance(judge, ProcessJudge):
+        judge.check_ahead(preferred_kernels(name, platform), CHECKS_AT_ONCE.get(platform, 1))
     choices = {}
     for operation, impls in PLATFORMS.items():
         if name in PLAIN:
@@ -79,6 +86,19 @@ def choose_kernels(name: str, platform: str, judge: Judge) -> dict[str, Choice]:
         else:
             choices[operation] = _first_right_kernel(operation, platform, judge)
     return choices
+
+
+def preferred_kernels(name: str, platform: str) -> list[tuple[str, str]]:
+    """(operation, implementation) that `choose_kernels` certainly asks for, if it refuses none."""
+    pairs = []
+    for operation, impls in PLATFORMS.items() if name not in PLAIN else ():
+        candidates = [name] if name in impls else list(impls)
+        first = next((x for x in candidates if x in PLAIN or platform in impls[x]), None)
+        if first is None:
+            return []  # the named kernel is for another platform, and is refused
+        if first not in PLAIN:
+            pairs.append((operation, first))
+    return pairs
 
 
 def _first_right_kernel(operation: str, platform: str, judge: Judge) -> Choice:
@@ -107,31 +127,99 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def make_judge(
-    chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]], *,
-    folder: Path | None = None, timeout_s: float = child.TIMEOUT_S, recheck: bool = False,
-    log_line: Callable[[str], None] = print_line,
-) -> Judge:  # fmt: skip
+class ProcessJudge:
     """A judge that returns the stored verdict, or checks in a child process and stores the result.
 
     `real`: for each operation the fields of cases of the run's sizes. `recheck`: ignore stored
     verdicts.
     """
-    folder = verdicts.verdict_folder() if folder is None else folder
 
-    def judge(operation: str, impl: str) -> KernelVerdict:
-        key = verdicts.verdict_key(chip, operation, impl, dtype, real.get(operation))
-        verdict = None if recheck else verdicts.load_verdict(folder, key, log_line)
+    def __init__(
+        self, chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]],
+        folder: Path, timeout_s: float, recheck: bool, log_line: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.chip, self.dtype, self.real = chip, dtype, real
+        self.folder, self.timeout_s, self.recheck = folder, timeout_s, recheck
+        self.log_line = log_line
+        self.ahead: dict[tuple[str, str], KernelVerdict] = {}
+
+    def __call__(self, operation: str, impl: str) -> KernelVerdict:
+        if (operation, impl) in self.ahead:
+            return self.ahead[operation, impl]
+        verdict = self._find_stored(operation, impl)
         if verdict is None:
-            log_line(f"checking {operation} with {impl} on {chip['kind']}…")
-            try:
-                verdict = child.check_kernel(operation, impl, dtype, real.get(operation), timeout_s)
-            except child.NoChip as error:  # not stored: the next run tries again
-                return KernelVerdict("unknown", str(error))
-            verdicts.save_verdict(folder, key, verdict, log_line)
+            verdict = self._run_check(operation, impl)
+            self._store(operation, impl, verdict)
         return verdict
 
-    return judge
+    def check_ahead(self, pairs: Iterable[tuple[str, str]], n_at_once: int) -> None:
+        """Judge these (operation, implementation), so many at once; later calls find the verdicts.
+
+        A check that ended without a result beside others is repeated alone: they share the
+        device's memory and the machine's cores.
+        """
+        if n_at_once < 2:
+            return
+        checks, stop = {}, threading.Event()
+        with ThreadPoolExecutor(n_at_once, thread_name_prefix="check") as pool:
+            try:
+                for operation, impl in pairs:  # here and not in the threads: lines in order
+                    stored = self._find_stored(operation, impl)
+                    if stored is None:
+                        check = pool.submit(self._run_check, operation, impl, stop)
+                        checks[operation, impl] = check
+                    else:
+                        self.ahead[operation, impl] = stored
+                verdicts_beside = {pair: check.result() for pair, check in checks.items()}
+            except BaseException:  # the user's Ctrl-C ends the children too
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        for (operation, impl), verdict in verdicts_beside.items():
+            if len(checks) > 1 and (verdict.kind == "unknown" or child.may_be_of_machine(verdict)):
+                self.log_line(f"checking {operation} with {impl} again, alone: {verdict.reason}")
+                verdict = self._run_check(operation, impl)
+            self._store(operation, impl, verdict)
+            self.ahead[operation, impl] = verdict
+
+    def _key(self, operation: str, impl: str) -> verdicts.Key:
+        return verdicts.verdict_key(
+            self.chip, operation, impl, self.dtype, self.real.get(operation)
+        )
+
+    def _find_stored(self, operation: str, impl: str) -> KernelVerdict | None:
+        """The stored verdict; None, with a line that says so, if a check must run."""
+        verdict = None
+        if not self.recheck:
+            key = self._key(operation, impl)
+            verdict = verdicts.load_verdict(self.folder, key, self.log_line)
+        if verdict is None:
+            self.log_line(f"checking {operation} with {impl} on {self.chip['kind']}…")
+        return verdict
+
+    def _run_check(
+        self, operation: str, impl: str, stop: threading.Event | None = None
+    ) -> KernelVerdict:
+        real = self.real.get(operation)
+        try:
+            return child.check_kernel(operation, impl, self.dtype, real, self.timeout_s, stop)
+        except child.NoChip as error:
+            return KernelVerdict("unknown", str(error))
+
+    def _store(self, operation: str, impl: str, verdict: KernelVerdict) -> None:
+        if verdict.kind != "unknown":  # then the next run tries again
+            key = self._key(operation, impl)
+            verdicts.save_verdict(self.folder, key, verdict, self.log_line)
+
+
+def make_judge(
+    chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]], *,
+    folder: Path | None = None, timeout_s: float = child.TIMEOUT_S, recheck: bool = False,
+    log_line: Callable[[str], None] = print_line,
+) -> Judge:  # fmt: skip
+    """A ProcessJudge with this command's defaults."""
+    folder = verdicts.verdict_folder() if folder is None else folder
+    return ProcessJudge(chip, dtype, real, folder, timeout_s, recheck, log_line)
 
 
 def may_have_accelerator(platforms: str | None = None) -> bool:

@@ -8,7 +8,9 @@ Next: child.py, which starts it.
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,23 +123,37 @@ def replace_implementation(op: Op, impl: str) -> Op:
     return replace(op, call=call)
 
 
-def find_fault(op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEATS) -> str | None:
+def find_fault(
+    op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEATS,
+    hold_device: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> str | None:  # fmt: skip
     """Describe the first wrong result, or a difference between calls; None if all is correct.
 
-    A large case is compared in sampled rows (sampled.py).
+    A large case is compared in sampled rows (sampled.py). The implementation is compiled before
+    anything runs; then all is done in the context that `hold_device` returns.
     Raises: NotImplementedError when the implementation does not support the shapes.
     """
+    jitted = JittedOp(op, case, impl)
+    input_shapes = jax.eval_shape(partial(op.inputs, case, jnp.dtype(dtype)), 1)
+    shapes = jax.eval_shape(op.call(case, "reference"), *input_shapes)
+    jitted.compile(input_shapes, shapes if op.differentiated else None)
+    with hold_device():
+        return _find_fault_compiled(op, case, jitted, shapes, dtype, repeats)
+
+
+def _find_fault_compiled(
+    op: Op, case: Any, jitted: JittedOp, shapes: Any, dtype: Any, repeats: int
+) -> str | None:
+    """`find_fault` of a compiled implementation, whose results have these shapes."""
     inputs = generate_inputs(op, case, jnp.dtype(dtype), 1)
     row_ids, ct = sample_rows(op, inputs), None
     if op.differentiated:
-        shapes = jax.eval_shape(op.call(case, "reference"), *inputs)
         shapes_flat, tree = jax.tree.flatten(shapes)
         keys = jax.random.split(jax.random.key(2), len(shapes_flat))
         leaves = [
             jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes_flat, strict=True)
         ]
         ct = mask_cotangents(op, jax.tree.unflatten(tree, leaves), row_ids)
-    jitted = JittedOp(op, case, impl)
     first_results = run_passes(jitted, inputs, ct)
     # A race or a sum in no fixed order shows as a difference between calls.
     for _ in range(repeats - 1):

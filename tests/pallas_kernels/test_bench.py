@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.ahead_of_time import Ptxas
+from pallas_kernels.ahead_of_time import Ptxas, chip_mesh, compile_on, compiler_unavailable
 from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import compiled, growth, measure
 from pallas_kernels.bench.ops import OPS, make_cotangents, relative_error
@@ -88,6 +89,57 @@ def test_nothing_is_timed_on_a_gpu_beside_products_that_xla_has_not_tuned(monkey
         bench.main(["token_logprobs", "--impl", "xla", "--case", "one_block"])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "got --xla_gpu_autotune_level=0 in XLA_FLAGS" in line
+
+
+def test_on_a_gpu_a_reference_for_its_results_is_not_tuned_and_what_is_timed_is(monkeypatch):
+    op, case, options = OPS["token_logprobs"], OPS["token_logprobs"].cases.TEST_CASES[0], []
+    monkeypatch.setattr(
+        measure.jax, "jit", lambda fn, compiler_options=None: options.append(compiler_options)
+    )
+    for backend, untuned in (("cpu", None), ("tpu", None), ("gpu", {"xla_gpu_autotune_level": 0})):
+        monkeypatch.setattr(measure.jax, "default_backend", lambda backend=backend: backend)
+        for is_timed, expected in ((True, None), (False, untuned)):
+            options.clear()
+            measure.JittedOp(op, case, "reference", is_timed=is_timed)
+            assert options == [expected] * 3
+
+
+def test_the_references_of_a_check_are_not_timed(monkeypatch):
+    op, made, real = OPS["token_logprobs"], [], measure.JittedOp
+
+    def record(op, case, impl, is_timed=True):
+        made.append((impl, is_timed))
+        return real(op, case, impl, is_timed)
+
+    monkeypatch.setattr("pallas_kernels.check.sampled.JittedOp", record)
+    bench.check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.dtype("float32"))
+    assert made == [("reference", False)]
+
+
+@pytest.mark.parametrize("name", ["token_logprobs", "decode_attention"])
+def test_an_operation_that_was_compiled_ahead_compiles_nothing_in_its_passes(name, caplog):
+    op, dtype = OPS[name], jnp.dtype("float32")
+    case = op.cases.TEST_CASES[1]
+    inputs = measure.generate_inputs(op, case, dtype, 1)
+    ct, jitted = make_cotangents(op, case, inputs, 1), measure.JittedOp(op, case, "xla")
+    shapes, ct_shapes = jax.eval_shape(lambda: (inputs, ct))
+    with jax.log_compiles():
+        jitted.compile(shapes, ct_shapes)
+        assert caplog.text.count("Finished XLA compilation") == (3 if op.differentiated else 1)
+        caplog.clear()
+        jax.block_until_ready([run() for run in jitted.passes(inputs, ct).values()])
+    assert "XLA compilation" not in caplog.text
+
+
+@pytest.mark.aot
+def test_the_compiler_for_a_gpu_knows_the_option_that_leaves_out_tuning():
+    if reason := compiler_unavailable("h100"):
+        pytest.skip(reason)
+    mesh = chip_mesh("h100")
+    x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec()))
+    assert compile_on(mesh, jnp.matmul, x, x, compiler_options=measure.UNTUNED)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        compile_on(mesh, jnp.matmul, x, x, compiler_options={"xla_gpu_no_such_option": 0})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"sink_attention/xla/float32": 3}', "\udcff"])

@@ -79,7 +79,8 @@ def list_cases(platform: str = "gpu") -> dict[str, Case]:
     """Every case of the platform by name; on a CPU those of the rehearsal."""
     cases = {}
     for param in test_on_chip.calls():
-        name, (operation, case, impl) = str(param.id), param.values
+        values: Any = param.values
+        name, (operation, case, impl) = str(param.id), values
         if platform == "cpu":
             is_wanted = name in REHEARSAL
         else:

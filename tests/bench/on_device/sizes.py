@@ -15,7 +15,7 @@ ON_80_GB = (
 )  # fmt: skip
 # Toy sizes that the kernels' tiles take, so that a rehearsal compiles what a card does.
 TOY = (
-    "model.d_model=128", "model.d_expert=128", "model.head_dim=64", "model.vocab_size=512",
+    "model.d_model=256", "model.d_expert=256", "model.head_dim=64", "model.vocab_size=512",
     "model.sliding_window=128", "init.checkpoint=gpt-oss-20b", "warmup.steps=0",
     "optim.remat=True",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 """The choice of kernels: from the config or by import into every piece, told, kept, refused."""
 
 import json
+import threading
 import time
 
 import jax
@@ -93,6 +94,22 @@ def test_a_right_kernel_is_taken_with_xla_behind_it_for_other_shapes():
     assert found.line == "mosaic_gpu" and not found.alerts
     assert set(found.impls.values()) == {("mosaic_gpu", "xla")}
     assert found.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
+
+
+def test_a_run_on_a_gpu_checks_its_operations_at_once_at_its_own_sizes(monkeypatch, tmp_path):
+    begun, asked = threading.Barrier(4), {}
+
+    def check_kernel(operation, impl, dtype, real, *_):
+        asked[operation] = real
+        if len(asked) <= 4:
+            begun.wait(20)  # breaks unless four checks run at once
+        return RIGHT
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
+    monkeypatch.setattr(child, "check_kernel", check_kernel)
+    assert choose_run_kernels(TINY) == decided(TINY, mosaic_gpu=RIGHT)
+    assert asked == run_cases(TINY, "gpu")
 
 
 def test_a_wrong_kernel_falls_back_with_an_alert_that_names_it():

@@ -3,6 +3,7 @@
 
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -66,6 +67,147 @@ def test_a_name_that_one_operation_has_leaves_the_others_to_auto():
     }
 
 
+GPU = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
+
+
+class Checks:
+    """In place of child.check_kernel: its answers, and how many ran at once."""
+
+    def __init__(self, monkeypatch, answer, together=1):
+        self.answer, self.barrier = answer, threading.Barrier(together)
+        self.running, self.most, self.asked = 0, 0, []
+        self.lock = threading.Lock()
+        monkeypatch.setattr(child, "check_kernel", self)
+
+    def __call__(self, operation, impl, *_):
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.asked.append((operation, impl))
+            beside = self.running
+        try:
+            if len(self.asked) <= self.barrier.parties:
+                self.barrier.wait(20)  # breaks unless so many checks run at once
+                beside = self.barrier.parties
+            return self.answer(operation, impl, beside)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+def chosen(chip, folder, name="auto"):
+    """The choice, and the lines that were printed."""
+    told = []
+    judge = make_judge(chip, "bfloat16", {}, folder=folder, log_line=told.append)
+    return choose_kernels(name, chip["platform"], judge), told
+
+
+@pytest.mark.parametrize("name", ["auto", "mosaic_gpu", "mosaic_gpu_invariant"])
+def test_a_gpu_checks_the_operations_at_once_and_each_verdict_is_kept(monkeypatch, tmp_path, name):
+    impl = name.replace("auto", "mosaic_gpu")
+    checks = Checks(monkeypatch, lambda *_: RIGHT, together=4)
+    found, told = chosen(GPU, tmp_path, name)
+    assert checks.most == 4 and len(checks.asked) == len(PLATFORMS) == 5
+    assert {c.name for c in found.values()} == {impl}
+    assert told == [f"checking {o} with {impl} on NVIDIA H200…" for o in PLATFORMS]
+    assert len(list(tmp_path.glob("*.json"))) == len(PLATFORMS)
+    again = Checks(monkeypatch, lambda *_: pytest.fail("checked again"))
+    assert chosen(GPU, tmp_path, name) == (found, []) and again.most == 0
+
+
+def test_a_tpu_which_admits_one_process_checks_one_operation_after_another(monkeypatch, tmp_path):
+    checks = Checks(monkeypatch, lambda *_: time.sleep(0.05) or RIGHT)
+    found, told = chosen(GPU | {"platform": "tpu", "kind": "TPU v6 lite"}, tmp_path)
+    assert checks.most == 1 and checks.asked == [(o, "mosaic_tpu") for o in PLATFORMS]
+    assert [x.split()[1] for x in told] == list(PLATFORMS)
+    assert {c.name for c in found.values()} == {"mosaic_tpu"}
+
+
+def test_checks_at_once_choose_what_checks_in_turn_choose(monkeypatch, tmp_path):
+    def answer(operation, impl, _):
+        if operation == "token_logprobs":
+            raise child.NoChip("no memory, ever")
+        if impl == "triton":
+            return RIGHT
+        return {"sink_attention": WRONG, "grouped_matmul": REFUSES}.get(operation, RIGHT)
+
+    Checks(monkeypatch, answer, together=4)
+    at_once, _ = chosen(GPU, tmp_path / "at_once")
+    monkeypatch.setattr(choice, "CHECKS_AT_ONCE", {})
+    checks = Checks(monkeypatch, answer)
+    in_turn, _ = chosen(GPU, tmp_path / "in_turn")
+    assert checks.most == 1 and at_once == in_turn and list(at_once) == list(in_turn)
+    assert at_once["sink_attention"].name == "triton"
+    kept = [sorted(x.name for x in (tmp_path / y).iterdir()) for y in ("at_once", "in_turn")]
+    assert kept[0] == kept[1] and len(kept[0]) == len(PLATFORMS)  # triton's and no unknown one
+
+
+@pytest.mark.parametrize("alone", [RIGHT, WRONG, None])
+@pytest.mark.parametrize(
+    "beside",
+    [None, KernelVerdict("wrong", "case ragged: it raised JaxRuntimeError: INTERNAL: cuBLAS"),
+     KernelVerdict("wrong", "case ragged: the process gave no result in 600 s")],
+)  # fmt: skip
+def test_a_check_without_a_result_beside_others_is_repeated_alone(
+    monkeypatch, tmp_path, beside, alone
+):
+    def answer(operation, impl, count):
+        if operation != "grouped_swiglu":
+            return RIGHT
+        verdict = beside if count > 1 else alone
+        if verdict is None:
+            raise child.NoChip("the process ran out of memory")
+        return verdict
+
+    checks = Checks(monkeypatch, answer, together=4)
+    found, told = chosen(GPU, tmp_path)
+    assert checks.asked[-1] == ("grouped_swiglu", "mosaic_gpu")
+    assert len(checks.asked) == len(PLATFORMS) + 1
+    assert told[-1].startswith("checking grouped_swiglu with mosaic_gpu again, alone: ")
+    unknown = KernelVerdict("unknown", "the process ran out of memory")
+    rejected = () if alone is RIGHT else (("mosaic_gpu", alone or unknown),)
+    assert found["grouped_swiglu"].rejected == rejected
+    assert len(list(tmp_path.glob("*.json"))) == len(PLATFORMS) - (alone is None)
+
+
+def test_a_wrong_number_beside_others_is_wrong_without_another_check(monkeypatch, tmp_path):
+    checks = Checks(monkeypatch, lambda *_: WRONG, together=4)
+    with pytest.raises(KernelRefused, match="sink_attention: failed in case ragged: o: relative"):
+        chosen(GPU, tmp_path, "mosaic_gpu")
+    assert len(checks.asked) == len(PLATFORMS)
+
+
+def test_a_kernel_of_another_platform_is_refused_before_any_check(monkeypatch, tmp_path):
+    Checks(monkeypatch, lambda *_: pytest.fail("checked"))
+    with pytest.raises(KernelRefused, match="it needs a tpu, but this machine has a gpu"):
+        chosen(GPU, tmp_path, "mosaic_tpu")
+
+
+def test_an_interruption_ends_the_checks_that_run(monkeypatch, tmp_path):
+    stops = []
+
+    def interrupted(operation, impl, dtype, real, timeout_s, stop):
+        stops.append(stop)
+        if operation == "sink_attention":
+            raise KeyboardInterrupt
+        assert stop.wait(20)
+        return RIGHT
+
+    monkeypatch.setattr(child, "check_kernel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        chosen(GPU, tmp_path)
+    assert all(stop.is_set() for stop in stops) and not list(tmp_path.iterdir())
+
+
+def test_a_child_that_is_not_wanted_any_more_is_killed(monkeypatch):
+    monkeypatch.setattr(child, "_START", "import time; time.sleep(60)")
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    start = time.monotonic()
+    child.run_child({}, 60.0, stop)
+    assert time.monotonic() - start < 20
+
+
 @pytest.mark.parametrize(
     "platform, verdict, said",
     [
@@ -110,7 +252,7 @@ def on_a_cpu():
         ("other_bits_in_each_call", "token_logprobs", "wrong", "logp has different bits in two"),
         ("crashes", "token_logprobs", "wrong", "the process was killed by SIGABRT"),
         ("refuses", "token_logprobs", "refuses", "it needs a Hopper GPU"),
-        ("has_no_memory", "token_logprobs", "unknown", "ran out of memory"),
+        ("has_no_memory", "decode_attention", "unknown", "ran out of memory"),
         ("names_the_status_of_no_memory", "token_logprobs", "wrong", "it raised ValueError"),
     ],
 )  # fmt: skip
