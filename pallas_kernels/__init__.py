@@ -5,13 +5,18 @@ Each operation is a folder: api.py (the public function), reference.py (the form
 one file for each implementation, cases.py (named shapes). dispatch.py selects the implementation.
 """
 
-from pallas_kernels.decode_attention import decode_attention, paged_decode_attention
+from pallas_kernels.decode_attention import (
+    decode_attention,
+    decode_attention_in_stack,
+    paged_decode_attention,
+)
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.sink_attention import sink_attention, sink_attention_backward
 from pallas_kernels.token_logprobs import token_logprobs
 
 __all__ = [
     "decode_attention",
+    "decode_attention_in_stack",
     "grouped_matmul",
     "grouped_swiglu",
     "paged_decode_attention",

@@ -59,7 +59,7 @@ def make_kernel(
 
     In `body` the axis "warpgroup" numbers the warpgroups, and `axis` the blocks.
     """
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
@@ -72,6 +72,14 @@ def make_kernel(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret_params(interpret),
     )
+
+    def call_once(*operands: Any) -> Any:
+        # XLA writes a result that a scan stores straight into its place, by a copy of the kernel,
+        # and calls the kernel once more for those who read the result. Behind a barrier it does
+        # not: attention ran twice in each forward of a training step.
+        return lax.optimization_barrier(call(*operands))
+
+    return call_once
 
 
 def load_registers(ref: Any, layout: Any, interpret: bool) -> Array:

@@ -4,7 +4,9 @@
 Next: jaxmoe/model/moe.py, the block that follows it in a layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from jaxmoe.model.cache import (
 from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Leaf, Params
+from pallas_kernels import decode_attention, decode_attention_in_stack
 from pallas_kernels.decode_attention import MAX_QUERIES
 
 
@@ -63,15 +66,17 @@ def attention_block(
         k_BSKH, v_BSKH, k_positions_BS, k_segments_BS = (
             k_BTKH, v_BTKH, rows.positions_BT, rows.segments_BT
         )  # fmt: skip
-        if cached is not None:
-            # New keys are written before they are read, since a query also attends to its own
-            # position.
-            updated_kind, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
-                k_BTKH, v_BTKH
-            )
         # The decode kernel has few queries and no gradient. A longer call with a cache is a
         # prefill, and reads it with the kernel of training.
         attend = ops.decode if cached is not None and time <= MAX_QUERIES else ops.attend
+        if cached is not None:
+            # New keys are written before they are read, since a query also attends to its own
+            # position.
+            in_stack = decode_in_stack(attend) if cached.slots.gather_BC is None else None
+            updated_kind, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
+                k_BTKH, v_BTKH, select_layer=in_stack is None
+            )
+            attend = attend if in_stack is None else partial(in_stack, layer=cached.pair)
         o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
@@ -83,6 +88,12 @@ def attention_block(
         # The residual sum is an op, because batch-invariant numerics on an accelerator must keep
         # its rounding.
         return ops.add(x_BTD, o_BTD), updated_kind
+
+
+def decode_in_stack(attend: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The same op on one layer of stacked caches, which it need not copy; None for another op."""
+    op, options = (attend.func, attend.keywords) if type(attend) is partial else (attend, {})
+    return partial(decode_attention_in_stack, **options) if op is decode_attention else None
 
 
 @dataclass(frozen=True)
@@ -143,16 +154,20 @@ class CachedLayer:
     pair: Leaf  # int32 []
     slots: Slots
 
-    def append_kv(self, k_BTKH: Array, v_BTKH: Array) -> tuple[LayerKind, tuple[Array, ...]]:
+    def append_kv(
+        self, k_BTKH: Array, v_BTKH: Array, *, select_layer: bool
+    ) -> tuple[LayerKind, tuple[Array, ...]]:
         """Return the cache with these keys and values, and the (k, v, positions, segments) to
-        attend to."""
-        k, k_BSKH = self._append_tensor(self.kind.k, k_BTKH)
-        v, v_BSKH = self._append_tensor(self.kind.v, v_BTKH)
+        attend to: those of the layer, or, where keys are written in place, the stacks of all."""
+        k, k_BSKH = self._append_tensor(self.kind.k, k_BTKH, select_layer)
+        v, v_BSKH = self._append_tensor(self.kind.v, v_BTKH, select_layer)
         slots = self.slots
         attended = (k_BSKH, v_BSKH, slots.key_positions_BS, slots.key_segments_BS)
         return replace(self.kind, k=k, v=v), attended
 
-    def _append_tensor(self, stacked: Array, new_BTKH: Array) -> tuple[Array, Array]:
+    def _append_tensor(
+        self, stacked: Array, new_BTKH: Array, select_layer: bool
+    ) -> tuple[Array, Array]:
         zero = jnp.zeros((), jnp.int32)
         batch, time, *heads = new_BTKH.shape
         new_BTF = new_BTKH.reshape(batch, time, -1)
@@ -162,6 +177,8 @@ class CachedLayer:
                 stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
             else:
                 stacked = write_row_slots(stacked, new_BTF, self.slots.write_slot, self.pair)
+            if not select_layer:
+                return stacked, stacked.reshape(*stacked.shape[:3], *heads)
             readable_BSF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
         else:
             old_BCF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)

@@ -6,6 +6,7 @@ Next: jaxmoe/model/attention.py.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -49,7 +50,7 @@ def linear(
     For a LoRA matrix, scale · (x·aᵀ)·b is added in float32; x·aᵀ is rounded to x's dtype.
     """
     base_DF, low_rank = split_adapter(w_DF)
-    y = jnp.dot(x, base_DF.astype(x.dtype), preferred_element_type=jnp.float32)
+    y = dot_in_float32(x, base_DF.astype(x.dtype))
     if low_rank is not None:
         a_RD, b_RF, scale = low_rank
         low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -58,6 +59,33 @@ def linear(
         low = low.astype(x.dtype)
         y = y + scale * jnp.dot(low, b_RF.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y + _per_row(b_F, y)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def dot_in_float32(x: Float[Array, "*B D"], w_DF: Float[Array, "D F"]) -> Float[Array, "*B F"]:
+    """Return x·w of one dtype, accumulated in float32 and not rounded.
+
+    Numerics: the cotangent is rounded to x's dtype before its products with x and w. That changes
+    nothing where the result is rounded to that dtype, as in `linear`, and a GPU then multiplies two
+    arrays of 16 bits in place of two of float32.
+    """
+    return jnp.dot(x, w_DF, preferred_element_type=jnp.float32)
+
+
+def _dot_forward(x: Array, w_DF: Array) -> tuple[Array, tuple[Array, Array]]:
+    return dot_in_float32(x, w_DF), (x, w_DF)
+
+
+def _dot_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w_DF = saved
+    dy = dy.astype(x.dtype)
+    dx = jnp.dot(dy, w_DF.T, preferred_element_type=jnp.float32)
+    x_MD, dy_MF = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
+    dw_DF = jnp.dot(x_MD.T, dy_MF, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw_DF.astype(w_DF.dtype)
+
+
+dot_in_float32.defvjp(_dot_forward, _dot_backward)
 
 
 def add_residual(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

@@ -39,7 +39,7 @@ def packed_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -
 
 def engine_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names]) -> int:
     """Bytes of these parameters on one device as an engine with the trainer's forward has them."""
-    if cfg.quant.experts == "none":
+    if cfg.quant.experts == "none" and not cfg.lora.ranks:  # the base of adapters is packed too
         return copy_bytes(specs, cfg, rules)
     leaves = jax.tree.leaves(specs)
     experts, dense = ([x for x in leaves if x.is_packable == kind] for kind in (True, False))

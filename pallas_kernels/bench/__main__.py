@@ -33,6 +33,7 @@ from pallas_kernels.bench.growth import format_growth
 from pallas_kernels.bench.measure import (
     Anchors,
     JittedOp,
+    Peer,
     first_line,
     generate_inputs,
     load_side,
@@ -58,6 +59,7 @@ from pallas_kernels.command_line import OneLineParser
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 DTYPES = ("bfloat16", "float16", "float32")
+Sides = tuple[JittedOp | Peer, JittedOp | Peer]
 
 
 class WrongResult(ValueError):
@@ -75,7 +77,14 @@ def load_baselines(path: Path) -> dict[str, dict[str, float]]:
     return baselines
 
 
-def check_results(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
+def load_sides(op: Op, case: Any, names: tuple[str, str]) -> Sides:
+    """The two sides of a case; what they compile is used by the check and by the timing."""
+    return load_side(op, case, names[0]), load_side(op, case, names[1])
+
+
+def check_results(
+    op: Op, case: Any, names: tuple[str, str], dtype: Any, sides: Sides
+) -> dict[str, list[Any]]:
     """Relative errors of both sides against the float32 reference; large cases in sampled rows.
 
     Raises: WrongResult when an error of the first side, in some row, exceeds the limit of
@@ -87,8 +96,8 @@ def check_results(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict
     ct = None if ct is None else mask_cotangents(op, ct, row_ids)
     naive, expected = run_references(op, case, inputs, ct, row_ids)
     results = {"reference": naive}
-    for name in names:
-        runs = load_side(op, case, name).passes(inputs, ct)
+    for name, side in zip(names, sides, strict=True):
+        runs = side.passes(inputs, ct)
         results[name] = select_compared(
             op, [x for run in runs.values() for x in flatten_results(run())], row_ids
         )
@@ -112,10 +121,9 @@ def flatten_results(results: Any) -> list[Any]:
 
 
 def time_sides(
-    op: Op, case: Any, names: tuple[str, str], dtype: Any, rounds: int, anchors: Anchors
+    op: Op, case: Any, sides: Sides, dtype: Any, rounds: int, anchors: Anchors
 ) -> list[dict[str, Any]]:
     """Time both sides; one row per pass with times, speed and throughput."""
-    sides = [load_side(op, case, name) for name in names]
     times: dict[str, list[list[float]]] = {}
     for i in range(rounds):
         inputs = generate_inputs(op, case, dtype, 100 + i)
@@ -312,11 +320,12 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if refused[case.name]:
                 raise NotImplementedError(refused[case.name])
-            case_errors = check_results(op, case, names, dtype)
+            sides = load_sides(op, case, names)
+            case_errors = check_results(op, case, names, dtype, sides)
             worst = {k: max(x for x in v if x is not None) for k, v in case_errors.items()}
             text = ", ".join(f"{k} {x:.1e}" for k, x in worst.items())
             print(f"{case.name}: largest relative error: {text}", flush=True)
-            rows += time_sides(op, case, names, dtype, rounds, anchors)
+            rows += time_sides(op, case, sides, dtype, rounds, anchors)
             errors[case.name] = case_errors
         except WrongResult as error:
             parser.error(f"{args.op} must be correct to be timed: {error}.")

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a few new queries against a cache. The public functions are in api.py."""
 
-from pallas_kernels.decode_attention.api import decode_attention, paged_decode_attention
+from pallas_kernels.decode_attention.api import (
+    decode_attention,
+    decode_attention_in_stack,
+    paged_decode_attention,
+)
 from pallas_kernels.decode_attention.pages import MAX_QUERIES
 
-__all__ = ["MAX_QUERIES", "decode_attention", "paged_decode_attention"]
+__all__ = [
+    "MAX_QUERIES",
+    "decode_attention",
+    "decode_attention_in_stack",
+    "paged_decode_attention",
+]

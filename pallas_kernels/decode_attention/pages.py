@@ -58,6 +58,17 @@ def pages_from_cache(
     return Pages(k, v, table, visibility_bits(layout, window))
 
 
+def pages_from_stack(
+    k_LBSKH: Array, v_LBSKH: Array, layer: Array, layout: Layout, window: int, page: int
+) -> Pages:
+    """One layer of a stack of caches viewed as pages, without a copy; `page` must divide S."""
+    L, B, S, K, H = k_LBSKH.shape
+    k, v = (x.reshape(L * B * (S // page), page, K, H) for x in (k_LBSKH, v_LBSKH))
+    table = jnp.arange(B * (S // page), dtype=jnp.int32).reshape(B, S // page)
+    first = layer.astype(jnp.int32) * (B * (S // page))
+    return Pages(k, v, table + first, visibility_bits(layout, window))
+
+
 def pages_from_table(
     k_PSKH: Array, v_PSKH: Array, table_BJ, lengths_B, T: int, window: int, max_page: int
 ) -> Pages:

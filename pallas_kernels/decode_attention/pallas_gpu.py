@@ -60,6 +60,21 @@ def decode_attention_mosaic_gpu(
     return _attend_gpu(q_BTNH, x, sink_N, scale, interpret)
 
 
+def decode_attention_in_stack_mosaic_gpu(
+    q_BTNH: Queries, k_LBSKH: Array, v_LBSKH: Array, layer: Array, sink_N: Sinks, layout: Layout,
+    window: int, scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
+    """`decode_attention_mosaic_gpu` of one layer of stacked caches, which is read in place."""
+    page = math.gcd(k_LBSKH.shape[2], KEYS)
+    if page < MIN_PAGE:  # pages of padded slots: of a copy of the layer, not of the stack
+        k, v = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k_LBSKH, v_LBSKH))
+        return decode_attention_mosaic_gpu(
+            q_BTNH, k, v, sink_N, layout, window, scale, interpret=interpret
+        )
+    x = pages.pages_from_stack(k_LBSKH, v_LBSKH, layer, layout, window, page)
+    return _attend_gpu(q_BTNH, x, sink_N, scale, interpret)
+
+
 def paged_decode_attention_mosaic_gpu(
     q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
     lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,

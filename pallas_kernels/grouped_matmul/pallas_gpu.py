@@ -16,6 +16,7 @@ from jaxtyping import Array
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper.mxfp4_forms import ONE_DECODER
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
     multiply_rows_mxfp4_hopper,
     multiply_swiglu_mxfp4_hopper,
@@ -36,15 +37,15 @@ from pallas_kernels.grouped_matmul.rounded import (
 _PACKED = Mxfp4 | Mxfp4Part
 
 
-def _multiply_rows(lhs_MD, rhs_EDF, *operands):
+def _multiply_rows(lhs_MD, rhs_EDF, *operands, form=None):
     if isinstance(rhs_EDF, _PACKED):
-        return multiply_rows_mxfp4_hopper(lhs_MD, rhs_EDF, *operands)
+        return multiply_rows_mxfp4_hopper(lhs_MD, rhs_EDF, *operands, form=form)
     return multiply_rows_hopper(lhs_MD, rhs_EDF, *operands)
 
 
-def _multiply_swiglu(lhs_MD, rhs_EDF, *operands):
+def _multiply_swiglu(lhs_MD, rhs_EDF, *operands, form=None):
     if isinstance(rhs_EDF, _PACKED):
-        return multiply_swiglu_mxfp4_hopper(lhs_MD, rhs_EDF, *operands)
+        return multiply_swiglu_mxfp4_hopper(lhs_MD, rhs_EDF, *operands, form=form)
     return multiply_swiglu_hopper(lhs_MD, rhs_EDF, *operands)
 
 
@@ -67,21 +68,28 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
 
 @cache
 def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKernels:
-    """The Hopper kernels; `invariant` always takes the SwiGLU kernel of a training forward."""
+    """The Hopper kernels.
+
+    `invariant` always takes the SwiGLU kernel of a training forward, and one form of the kernels of
+    four-bit weights.
+    """
+    form = ONE_DECODER if invariant else None
 
     def multiply_rows(lhs, rhs, sizes, bias, transposed, adapter):
-        return _multiply_rows(lhs, rhs, sizes, bias, transposed, interpret, adapter)
+        operands = sizes, bias, transposed, interpret, adapter
+        return _multiply_rows(lhs, rhs, *operands, form=form)
 
     def multiply_swiglu(lhs, rhs, sizes, bias, alpha, limit, save, adapter):
         epilogue = Swiglu(alpha, limit, save or invariant)
-        return _multiply_swiglu(lhs, rhs, sizes, bias, epilogue, interpret, adapter)
+        operands = sizes, bias, epilogue, interpret, adapter
+        return _multiply_swiglu(lhs, rhs, *operands, form=form)
 
     def low_rank_sums(low, wide, sizes):
         sums_EFR, _ = weight_gradients_hopper(wide, low, sizes, jnp.float32, False, interpret)
         return sums_EFR.swapaxes(1, 2)
 
     def lhs_gradient(dout, rhs, sizes):
-        return _multiply_rows(dout, rhs, sizes, None, True, interpret)
+        return _multiply_rows(dout, rhs, sizes, None, True, interpret, form=form)
 
     gradients = lhs_gradient, partial(_weight_gradients, interpret=interpret)
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, tiles.STEP)

@@ -67,6 +67,10 @@ def wrong_window(case, inputs, cotangents):
     return measure.JittedOp(OPS["sink_attention"], case, "xla").passes(inputs, cotangents)
 
 
+def check_results(op, case, names, dtype="float32"):
+    return bench.check_results(op, case, names, jnp.dtype(dtype), bench.load_sides(op, case, names))
+
+
 def test_a_wrong_result_is_named_with_its_reason_and_nothing_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "time_sides", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit) as stop:
@@ -112,7 +116,7 @@ def test_the_references_of_a_check_are_not_timed(monkeypatch):
         return real(op, case, impl, is_timed)
 
     monkeypatch.setattr("pallas_kernels.check.sampled.JittedOp", record)
-    bench.check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.dtype("float32"))
+    check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"))
     assert made == [("reference", False)]
 
 
@@ -201,7 +205,7 @@ def never_packed(case, inputs, cotangents):
 
 
 def test_a_case_that_a_peer_refuses_is_said_and_the_next_one_is_timed(capsys, monkeypatch):
-    def check(op, case, names, dtype):
+    def check(op, case, names, dtype, sides):
         if case.name == "packed":
             raise NotImplementedError("no packing\nwhatsoever")
         return {names[0]: [0.1, None]}
@@ -376,7 +380,7 @@ def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
 
     monkeypatch.setattr(measure.JittedOp, "passes", broken)
     with pytest.raises(bench.WrongResult, match="xla: logp: relative error inf"):
-        bench.check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.float32)
+        check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"))
 
 
 def test_a_swiglu_moves_half_the_columns_out():

@@ -63,6 +63,25 @@ def decode_piece(codes_ref: Any, scale_refs: Any, row: int, interpret: bool) -> 
     return low, high
 
 
+def store_piece(ref: Any, value: Array, row: int, interpret: bool) -> None:
+    """Store a decoded piece to its place in a tile whose swizzled rows have `row` columns.
+
+    Without the barriers of all four warps that Mosaic puts before and after a store: whoever
+    overwrites or reads the tile waits for a barrier that comes behind all stores of a step.
+    """
+    if interpret:
+        ref[...] = value
+        return
+    swizzle = 2 * row
+    kind = plgpu.RefType((hopper.Tiling((8, row)), hopper.Swizzle(swizzle)))
+
+    def store(_, ref, x):
+        x.store_tiled(ref, swizzle=swizzle)
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(kind, _CODES[row]))(store)
+    inlined(ref, value)
+
+
 def _rescale(x: Array, scale: Array, layout: Any, arithmetic: Any) -> Array:
     """x · 2^126 · scale, by column, with x and scale as the byte rules make them."""
     scale = arithmetic.maximum(scale, jnp.bfloat16(2.0**-127))  # byte 0 means 2^−127, not 0

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows times their group's four-bit matrix on Hopper: the forward pass, dlhs, the fused SwiGLU.
 
-These kernels are those of `pallas_gpu_rows.py` with one more warpgroup, the decoder. It decodes
-each tile of codes to bfloat16 tiles in shared memory, once for the three warpgroups that multiply
-and up to three steps ahead of them, because tensor cores read their right operand only from shared
-memory. A byte holds rows d and D/2 + d of a matrix. In the forward pass the rows are summed over: a
-step takes 32 rows from each half, and the matching columns of lhs. In dlhs the rows are columns of
-the result: a tile is 64 of them and the 64 that are half a matrix further.
+These kernels are those of `pallas_gpu_rows.py` with more warpgroups, the decoders. They decode each
+tile of codes to bfloat16 tiles in shared memory, once for all warpgroups that multiply and a few
+steps ahead of them, because tensor cores read their right operand only from shared memory. A byte
+holds rows d and D/2 + d of a matrix. In the forward pass the rows are summed over: a step takes 32
+rows from each half, and the matching columns of lhs. In dlhs the rows are columns of the result: a
+tile is 64 of them and the 64 that are half a matrix further.
 
-Cost: every tile of 192 rows decodes its codes again. A step of decoding takes 242 instructions a
-warp, and its products take the tensor cores 768 cycles. By this count, not measured on a GPU,
-groups of 192 rows hide the decoding and groups of 64 or fewer wait for it. Decoding to device
-memory would avoid the repetition, but would need all weights in bfloat16, 3.8 times their bytes,
-which is what these kernels avoid.
+Cost: every tile of rows decodes its codes again. A step of decoding takes 242 instructions a warp,
+and its products with 192 rows take the tensor cores 768 cycles. Decoding to device memory would
+avoid the repetition, but would need all weights in bfloat16, 3.8 times their bytes, which is what
+these kernels avoid.
 
-Next: mxfp4_decode.py.
+How many warpgroups do what, and how far ahead, is a form: mxfp4_forms.py. Next: mxfp4_decode.py.
 """
 
 from functools import partial
@@ -30,7 +29,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
-from pallas_kernels.grouped_matmul.hopper.mxfp4_decode import PIECE, decode_piece
+from pallas_kernels.grouped_matmul.hopper.mxfp4_decode import PIECE, decode_piece, store_piece
+from pallas_kernels.grouped_matmul.hopper.mxfp4_forms import Form, choose_form
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     Swiglu,
     consume_tiles,
@@ -43,17 +43,16 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 
 _WG = hopper.WARPGROUP_ROWS
-_ROWS = tiles.CONSUMERS * _WG
-# Five warpgroups start with 96 registers a thread, so their total may not exceed 5·96.
-_PRODUCER_REGISTERS, _DECODER_REGISTERS, _CONSUMER_REGISTERS = 24, 40, 136
-# A stage has 44 KiB. Three in flight cover 2300 cycles: the latency of memory and the decoding.
-_STAGES = 4
+_PRODUCER_REGISTERS = 24
+# Rows that are copied of a tile of 64: the fewest of these that hold its group's.
+_COPIED_ROWS = (16, 32, _WG)
 _SWIZZLED_32 = hopper.Tiling((8, GROUP)), hopper.Swizzle(64)  # two-byte tiles in rows of 32
 
 
 class Mxfp4Plan(NamedTuple):
     """The static parameters of one kernel."""
 
+    form: Form
     steps: int  # of the contraction
     columns: int  # of the result, or the distance between its two column tiles
     width: int  # of a column tile
@@ -65,7 +64,12 @@ class Mxfp4Plan(NamedTuple):
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
-        return tiles.CONSUMERS
+        return self.form.consumers
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.consumers * _WG
 
     @property
     def column_tiles(self) -> int:
@@ -86,31 +90,35 @@ class Mxfp4Plan(NamedTuple):
 def multiply_rows_mxfp4_hopper(
     lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None, transposed: bool, interpret: bool,
-    adapter: tuple[Array, ...] = (),
+    adapter: tuple[Array, ...] = (), form: Form | None = None,
 ) -> Float[Array, "M _"]:  # fmt: skip
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed.
 
     `adapter` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] to the accumulators.
     """
     (_, D, F), extra = rhs_EDF.shape, count_adapter_steps(adapter)
+    form = form or choose_form(lhs_MD.shape[0], group_sizes_E.shape[0])
     if transposed:
-        plan = Mxfp4Plan(F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret, extra)
+        plan = Mxfp4Plan(form, F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret, extra)
     else:
-        plan = Mxfp4Plan(D // (2 * GROUP), F, min(F, 2 * PIECE), False, None, interpret, extra)
+        steps, width = D // (2 * GROUP), min(F, 2 * PIECE)
+        plan = Mxfp4Plan(form, steps, F, width, False, None, interpret, extra)
     return _run_packed_kernel(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter)[0]
 
 
 def multiply_swiglu_mxfp4_hopper(
     lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F2"] | None, swiglu: Swiglu, interpret: bool,
-    adapter: tuple[Array, ...] = (),
+    adapter: tuple[Array, ...] = (), form: Form | None = None,
 ) -> tuple[Float[Array, "M _"], ...]:  # fmt: skip
     """The activated product [M, F] and, with `swiglu.save`, the product [M, 2F].
 
     `adapter` is that of `multiply_rows_mxfp4_hopper`.
     """
     (_, D, F2), extra = rhs_EDF.shape, count_adapter_steps(adapter)
-    plan = Mxfp4Plan(D // (2 * GROUP), F2 // 2, tiles.PIECE, False, swiglu, interpret, extra)
+    form = form or choose_form(lhs_MD.shape[0], group_sizes_E.shape[0])
+    steps = D // (2 * GROUP)
+    plan = Mxfp4Plan(form, steps, F2 // 2, tiles.PIECE, False, swiglu, interpret, extra)
     return tuple(_run_packed_kernel(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter))
 
 
@@ -119,13 +127,13 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     M, dtype = lhs_MD.shape[0], lhs_MD.dtype
     n_matrices, D, _ = rhs_EDF.shape
     out_columns = D if plan.transposed else plan.columns
-    lhs = tiles.pad_rows(lhs_MD, _ROWS)
-    adapter = pad_adapter(adapter, _ROWS, plan.transposed)
+    lhs = tiles.pad_rows(lhs_MD, plan.tile_rows)
+    adapter = pad_adapter(adapter, plan.tile_rows, plan.transposed)
     if adapter and plan.swiglu:  # interleave, so that a tile's gate and up columns are adjacent
         low, b = adapter
         b = b.reshape(*b.shape[:2], 2, -1, plan.width).swapaxes(2, 3).reshape(b.shape)
         adapter = low, b
-    table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], _ROWS)
+    table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], plan.tile_rows)
     # Group E, the rows past the sum, has a bias of 0 and no product.
     bias = () if bias_EF is None else (jnp.pad(bias_EF.astype(jnp.float32), ((0, 1), (0, 0))),)
     out_type = [jax.ShapeDtypeStruct((lhs.shape[0], out_columns), dtype)]
@@ -134,18 +142,23 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     if matrix is not None:
         count = jnp.append(count, matrix.astype(jnp.int32))
     scales = rhs_EDF.scales_EDF.reshape(n_matrices, 2, D // (2 * GROUP), -1)  # of either half
-    C = plan.consumers
+    C, form = plan.consumers, plan.form
     if plan.transposed:
-        shapes = dict(lhs=(1, _ROWS, tiles.STEP), rhs=(1, plan.product_columns, tiles.STEP))
+        shapes = dict(
+            lhs=(1, plan.tile_rows, tiles.STEP), rhs=(1, plan.product_columns, tiles.STEP)
+        )
         packed = dict(codes=(1, plan.width, tiles.STEP), scales=(1, 2, 2, tiles.STEP))
         # The second column tile begins at D/2 + d, which need not be a multiple of 64.
         layout, store_layout = hopper.swizzle_transforms(), _SWIZZLED_32
     else:
-        shapes = dict(lhs=(2, _ROWS, GROUP), rhs=(2, GROUP, plan.product_columns))
+        shapes = dict(lhs=(2, plan.tile_rows, GROUP), rhs=(2, GROUP, plan.product_columns))
         packed = dict(codes=(plan.parts, GROUP, plan.width), scales=(plan.parts, 2, 1, plan.width))
         layout, store_layout = _SWIZZLED_32, hopper.swizzle_transforms()
-    memory = {k: plgpu.SMEM((_STAGES, *v), dtype, transforms=layout) for k, v in shapes.items()}
-    memory |= {k: plgpu.SMEM((_STAGES, *v), jnp.uint8) for k, v in packed.items()}
+    memory = {k: plgpu.SMEM((form.stages, *v), dtype, transforms=layout) for k, v in shapes.items()}
+    memory |= {k: plgpu.SMEM((form.code_stages, *v), jnp.uint8) for k, v in packed.items()}
+    # A step's rows, and its decoder. A step of an adapter has two copies of b instead of codes; in
+    # the others the warpgroup that fetches rows arrives for them.
+    arrivals = C * shapes["lhs"][0] + 1 + (2 if plan.adapter_steps else 0)
     piece = (C, _WG, tiles.PIECE)
     kernel = hopper.make_kernel(
         partial(_packed_kernel, plan=plan, n_groups=sizes_E.shape[0], bias=bool(bias)),
@@ -155,13 +168,16 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
                 memory,
                 tile=plgpu.SMEM((1, *piece), dtype, transforms=store_layout),
                 partial=plgpu.SMEM(piece, dtype),
-                coded=plgpu.Barrier(num_arrivals=2 * packed["codes"][0], num_barriers=_STAGES),
-                full=plgpu.Barrier(num_arrivals=C * shapes["lhs"][0] + 1, num_barriers=_STAGES),
-                free=plgpu.Barrier(num_arrivals=C, num_barriers=_STAGES),
+                coded=plgpu.Barrier(
+                    num_arrivals=2 * packed["codes"][0], num_barriers=form.code_stages
+                ),
+                decoded=plgpu.Barrier(num_arrivals=1, num_barriers=form.code_stages),
+                full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=form.stages),
+                free=plgpu.Barrier(num_arrivals=C, num_barriers=form.stages),
             )
         ],
         programs=count_gpu_cores(),
-        num_threads=C + 2,
+        num_threads=C + 1 + form.decoders,
         name="grouped_swiglu_mxfp4" if plan.swiglu else "grouped_matmul_mxfp4",
         interpret=plan.interpret,
     )
@@ -177,107 +193,144 @@ def _packed_kernel(
     n_rows, n_tiles = count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
     locate, ring = partial(locate_tile, plan, table_ref, n_rows, n_groups), tiles.operand_ring(s)
+    form, codes = plan.form, hopper.Ring(plan.form.code_stages, s["coded"], s["decoded"])
 
-    @pl.when(warpgroup == plan.consumers)
+    def fetch_codes(located, k, n):
+        """Fetch a step's codes and scales."""
+        group, first = located[0], located[4]
+        matrix = group + count_ref[1] if count_ref.shape[0] == 2 else group
+        codes.wait_free(n)
+        slot = codes.slot_of(n)
+
+        def copy(source, destination):
+            plgpu.copy_gmem_to_smem(source, destination, s["coded"].at[slot])
+
+        def fetch(k, _):
+            codes, scales = s["codes"].at[slot], s["scales"].at[slot]
+            if plan.transposed:
+                inner, scaled = pl.ds(k * tiles.STEP, tiles.STEP), pl.ds(first // GROUP, 2)
+                copy(codes_ref.at[matrix, pl.ds(first, plan.width), inner], codes.at[0])
+                copy(scales_ref.at[matrix, :, scaled, inner], scales.at[0])
+                return
+            for part in range(plan.parts):
+                columns = pl.ds(first + part * plan.columns, plan.width)
+                rows, scaled = pl.ds(k * GROUP, GROUP), pl.ds(k, 1)
+                copy(codes_ref.at[matrix, rows, columns], codes.at[part])
+                copy(scales_ref.at[matrix, :, scaled, columns], scales.at[part])
+
+        def fetch_nothing(*_):
+            """A step of the adapter has no codes, but a slot."""
+            for _ in range(2 * s["codes"].shape[1]):
+                plgpu.barrier_arrive(s["coded"].at[slot])
+
+        select_fetch(plan, fetch, fetch_nothing)(k, slot)
+
+    def fetch_rows(located, k, n):
+        """Fetch a step's columns of lhs, or both operands of one of the adapter."""
+        group, start, lo, hi, first, _ = located
+        slot = ring.slot_of(n)
+        barrier = s["full"].at[slot]
+
+        def copy_rows(ref, inner, i):
+            if plan.consumers == 1:
+                _copy_fewest_rows(ref, (start, hi, inner), s["lhs"].at[slot, i], barrier)
+            else:
+                _copy_rows(ref, (start, lo, hi, inner), s["lhs"].at[slot, i], barrier)
+
+        def fetch(k, _):
+            for half in range(s["lhs"].shape[1]):
+                inner = pl.ds(k * tiles.STEP, tiles.STEP)
+                if not plan.transposed:
+                    inner = pl.ds((half * plan.steps + k) * GROUP, GROUP)
+                copy_rows(lhs_ref, inner, half)
+            if plan.adapter_steps:
+                for _ in range(2):
+                    plgpu.barrier_arrive(barrier)
+
+        def fetch_adapter(k, _):
+            low_ref, b_ref = adapter
+            rhs, inner = s["rhs"].at[slot], pl.ds(k * tiles.STEP, tiles.STEP)
+            for i in range(2):
+                if plan.transposed:
+                    columns = pl.ds(first + i * plan.columns, plan.width)
+                    source = b_ref.at[group, columns, inner]
+                    destination = rhs.at[0, pl.ds(i * plan.width, plan.width)]
+                else:
+                    half = pl.ds(k * tiles.STEP + i * GROUP, GROUP)
+                    columns = pl.ds(first * plan.parts, plan.product_columns)
+                    source, destination = b_ref.at[group, half, columns], rhs.at[i]
+                    copy_rows(low_ref, half, i)
+                plgpu.copy_gmem_to_smem(source, destination, barrier)
+            if plan.transposed:
+                copy_rows(low_ref, inner, 0)
+
+        select_fetch(plan, fetch, fetch_adapter)(k, slot)
+
+    @pl.when(warpgroup == form.consumers)
     def _run_producer():
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
         def fetch_tile(tile, n_done):
-            group, start, lo, hi, first, steps = locate(tile)
-            matrix = group + count_ref[1] if count_ref.shape[0] == 2 else group
+            *_, steps = located = locate(tile)
 
-            def copy_lhs(ref, inner, slot, i):
-                """Copy the rows of warpgroups that have valid rows; small groups need no others."""
-                barrier = s["full"].at[slot]
-                for row in range(0, _ROWS, _WG):
-                    rows, has_rows = pl.ds(row, _WG), (lo < row + _WG) & (hi > row)
+            @pl.loop(0, steps)
+            def _(k):
+                fetch_codes(located, k, n_done + k)
+                if not form.decoders_fetch_rows:
+                    ring.wait_free(n_done + k)
+                    fetch_rows(located, k, n_done + k)
 
-                    @pl.when(has_rows)
-                    def _(row=row, rows=rows):
-                        destination = s["lhs"].at[slot, i, rows]
-                        source = ref.at[pl.ds(start + row, _WG), inner]
-                        plgpu.copy_gmem_to_smem(source, destination, barrier)
-
-                    # The barrier expects an arrival for the rows of each warpgroup, copied or not.
-                    @pl.when(jnp.logical_not(has_rows))
-                    def _():
-                        plgpu.barrier_arrive(barrier)
-
-            def copy_rhs(source, destination, slot):
-                plgpu.copy_gmem_to_smem(source, destination, s["coded"].at[slot])
-
-            def fetch_step(k, slot):
-                codes, scales = s["codes"].at[slot], s["scales"].at[slot]
-                if plan.transposed:
-                    inner, scaled = pl.ds(k * tiles.STEP, tiles.STEP), pl.ds(first // GROUP, 2)
-                    rows = pl.ds(first, plan.width)
-                    copy_rhs(codes_ref.at[matrix, rows, inner], codes.at[0], slot)
-                    copy_rhs(scales_ref.at[matrix, :, scaled, inner], scales.at[0], slot)
-                    copy_lhs(lhs_ref, inner, slot, 0)
-                    return
-                for part in range(plan.parts):
-                    columns = pl.ds(first + part * plan.columns, plan.width)
-                    rows, scaled = pl.ds(k * GROUP, GROUP), pl.ds(k, 1)
-                    copy_rhs(codes_ref.at[matrix, rows, columns], codes.at[part], slot)
-                    copy_rhs(scales_ref.at[matrix, :, scaled, columns], scales.at[part], slot)
-                for half in range(2):
-                    inner = pl.ds((half * plan.steps + k) * GROUP, GROUP)
-                    copy_lhs(lhs_ref, inner, slot, half)
-
-            def fetch_adapter(k, slot):
-                """Fetch a step of the adapter, which needs no decoding.
-
-                `coded` must get as many arrivals as `fetch_step` makes.
-                """
-                low_ref, b_ref = adapter
-                if plan.transposed:
-                    inner = pl.ds(k * tiles.STEP, tiles.STEP)
-                    for part in range(plan.parts):
-                        columns = pl.ds(first + part * plan.columns, plan.width)
-                        span = pl.ds(part * plan.width, plan.width)
-                        copy_rhs(b_ref.at[group, columns, inner], s["rhs"].at[slot, 0, span], slot)
-                    copy_lhs(low_ref, inner, slot, 0)
-                    return
-                for half in range(2):
-                    inner = pl.ds(k * tiles.STEP + half * GROUP, GROUP)
-                    columns = pl.ds(first * plan.parts, plan.product_columns)
-                    copy_rhs(b_ref.at[group, inner, columns], s["rhs"].at[slot, half], slot)
-                    copy_lhs(low_ref, inner, slot, half)
-                for _ in range(2 * plan.parts - 2):
-                    plgpu.barrier_arrive(s["coded"].at[slot])
-
-            fetch = select_fetch(plan, fetch_step, fetch_adapter)
-            return tiles.fetch_steps(ring, n_done, steps, fetch)
-
-        ring.drain(tiles.fold_core_tiles(n_tiles, fetch_tile))
-
-    @pl.when(warpgroup == plan.consumers + 1)
-    def _run_decoder():
-        plgpu.set_max_registers(_DECODER_REGISTERS, action="decrease")
-
-        def decode_tile(tile, n_done):
-            *_, steps = locate(tile)
-
-            def decode_slot(k, _):
-                slot = ring.slot_of(n_done + k)
-                plgpu.barrier_wait(s["coded"].at[slot])
-                if plan.adapter_steps:
-                    pl.when(k < plan.steps)(lambda: _decode_step(s, plan, slot))
-                else:
-                    _decode_step(s, plan, slot)
-                # Tensor cores see decoded values in shared memory only after this fence.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(s["full"].at[slot])
-                return None
-
-            lax.fori_loop(0, steps, decode_slot, None)
             return n_done + steps
 
-        tiles.fold_core_tiles(n_tiles, decode_tile)
+        count = tiles.fold_core_tiles(n_tiles, fetch_tile)
+        codes.drain(count)
+        if not form.decoders_fetch_rows:
+            ring.drain(count)
+
+    @pl.when(warpgroup > form.consumers)
+    def _run_decoder():
+        plgpu.set_max_registers(form.decoder_registers, action="decrease")
+        decoder = warpgroup - form.consumers - 1
+
+        def decode_slot(located, k, n):
+            ring.wait_free(n)
+            if form.decoders_fetch_rows:
+                fetch_rows(located, k, n)
+            codes.wait_filled(n)
+            decode = partial(_decode_step, s, plan, codes.slot_of(n), ring.slot_of(n))
+            if plan.adapter_steps:
+                pl.when(k < plan.steps)(decode)
+            else:
+                decode()
+            # Tensor cores see decoded values in shared memory only after this fence.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s["full"].at[ring.slot_of(n)])
+            codes.release(n)
+
+        def for_own_steps(begin, end, body):
+            """body(n) for this decoder's steps. A slot always has the same decoder: whoever waits
+            for a barrier must wait for each of its phases.
+            """
+            n_decoders = jnp.int32(form.decoders)
+            first = begin + lax.rem(decoder + n_decoders - lax.rem(begin, n_decoders), n_decoders)
+
+            @pl.loop(0, lax.div(end - first + n_decoders - 1, n_decoders))
+            def _(i):
+                body(first + i * n_decoders)
+
+        def decode_tile(tile, n_done):
+            *_, steps = located = locate(tile)
+            for_own_steps(n_done, n_done + steps, lambda n: decode_slot(located, n - n_done, n))
+            return n_done + steps
+
+        count = tiles.fold_core_tiles(n_tiles, decode_tile)
+        # Drain the ring.
+        begin = jnp.maximum(count - form.stages, 0)
+        for_own_steps(begin, count, lambda n: plgpu.barrier_wait(s["free"].at[ring.slot_of(n)]))
 
     @pl.when(warpgroup < plan.consumers)
     def _run_consumer():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(form.consumer_registers, action="increase")
         own_rows = pl.ds(warpgroup * _WG, _WG)
 
         def load_operands(_, slot):
@@ -292,22 +345,54 @@ def _packed_kernel(
         consume_tiles(s, plan, locate, n_tiles, multiply_tile, bias_ref, out_refs)
 
 
-def _decode_step(s, plan, slot):
+def _copy_rows(ref, span, destination, barrier):
+    """Copy the rows of warpgroups that have valid rows; small groups need no others."""
+    start, lo, hi, inner = span
+    for row in range(0, destination.shape[0], _WG):
+        rows, has_rows = pl.ds(row, _WG), (lo < row + _WG) & (hi > row)
+
+        @pl.when(has_rows)
+        def _(row=row, rows=rows):
+            source = ref.at[pl.ds(start + row, _WG), inner]
+            plgpu.copy_gmem_to_smem(source, destination.at[rows], barrier)
+
+        # The barrier expects an arrival for the rows of each warpgroup, copied or not.
+        @pl.when(jnp.logical_not(has_rows))
+        def _():
+            plgpu.barrier_arrive(barrier)
+
+
+def _copy_fewest_rows(ref, span, destination, barrier):
+    """Copy the first rows of a tile of 64, as many of `_COPIED_ROWS` as its group ends within."""
+    start, hi, inner = span
+    for fewer, n_rows in zip((0, *_COPIED_ROWS), _COPIED_ROWS, strict=False):
+
+        @pl.when((hi > fewer) & (hi <= n_rows))
+        def _(n_rows=n_rows):
+            source = ref.at[pl.ds(start, n_rows), inner]
+            plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(0, n_rows)], barrier)
+
+
+def _decode_step(s, plan, code_slot, slot):
     """Decode a step's codes to its tiles of rhs, 32 rows and 64 columns at a time."""
     parts, height, width = s["codes"].shape[1:]
     row_of = tiles.STEP if plan.transposed else GROUP
+    decoded = []
     for part in range(parts):
         for row in range(0, height, GROUP):
             for column in range(0, width, PIECE):
                 rows, columns = pl.ds(row, GROUP), pl.ds(column, PIECE)
                 scales = [
-                    s["scales"].at[slot, part, half, row // GROUP, columns] for half in (0, 1)
+                    s["scales"].at[code_slot, part, half, row // GROUP, columns] for half in (0, 1)
                 ]
-                codes = s["codes"].at[slot, part, rows, columns]
+                codes = s["codes"].at[code_slot, part, rows, columns]
                 values = decode_piece(codes, scales, row_of, plan.interpret)
                 for half, value in enumerate(values):
                     if plan.transposed:
                         index = (slot, 0, pl.ds(half * height + row, GROUP), columns)
                     else:
                         index = (slot, half, rows, pl.ds(part * width + column, PIECE))
-                    s["rhs"][index] = value
+                    decoded.append((s["rhs"].at[index], value))
+    # Behind all loads, since a load does not move before a store.
+    for ref, value in decoded:
+        store_piece(ref, value, row_of, plan.interpret)

@@ -8,10 +8,12 @@
 Stages are processes, in order of value (stages.py). They compile beside each other, and each has
 the device alone while it measures. DIR/results.jsonl gets one JSON line a stage, with its figures,
 commit, chip, driver, clocks and command; a stage that is in it, or in a file of --done, is skipped.
-Exit status: 0, all stages of the list are done; 1, some are not; 2, nothing could begin.
+Exit status: 0, all stages of the list ended as they should, in a rehearsal the broken ones too; 1,
+some did not; 2, nothing could begin.
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -66,20 +68,20 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser, args = parse_arguments(argv)
     stages = choose_stages(parser, args)
+    if args.together < 1:
+        parser.error(f"--together must be at least 1; got {args.together}. Type --together 8.")
     if args.simulate:
         print_simulation(stages, args.together)
         return 0
     if args.out is None:
         parser.error("--out must name a folder; got none. Type --out results.")
-    if args.minutes <= 0:
+    if not 0 < args.minutes < math.inf:
         parser.error(f"--minutes must be above 0; got {args.minutes}. Type --minutes 10.")
     path = args.out / "results.jsonl"
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         known = [x for file in (path, *args.done) for x in results.load_records(file)]
-        whole = results.is_complete(path)
-        with path.open("a") as file:
-            file.write("" if whole else "\n")
+        results.drop_half_record(path)
     except (OSError, results.BadRecords) as error:
         parser.error(f"--out and --done must name results that can be read and written: {error}.")
     platform = "cpu" if args.rehearse else "gpu"
@@ -94,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
                else "Type --rehearse for toy sizes on a CPU.")
         )  # fmt: skip
     commit = args.commit or results.read_commit(ROOT)
-    done = results.find_done(known, chip["kind"], (commit, *args.counts))
+    expected = {stage.name: stage.expected for stage in stages}
+    done = results.find_done(known, chip["kind"], (commit, *args.counts), expected)
     if others := results.describe_others(known, chip["kind"], (commit, *args.counts)):
         print(others, flush=True)
     todo = [stage for stage in stages if stage.name not in done]
@@ -109,12 +112,9 @@ def main(argv: list[str] | None = None) -> int:
             "stage": stage.name, **outcome, "chip": chip["kind"], "driver": chip["driver"],
             "jax": chip["jax"], "clocks": query_card(), "commit": commit,
             "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join([
-                *(f"{name}={shlex.quote(value)}" for name, value in stage.environment),
-                "python", "-m", *stage.command,
-            ]),
+            "command": format_command(stage),
         })  # fmt: skip
-        if outcome["status"] == results.DONE:
+        if outcome["status"] == stage.expected:
             done[stage.name] = outcome
 
     with tempfile.TemporaryDirectory() as folder:
@@ -122,8 +122,16 @@ def main(argv: list[str] | None = None) -> int:
             todo, folder=Path(folder), seconds=60 * args.minutes, together=args.together,
             save=save, environ=stage_environ((path, *args.done)),
         )  # fmt: skip
-    print(f"{sum(x.name in done for x in stages)} of {len(stages)} stages done: {path}")
-    return 0 if all(x.name in done for x in stages) else 1
+    missing = [stage.name for stage in stages if stage.name not in done]
+    print(f"{len(stages) - len(missing)} of {len(stages)} stages done: {path}"
+          + f". Not done: {', '.join(missing)}" * bool(missing))  # fmt: skip
+    return int(bool(missing))
+
+
+def format_command(stage: campaign.Stage) -> str:
+    """The stage by itself, as it can be typed."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in stage.environment]
+    return " ".join([*settings, shlex.join(["python", "-m", *stage.command])])
 
 
 def stage_environ(records: Sequence[Path]) -> dict[str, str]:

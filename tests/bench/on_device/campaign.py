@@ -2,16 +2,19 @@
 """Run stages as processes, several at a time, each within its limits of time and memory.
 
 A stage that fails, hangs, dies or fills the memory costs its own time only, and its message is
-kept. Next: stages.py, which lists the stages; stage.py, what they import.
+kept. Stages end with the campaign, also when it is killed. Next: stages.py, which lists the stages;
+stage.py, what they import.
 """
 
+import contextlib
+import heapq
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,19 @@ from tests.bench.on_device.stage import LOCK_FOLDER, MARK
 TICK_S = 0.2
 LOG_TAIL = 20_000  # characters of a stage's output that are kept
 MESSAGE = 600
+# A process that ends the stages of a campaign that was killed: it reads "+ID" and "-ID" of process
+# groups until the campaign, which writes them, is no more.
+GUARD = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Stage:
     # Stages of a later phase begin when those of the earlier ones have ended: comparisons share the
     # device for minutes, and a measurement would wait for them.
     phase: int = 0
+    expected: str = DONE  # a rehearsal has stages that must hang, die or fill the memory
 
 
 @dataclass
@@ -49,6 +66,7 @@ class Running:
     process: subprocess.Popen[bytes]
     output: Path
     start: float
+    guard: subprocess.Popen[bytes]
 
 
 def run_campaign(
@@ -62,41 +80,62 @@ def run_campaign(
     folder: of the stages' output while they run, and of the device's locks.
     """
     end, waiting, running = time.monotonic() + seconds, list(stages), []
-    try:
-        while running or (waiting and time.monotonic() < end):
-            while (
-                waiting
-                and len(running) < together
-                and all(job.stage.phase >= waiting[0].phase for job in running)
-                and time.monotonic() < end
-            ):
-                running.append(_start(waiting.pop(0), folder, environ))
-                log_line(f"{_clock(end, seconds)} begins {running[-1].stage.name}")
-            for job in list(running):
-                status = _find_end(job, end)
-                if status is None:
-                    continue
-                running.remove(job)
+    with _start_guard() as guard:
+        try:
+            while running or (waiting and time.monotonic() < end):
+                while (
+                    waiting
+                    and len(running) < together
+                    and all(job.stage.phase >= waiting[0].phase for job in running)
+                    and time.monotonic() < end
+                ):
+                    running.append(_start(waiting.pop(0), folder, environ, guard))
+                    log_line(f"{_clock(end, seconds)} begins {running[-1].stage.name}")
+                for job in list(running):
+                    ended = _find_end(job, end)
+                    if ended is None:
+                        continue
+                    running.remove(job)
+                    _end_group(job)
+                    outcome = read_outcome(job, *ended)
+                    log_line(
+                        f"{_clock(end, seconds)} {job.stage.name}: {outcome['status']} in "
+                        f"{outcome['seconds']:.0f} s. {outcome['message'][-200:]}"
+                    )
+                    save(job.stage, outcome)
+                time.sleep(TICK_S)
+        finally:
+            for job in running:
                 _end_group(job)
-                outcome = read_outcome(job, status)
-                log_line(
-                    f"{_clock(end, seconds)} {job.stage.name}: {outcome['status']} in "
-                    f"{outcome['seconds']:.0f} s. {outcome['message'][-200:]}"
-                )
-                save(job.stage, outcome)
-            time.sleep(TICK_S)
-    finally:
-        for job in running:
-            _end_group(job)
     for stage in waiting:
         log_line(f"not begun: {stage.name}")
+
+
+@contextlib.contextmanager
+def _start_guard() -> Iterator[subprocess.Popen[bytes]]:
+    guard = subprocess.Popen(
+        [sys.executable, "-S", "-c", GUARD], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield guard
+    finally:
+        guard.communicate()
+
+
+def _tell_guard(guard: subprocess.Popen[bytes], sign: str, group: int) -> None:
+    assert guard.stdin
+    with suppress(BrokenPipeError):
+        guard.stdin.write(f"{sign}{group}\n".encode())
+        guard.stdin.flush()
 
 
 def _clock(end: float, seconds: float) -> str:
     return f"{seconds - (end - time.monotonic()):5.0f} s"
 
 
-def _start(stage: Stage, folder: Path, environ: Mapping[str, str]) -> Running:
+def _start(
+    stage: Stage, folder: Path, environ: Mapping[str, str], guard: subprocess.Popen[bytes]
+) -> Running:
     output = folder / f"{stage.name}.txt"
     settings = {
         LOCK_FOLDER: str(folder), "PYTHONUNBUFFERED": "1",
@@ -108,21 +147,23 @@ def _start(stage: Stage, folder: Path, environ: Mapping[str, str]) -> Running:
             stderr=subprocess.STDOUT, start_new_session=True,
             env={**environ, **settings, **dict(stage.environment)},
         )  # fmt: skip
-    return Running(stage, process, output, time.monotonic())
+    _tell_guard(guard, "+", process.pid)
+    return Running(stage, process, output, time.monotonic(), guard)
 
 
-def _find_end(job: Running, end: float) -> str | None:
-    """How a stage ended or must end; None while it may go on."""
-    code = job.process.poll()
+def _find_end(job: Running, end: float) -> tuple[str, str] | None:
+    """How a stage ended or must end, and why if its output cannot say; None while it may go on."""
+    code, stage = job.process.poll(), job.stage
     if code is not None:
-        return DONE if code == 0 else "failed"
+        died = f"killed by signal {-code}" if code < 0 else ""
+        return (DONE, "") if code == 0 else ("failed", died)
     now = time.monotonic()
     if now > end:
-        return "cut off"
-    if now - job.start > job.stage.limit_s:
-        return "timed out"
-    if resident_bytes(job.process.pid) > job.stage.memory_gb * 1e9:
-        return "out of memory"
+        return "cut off", "the campaign's time was over"
+    if now - job.start > stage.limit_s:
+        return "timed out", f"gave no end in {stage.limit_s:g} s"
+    if resident_bytes(job.process.pid) > stage.memory_gb * 1e9:
+        return "out of memory", f"host memory above {stage.memory_gb:g} GB"
     return None
 
 
@@ -142,9 +183,10 @@ def _end_group(job: Running) -> None:
         os.killpg(job.process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         job.process.wait(10)  # a driver may keep it; then it is abandoned
+    _tell_guard(job.guard, "-", job.process.pid)
 
 
-def read_outcome(job: Running, status: str) -> dict[str, Any]:
+def read_outcome(job: Running, status: str, reason: str) -> dict[str, Any]:
     """Status, figures, message and the end of the output of a stage that has ended."""
     text = job.output.read_text(errors="replace")
     lines = text.splitlines()
@@ -153,12 +195,10 @@ def read_outcome(job: Running, status: str) -> dict[str, Any]:
         if line.startswith(MARK):
             with suppress(json.JSONDecodeError):  # a kill may cut the last line
                 figures.append(json.loads(line.removeprefix(MARK)))
-    code = job.process.returncode
     message = ""
     if status != DONE:
         said = [x.strip() for x in lines if x.strip() and not x.startswith(MARK)]
-        died = f"killed by signal {-code}. " if status == "failed" and code and code < 0 else ""
-        message = (died + (said[-1] if said else ""))[:MESSAGE]
+        message = ": ".join(filter(None, (reason, said[-1] if said else "")))[:MESSAGE]
     return {
         "status": status, "figures": figures, "message": message,
         "seconds": round(time.monotonic() - job.start, 1), "output": text[-LOG_TAIL:],
@@ -167,19 +207,23 @@ def read_outcome(job: Running, status: str) -> dict[str, Any]:
 
 def simulate(stages: Sequence[Stage], together: int) -> list[tuple[str, float]]:
     """(stage, second of its end) by the expected times: `together` compile, one has the device."""
-    slots, device, ends = [0.0] * together, 0.0, []
-    waiting = list(stages)
-    ready: list[tuple[float, int, Stage]] = []  # compiled at, slot
-    while waiting or ready:
-        free = min(range(together), key=lambda i: slots[i])
-        if waiting and (not ready or slots[free] <= min(ready)[0]):
-            stage = waiting.pop(0)
-            ready.append((slots[free] + stage.compile_s, free, stage))
-            slots[free] = float("inf")  # until it had the device
-            continue
-        ready.sort(key=lambda x: x[0])
-        compiled, slot, stage = ready.pop(0)
-        device = max(device, compiled) + stage.device_s
-        slots[slot] = device
-        ends.append((stage.name, device))
+    ends: list[tuple[str, float]] = []
+    waiting, active = list(enumerate(stages)), dict[int, Stage]()
+    events: list[tuple[float, int, bool]] = []  # second, stage, has had the device
+    now = device = 0.0
+    while waiting or events:
+        while (
+            waiting
+            and len(active) < together
+            and all(stage.phase >= waiting[0][1].phase for stage in active.values())
+        ):
+            index, stage = waiting.pop(0)
+            active[index] = stage
+            heapq.heappush(events, (now + stage.compile_s, index, False))
+        now, index, is_end = heapq.heappop(events)
+        if is_end:
+            ends.append((active.pop(index).name, now))
+        else:
+            device = max(device, now) + active[index].device_s
+            heapq.heappush(events, (device, index, True))
     return ends

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 
-def trace_dearest(run: Callable[[], None], count: int = 12) -> list[dict[str, Any]]:
+def trace_dearest(run: Callable[[], None], count: int = 30) -> list[dict[str, Any]]:
     """Run once under the profiler and sum the time of the device's kernels by name."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

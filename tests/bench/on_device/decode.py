@@ -23,7 +23,6 @@ from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.compiled import policy_shapes
-from jaxmoe.plan.roofline import sampling_work
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from tests.bench.on_device.dearest import trace_dearest
@@ -68,10 +67,16 @@ def compile_decode(engine: NativeEngine, cfg: Config, sampling: Sampling) -> tup
 
 def token_bytes(cfg: Config, keys: int) -> float:
     """Bytes that the sampling of one token of all rows must read."""
-    r, m = cfg.rollout, cfg.model
-    _, token = sampling_work(cfg, 1)  # which counts the keys of half of the answer
-    counted = cache_bytes(m, 1, cfg.data.max_prompt_tokens + r.max_new_tokens // 2)
-    return token.traffic + (cache_bytes(m, 1, keys) - counted) * r.samples_per_prompt
+    m, rows = cfg.model, cfg.rollout.samples_per_prompt
+    weights = jax.tree.leaves(policy_shapes(cfg) | {"embed": None})  # whose rows are few
+    routed = sum(count_bytes(x) for x in weights if m.n_experts in x.shape[1:2])
+    chosen = 1 - (1 - m.experts_per_token / m.n_experts) ** rows
+    dense = sum(map(count_bytes, weights)) - routed
+    return dense + chosen * routed + rows * cache_bytes(m, 1, keys)
+
+
+def count_bytes(x: jax.ShapeDtypeStruct) -> int:
+    return x.size * x.dtype.itemsize
 
 
 def time_decode(

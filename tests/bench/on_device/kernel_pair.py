@@ -12,8 +12,8 @@ import argparse
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench.__main__ import check_results, time_sides
-from pallas_kernels.bench.measure import measure_anchors
+from pallas_kernels.bench.__main__ import check_results, load_sides, time_sides
+from pallas_kernels.bench.measure import JittedOp, measure_anchors
 from pallas_kernels.bench.ops import OPS, cases_by_name
 from tests.bench.on_device.stage import device_alone, device_shared, report
 
@@ -30,12 +30,18 @@ def main() -> None:
     case, names = cases_by_name(op)[args.case], (args.impl, args.vs)
     dtype = jnp.dtype("float32" if platform == "cpu" else "bfloat16")
     named = {"op": args.op, "case": args.case, "impl": args.impl, "peer": args.vs}
-    with device_shared():  # compiles as well: the next stage's numbers are not disturbed
-        errors = check_results(op, case, names, dtype)
+    sides = load_sides(op, case, names)
+    shapes = jax.eval_shape(lambda: op.inputs(case, dtype, 1))
+    ct = jax.eval_shape(op.call(case, "reference"), *shapes) if op.differentiated else None
+    for side in sides:
+        if isinstance(side, JittedOp):
+            side.compile(shapes, ct)
+    with device_shared():
+        errors = check_results(op, case, names, dtype, sides)
     report(**named, errors={k: [x for x in v if x is not None] for k, v in errors.items()})
     with device_alone():
         anchors = measure_anchors(platform, dtype)
-        rows = time_sides(op, case, names, dtype, args.rounds, anchors)
+        rows = time_sides(op, case, sides, dtype, args.rounds, anchors)
     for row in rows:
         report(**named | row, product_tflops=anchors.matmul_tflops, copy_gbs=anchors.copy_gbs)
 

@@ -5,23 +5,16 @@ A record is of one chip and one commit. Stages that are done on this chip at thi
 skipped; records of other commits and chips are kept and do not count. Next: page.py.
 """
 
+import contextlib
 import json
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 DONE = "done"
 FIELDS = ("stage", "status", "figures", "seconds", "chip", "commit", "date", "command")
-
-
-class Machine(NamedTuple):
-    """What figures depend on beside the code."""
-
-    chip: str
-    driver: str
-    jax: str
-    clocks: str
+BEGIN = '{"stage": '  # of every record
 
 
 class BadRecords(ValueError):
@@ -29,11 +22,18 @@ class BadRecords(ValueError):
 
 
 def load_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; none if it does not exist. Raises BadRecords."""
+    """The records of a file; none if it does not exist. Raises BadRecords.
+
+    A record without an end, as a kill or a full disk leaves the last one, is left out.
+    """
     if not path.exists():
         return []
+    try:
+        lines = path.read_bytes()[: _whole_size(path)].decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise BadRecords(f"{path} must be text: {error}") from error
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -48,26 +48,48 @@ def load_records(path: Path) -> list[dict[str, Any]]:
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add one line, complete or not at all for a reader that comes later."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
+    """Add one line, by one write."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(record) + "\n").encode())
 
 
-def is_complete(path: Path) -> bool:
-    """False if the file ends in the middle of a line, as after a kill -9 or a full disk."""
-    return not path.exists() or path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
+def drop_half_record(path: Path) -> None:
+    """Make the file one that can be added to: cut off a last record that has no end."""
+    with path.open("ab") as file:
+        size = _whole_size(path)
+        file.truncate(size)
+        if size and not path.read_bytes().endswith(b"\n"):
+            file.write(b"\n")
+
+
+def _whole_size(path: Path) -> int:
+    """Bytes of the file without a last record that has no end; all where it is something else."""
+    data = path.read_bytes()
+    last = data.rpartition(b"\n")[2]
+    is_record = last.startswith(BEGIN.encode()) or BEGIN.encode().startswith(last)
+    with contextlib.suppress(ValueError):
+        json.loads(last)
+        return len(data)
+    return len(data) - len(last) if is_record else len(data)
 
 
 def find_done(
-    records: Iterable[dict[str, Any]], chip: str, commits: Sequence[str]
+    records: Iterable[dict[str, Any]],
+    chip: str,
+    commits: Sequence[str],
+    expected: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """The newest record of each stage that is done on this chip at one of the commits."""
+    """The newest record of each stage that ended as expected on this chip at one of the commits.
+
+    expected: by stage, where that is not DONE.
+    """
     return {
         x["stage"]: x
         for x in records
-        if x["status"] == DONE and x["chip"] == chip and x["commit"] in commits
-    }
+        if x["status"] == expected.get(x["stage"], DONE)
+        and x["chip"] == chip
+        and x["commit"] in commits
+    }  # fmt: skip
 
 
 def describe_others(

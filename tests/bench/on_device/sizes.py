@@ -46,7 +46,7 @@ def lora_config(
         f"data.max_prompt_tokens={prompt}",
         f"rollout.max_new_tokens={tokens - prompt}",
         f"rollout.sequences_per_step={sequences}",
-        "rollout.samples_per_prompt=2",
+        f"rollout.samples_per_prompt={min(2, sequences)}",
         f"rollout.max_parallel_sequences={sequences}",
         f"optim.tokens_per_microbatch={tokens_per_microbatch or tokens}",
         *settings,

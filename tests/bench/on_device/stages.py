@@ -32,7 +32,7 @@ def decode(name: str, rows: int, keys: int, *arguments: str, model: str = "20b")
 def pair(op: str, case: str, peer: str) -> Stage:
     name = f"pair_{op}_{case}_{peer.rpartition(':')[2]}"
     command = (f"{HERE}.kernel_pair", op, "--case", case, "--vs", peer)
-    return Stage(name, command, 300, 40, 6)
+    return Stage(name, command, 560, 40, 6)
 
 
 def cases(group: str, limit_s: float, *arguments: str) -> Stage:
@@ -55,6 +55,7 @@ SMOKE = Stage("smoke", (f"{HERE}.smoke",), 200, 10, 45)
 GPU = (
     SMOKE,
     step("20b_24k", *LONG, "--profile"),
+    Stage("expert_tiles", (f"{HERE}.expert_tiles",), 500, 60, 60),
     decode("64x1k", 64, 1024, "--profile"),
     step("20b_4k", "--tokens", "4096", "--sequences", "12", "--microbatch", "24576", "--profile"),
     decode("64x8k", 64, 8192, "--profile"),
@@ -77,9 +78,9 @@ GPU = (
     decode("1x1k", 1, 1024),
     decode("256x8k", 256, 8192),
     decode("1x8k", 1, 8192),
-    Stage("torch_step_4k", (f"{HERE}.torch_step", "--tokens", "4096", "--sequences", "4"), 300,
+    Stage("torch_step_4k", (f"{HERE}.torch_step", "--tokens", "4096", "--sequences", "4"), 500,
           60, 40, memory_gb=100),
-    Stage("torch_decode_64x1k", (f"{HERE}.torch_step", "--decode", "64", "--keys", "1024"), 300,
+    Stage("torch_decode_64x1k", (f"{HERE}.torch_step", "--decode", "64", "--keys", "1024"), 500,
           60, 40, memory_gb=100),
     step("20b_config_24k", *LONG, "--set", "optim.remat_inputs=host", "--set",
          "optim.remat_keeps=", "--set", "optim.expert_tokens=1024"),

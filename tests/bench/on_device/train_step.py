@@ -114,7 +114,7 @@ def time_step(step: Step, *, profile: bool) -> dict[str, Any]:
         raise ValueError(f"the loss must be finite, got {loss}")
     figures = {
         "seconds": statistics.median(times[1:] or times), "rounds": [round(x, 4) for x in times],
-        "loss": loss, "grad_norm": float(metrics.get("grad_norm", float("nan"))),
+        "loss": loss, "grad_norm": float(metrics["grad/norm"]),
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }  # fmt: skip
     if profile:

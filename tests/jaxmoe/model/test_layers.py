@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.model.layers import linear, rms_norm
+from jaxmoe.model.layers import dot_in_float32, linear, rms_norm
+from jaxmoe.model.router import FEW_ROWS, SUMMANDS, _dot_in_parts, router_dot
 
 EPS = float(np.finfo(np.float32).eps)
 B, T, D, F = 2, 24, 48, 40
@@ -80,3 +81,47 @@ def test_rms_norm_has_its_gradient_at_every_size(dtype, size):
     r = 1 / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5)
     terms = r * np.abs(g) + np.abs(v) * r**3 * np.mean(np.abs(g * v), -1, keepdims=True)
     assert_near(actual, r * g - v * r**3 * np.mean(g * v, -1, keepdims=True), terms, D)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_linear_are_those_of_the_plain_product(dtype):
+    keys = jax.random.split(jax.random.key(3), 4)
+    x, w, b, dy = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys, ((2, 5, 48), (48, 20), (20,), (2, 5, 20)), strict=True)
+    )
+
+    def plain(x, w, b):
+        y = jnp.dot(x, w, preferred_element_type=jnp.float32)
+        return (y + b.astype(jnp.float32)[None, None]).astype(dtype)
+
+    def sums(fn):
+        return jax.grad(lambda *a: jnp.vdot(fn(*a), dy).astype(jnp.float32), (0, 1, 2))(x, w, b)
+
+    assert jnp.array_equal(linear(x, w, b), plain(x, w, b))
+    for actual, expected in zip(sums(linear), sums(plain), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), np.asarray(expected, np.float64),
+            rtol=2 * float(jnp.finfo(dtype).eps), atol=2 * float(jnp.finfo(dtype).eps),
+        )  # fmt: skip
+
+
+def test_the_backward_of_linear_multiplies_arrays_of_16_bits():
+    x, w = jnp.ones((3, 8), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+    grads = jax.grad(lambda x, w: dot_in_float32(x, w).sum(), (0, 1))
+    text = str(jax.make_jaxpr(grads)(x, w))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) >= 2 and not any("f32[3,4] " in line.split("=")[1] for line in products)
+    assert "convert_element_type[new_dtype=bfloat16" in text
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_router_logits_in_parts_are_float32_sums(rows):
+    keys, width = jax.random.split(jax.random.key(5)), 30 * SUMMANDS
+    h = jax.random.normal(keys[0], (rows, 1, width)) * 3
+    w = jax.random.normal(keys[1], (width, 32)) * 0.05
+    exact = np.asarray(h, np.float64) @ np.asarray(w, np.float64)
+    naive = np.abs(np.asarray(router_dot(h, w), np.float64) - exact).max()
+    parts = np.abs(np.asarray(jax.jit(_dot_in_parts)(h, w), np.float64) - exact).max()
+    assert parts <= 2 * naive + 2 * np.finfo(np.float32).eps * np.abs(exact).max()

@@ -29,7 +29,7 @@ from jaxmoe.plan.compiled import (
 from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.run.memory import layer_flops, plan_memory
+from jaxmoe.run.memory import base_bytes, layer_flops, plan_memory
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
 from pallas_kernels.ahead_of_time import compiler_unavailable
@@ -252,6 +252,30 @@ def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
     weights = plan_memory(cfg).engine_copy
     assert few < weights + 8 * cache_bytes(cfg.model, 1, 1024) < many
     assert sampling_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
+
+
+def test_adapters_need_no_gradient_of_their_base():
+    """A frozen matrix is multiplied twice a token, and once more where it is recomputed."""
+    cfg = override(
+        load_config("gptoss20b_long.py"), "optim.remat=False", "optim.remat_inputs=device"
+    )
+    flops, m = layer_flops(cfg), cfg.model
+    head = 2 * cfg.context * m.d_model * m.padded_vocab
+    done = step_work(cfg, algorithm_from_config(cfg))
+    sequences = cfg.rollout.sequences_per_step
+    assert done.useful == sequences * (2 * flops.linear + 3 * flops.attention + 2 * head)
+    # attention's backward repeats half of its forward, that of the log-probs all of it
+    extra = sequences * (flops.attention // 2 + head)
+    assert done.flops - done.useful == pytest.approx(extra)
+
+
+def test_a_decoded_token_reads_the_four_bits_of_a_frozen_base():
+    cfg = load_config("gptoss20b_long.py")
+    _, token = sampling_work(cfg, 16)
+    experts, others, _ = base_bytes(cfg)
+    keys = cache_bytes(cfg.model, 1, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens // 2)
+    rows = 16 * cfg.rollout.samples_per_prompt
+    assert token.traffic == pytest.approx(experts + others + rows * keys, rel=0.01)
 
 
 def test_the_scoring_pass_of_a_step_is_told():

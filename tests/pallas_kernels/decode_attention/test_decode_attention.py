@@ -12,6 +12,7 @@ from pallas_kernels.decode_attention import (
     api,
     cases,
     decode_attention,
+    decode_attention_in_stack,
     paged_decode_attention,
     pages,
     pallas_gpu,
@@ -216,3 +217,20 @@ def test_the_kernels_take_what_the_model_has():
         q, k, _, _, table, _ = cases.decode_shapes(case)
         assert pallas_tpu.paged_decode_attention_mosaic_tpu_unsupported(q, k, table) is None
         assert "Hopper" in pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(q, k)
+
+
+def stacked(x, layer, n_layers=3):
+    """A stack in which the array is at `layer`, among NaN, which a wrong layer would show."""
+    return jnp.full((n_layers, *x.shape), jnp.nan, x.dtype).at[layer].set(x)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_of_a_stack_is_decoded_as_the_layer_itself(layer):
+    q, k, v, sink, *places = cases.init_attention_inputs(checks.SHORT, jnp.float32)
+    names = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
+    options = dict(zip(names, places, strict=True)) | {"window": 40, "impl": "xla"}
+    actual = decode_attention_in_stack(
+        q, stacked(k, layer), stacked(v, layer), sink, layer=jnp.int32(layer), **options
+    )
+    expected = decode_attention(q, k, v, sink, **options)
+    assert all(jnp.array_equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -57,3 +57,18 @@ def test_other_gpus_and_odd_pages_have_a_reason(on_hopper, monkeypatch):
     assert pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(q, shape(9, 128, 2, 64)) is None
     monkeypatch.setattr(pallas_gpu_blocks, "target_device", lambda: Target("gpu", "NVIDIA A100"))
     assert "Hopper" in pallas_gpu.decode_attention_mosaic_gpu_unsupported(q, shape(2, 96, 2, 64))
+
+
+@pytest.mark.parametrize(
+    "case", [checks.SHORT, checks.SHORT._replace(S=84)], ids=("pages", "padded")
+)
+def test_the_kernel_reads_one_layer_of_a_stack(case):
+    """The other layers are NaN: to the bit what it computes from the layer alone."""
+    q, k, v, sink, layout = cases.init_attention_inputs(case, jnp.bfloat16).arguments
+    stacks = (jnp.full((3, *x.shape), jnp.nan, x.dtype).at[1].set(x) for x in (k, v))
+    actual = jax.jit(
+        partial(pallas_gpu.decode_attention_in_stack_mosaic_gpu, interpret=True),
+        static_argnums=(6, 7),
+    )(q, *stacks, jnp.int32(1), sink, layout, 0, 0.125)
+    expected = KERNEL(q, k, v, sink, layout, 0, 0.125)
+    assert all(jnp.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
