@@ -11,7 +11,6 @@ from jaxmoe.envs.tasks import Task
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch
-from jaxmoe.rollout.dynamic_sampling import impute_rewards
 
 
 def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
@@ -27,16 +26,18 @@ def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.nda
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
     """Return the batch of a step, with the penalty of overlong answers.
 
-    A sample without a reward (NaN) does not change its group's mean, and its tokens are masked.
+    A sample without a reward keeps NaN, which leaves it out of its group's statistics, and its
+    tokens are masked.
     """
     r = cfg.rollout
     rewards = apply_overlong_penalty(cfg, rollouts, rewards)
+    is_missing = np.isnan(rewards)
     batch = rollout_batch(
-        rollouts, impute_rewards(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
+        rollouts, np.where(is_missing, 0.0, rewards), samples=r.samples_per_prompt,
         length=cfg.context, pad_id=task.tokenizer.pad_id,
         n_experts=cfg.model.n_experts if cfg.records_experts else None,
     )  # fmt: skip
-    if np.isnan(rewards).any():
-        mask_BT = np.asarray(batch.loss_mask_BT) & ~np.isnan(rewards)[:, None]
-        batch = replace(batch, loss_mask_BT=mask_BT)
+    if is_missing.any():
+        mask_BT = np.asarray(batch.loss_mask_BT) & ~is_missing[:, None]
+        batch = replace(batch, loss_mask_BT=mask_BT, rewards_B=rewards.astype(np.float32))
     return batch

@@ -16,7 +16,9 @@ def group_advantages(
 
     A = (r − mean_group(r)) / (std_group(r) + ε);   without the division if not scale_by_std
 
-    A group whose rewards are all equal gets exactly 0. The deviation divides by R − 1.
+    A reward of NaN is missing: mean and deviation are of the rewards that exist, and a missing one
+    gets 0. A group whose rewards are all equal gets exactly 0. The deviation divides by the number
+    of rewards − 1.
     Numerics: float32.
     Raises ValueError for groups of one sample, a scale_by_std that is not a bool, or an eps that
     is not positive.
@@ -26,15 +28,18 @@ def group_advantages(
     check_reward_groups(rewards_PR)
     if not isinstance(scale_by_std, bool):
         raise ValueError(f"scale_by_std must be True or False, got {scale_by_std!r}.")
-    rewards_PR = rewards_PR.astype(jnp.float32)
-    centred_PR = rewards_PR - jnp.mean(rewards_PR, axis=1, keepdims=True)
+    exists_PR = ~jnp.isnan(rewards_PR)
+    rewards_PR = jnp.where(exists_PR, rewards_PR, 0.0).astype(jnp.float32)
+    count_P1 = jnp.sum(exists_PR, axis=1, keepdims=True, dtype=jnp.float32)
+    mean_P1 = jnp.sum(rewards_PR, axis=1, keepdims=True) / jnp.maximum(count_P1, 1.0)
     # The rounded mean of equal rewards may differ from them in the last bit. Dividing by a
     # deviation near 0 would magnify that, so equal groups are found by comparison.
-    uniform_P1 = jnp.all(rewards_PR == rewards_PR[:, :1], axis=1, keepdims=True)
-    centred_PR = jnp.where(uniform_P1, 0.0, centred_PR)
+    least_P1 = jnp.min(rewards_PR, axis=1, keepdims=True, where=exists_PR, initial=jnp.inf)
+    uniform_P1 = jnp.all((rewards_PR == least_P1) | ~exists_PR, axis=1, keepdims=True)
+    centred_PR = jnp.where(exists_PR & ~uniform_P1, rewards_PR - mean_P1, 0.0)
     if not scale_by_std:
         return centred_PR
-    variance_P1 = jnp.sum(centred_PR**2, axis=1, keepdims=True) / (rewards_PR.shape[1] - 1)
+    variance_P1 = jnp.sum(centred_PR**2, axis=1, keepdims=True) / jnp.maximum(count_P1 - 1.0, 1.0)
     return centred_PR / (jnp.sqrt(variance_P1) + eps)
 
 
@@ -56,16 +61,18 @@ def check_reward_groups(rewards_PR: Array) -> None:
 
 
 def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
-    """RLOO's advantages: r_i minus the mean of the other rewards of the group.
+    """RLOO's advantages: r_i minus the mean of the other rewards of the group that exist.
 
+    A missing reward (NaN), and the only one of a group, get 0.
     Raises ValueError for groups of one sample.
     Numerics: float32; a group whose rewards are all equal gets exactly 0.
     Source: RLOO, arXiv:2402.14740.
     """
     check_reward_groups(rewards_PR)
-    samples = rewards_PR.shape[1]
+    count_P1 = jnp.sum(~jnp.isnan(rewards_PR), axis=1, keepdims=True, dtype=jnp.float32)
     # r_i − (mean of the others) = (r_i − mean of all)·R/(R − 1).
-    return group_advantages(rewards_PR, scale_by_std=False) * (samples / (samples - 1))
+    ratio_P1 = count_P1 / jnp.maximum(count_P1 - 1.0, 1.0)
+    return group_advantages(rewards_PR, scale_by_std=False) * ratio_P1
 
 
 def discounted_returns(

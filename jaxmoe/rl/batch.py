@@ -35,7 +35,7 @@ class Batch:
     segment_ids_BT: Leaf  # int32; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
     rollout_logp_BT: Leaf  # float32; as the engine reported it
-    rewards_B: Leaf  # float32; one reward per answer
+    rewards_B: Leaf  # float32; one reward per answer; NaN: missing, and the row is masked
     # The samples of a prompt are neighbours; advantages compare this many rows with each other.
     # It is static, because the shapes of the advantages depend on it.
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)

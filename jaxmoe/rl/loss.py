@@ -80,7 +80,7 @@ def compute_advantages(
     """Return (advantages, returns or None) at every token; 0 at masked tokens.
 
     The `samples` rows of a prompt are neighbours. A row whose mask is all False still counts as a
-    member of its group.
+    member of its group, unless its reward is NaN, which means that it has none.
     """
     totals_B = rewards_B.astype(jnp.float32)
     kl_coef = 0.0 if a.reward_kl is None else a.reward_kl.weight

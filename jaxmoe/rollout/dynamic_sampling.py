@@ -35,7 +35,7 @@ def dynamic_sampling(
         batches.append((rollouts, rewards))
         for i in range(0, len(rollouts), samples):
             group = rollouts[i : i + samples], rewards[i : i + samples]
-            is_uniform = samples > 1 and np.ptp(impute_rewards(group[1], samples)) == 0
+            is_uniform = samples > 1 and bool(have_equal_rewards(group[1]))
             (uniform if is_uniform else mixed).append(group)
     # Groups with equal rewards fill up the batch, because its shape is fixed. Their advantages are
     # 0.
@@ -50,7 +50,7 @@ def dynamic_sampling(
 def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
     """Metrics of rewards, lengths of the policy's answers, stop reasons and episodes."""
     lengths = np.array([r.n_sampled for r in rollouts])
-    grouped = impute_rewards(rewards, samples).reshape(-1, samples)
+    equal = have_equal_rewards(rewards.reshape(-1, samples))
     rewards = rewards[~np.isnan(rewards)]
     cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
     metrics: Metrics = {
@@ -62,28 +62,18 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
     }
     metrics |= episode_metrics(rollouts)
     if samples > 1:
-        equal = (grouped == grouped[:, :1]).all(axis=1)
         metrics["reward/zero_std_groups_frac"] = float(equal.mean())
     return metrics
 
 
-def impute_rewards(rewards: np.ndarray, samples: int) -> np.ndarray:
-    """Replace a missing reward (NaN) by the mean of the group's other rewards, or 0 without any.
+def have_equal_rewards(rewards: np.ndarray) -> np.ndarray | np.bool_:
+    """True for each group (the last axis) whose existing rewards are equal, or that has none.
 
-    An imputed sample does not change the mean of its group, and its advantage is 0. The deviation
-    of a group of R samples with n rewards is √((n − 1)/(R − 1)) times that of the n rewards.
+    Such a group has no signal. A missing reward is NaN.
     """
-    if not np.isnan(rewards).any():
-        return rewards
-    imputed = rewards.copy().reshape(-1, samples)
-    for group in imputed:
-        known_rewards = group[~np.isnan(group)]
-        minimum = known_rewards.min(initial=np.inf) if known_rewards.size else 0.0
-        # Subtracting the minimum makes the mean of equal rewards exact, so the group stays uniform.
-        group[np.isnan(group)] = (
-            minimum + (known_rewards - minimum).mean() if known_rewards.size else 0.0
-        )
-    return imputed.reshape(-1)
+    highest = np.max(rewards, axis=-1, where=~np.isnan(rewards), initial=-np.inf)
+    lowest = np.min(rewards, axis=-1, where=~np.isnan(rewards), initial=np.inf)
+    return highest <= lowest
 
 
 def _join_batches(batches: Sequence[GenBatch]) -> GenBatch:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group advantages: by hand, and what they must not depend on."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.losses import group_advantages
+from jaxmoe.losses import group_advantages, rloo_advantages
 
 EPS = float(np.finfo(np.float32).eps)
 REWARDS = st.lists(st.integers(-8, 8), min_size=4, max_size=4)
@@ -65,3 +67,37 @@ def test_scaled_advantages_have_mean_zero_and_unit_deviation(rewards):
 def test_a_group_of_one_is_refused_since_its_advantage_would_always_be_zero():
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
         advantages([3.0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (group_advantages, [1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0]),
+        (rloo_advantages, [1.0, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0, 0]),
+    ],
+)
+def test_missing_rewards_leave_their_group_as_it_is(estimator, expected):
+    rewards_PR = jnp.array([[1.0, 0, 0, 0] + [jnp.nan] * 4])
+    np.testing.assert_allclose(estimator(rewards_PR)[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", [group_advantages, rloo_advantages])
+@given(
+    st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=6),
+    st.lists(st.integers(0, 6), min_size=0, max_size=4),
+)
+def test_advantages_are_those_of_the_rewards_that_exist(estimator, rewards, gaps):
+    padded = list(rewards)
+    for gap in gaps:
+        padded.insert(min(gap, len(padded)), float("nan"))
+    actual = np.asarray(estimator(jnp.array([padded], jnp.float32)))[0]
+    is_missing = np.isnan(padded)
+    expected = np.asarray(estimator(jnp.array([rewards], jnp.float32)))[0]
+    np.testing.assert_allclose(actual[~is_missing], expected, rtol=1e-4, atol=1e-5)
+    assert (actual[is_missing] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", [group_advantages, rloo_advantages])
+@pytest.mark.parametrize("rewards", [[math.nan] * 3, [2.0, math.nan, math.nan]])
+def test_a_group_of_one_reward_or_none_has_no_signal(estimator, rewards):
+    np.testing.assert_array_equal(estimator(jnp.array([rewards])), np.zeros((1, 3)))

@@ -33,6 +33,7 @@ from jaxmoe.losses import (
     cispo,
     gae,
     geometric_is,
+    group_advantages,
     gspo,
     kept_token_mean,
     kl_k1,
@@ -40,6 +41,7 @@ from jaxmoe.losses import (
     ppo_clip,
     reinforce,
     reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
     rejection,
     rloo_advantages,
     seq_mean_token_mean,
@@ -277,3 +279,24 @@ def test_what_stands_at_false_tokens_never_matters(plain, value):
     batch = make_batch()
     dirty = np.where(batch.loss_mask_BT, batch.rollout_logp_BT, value).astype(np.float32)
     plain.assert_same(*plain.run(replace(batch, rollout_logp_BT=dirty)))
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        group_advantages, rloo_advantages, reinforce_pp_advantages,
+        reinforce_pp_baseline_advantages,
+    ],
+    ids=lambda fn: fn.__name__,
+)  # fmt: skip
+def test_a_missing_reward_updates_as_a_batch_without_its_row(estimator):
+    """Half of each group is missing: gradients are those of a batch that never had those rows."""
+    full, a = make_batch(), algorithm(advantages=estimator)
+    missing = np.arange(B) % full.samples_per_prompt >= 2
+    rewards_B = np.where(missing, np.nan, full.rewards_B).astype(np.float32)
+    masked = replace(full, rewards_B=rewards_B, loss_mask_BT=full.loss_mask_BT & ~missing[:, None])
+    fewer = replace(map_rows(lambda x: x[~missing], full), samples_per_prompt=2)
+    (state, metrics), (expected, _) = (step_of(a)(start(a), x) for x in (masked, fewer))
+    assert np.isfinite(metrics["loss"]) and metrics["grad/norm"] > 0
+    for name, x in expected.params.policy.items():
+        np.testing.assert_allclose(state.params.policy[name], x, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.dynamic_sampling import dynamic_sampling, impute_rewards, rollout_metrics
+from jaxmoe.rollout.dynamic_sampling import (
+    dynamic_sampling,
+    have_equal_rewards,
+    rollout_metrics,
+)
 
 SAMPLES = 3
 
@@ -111,17 +115,11 @@ def test_a_group_with_samples_left_out_counts_by_those_that_are_not():
     assert metrics["reward/mean"] == pytest.approx((0.2 + 1 + 1) / 7)
 
 
-def test_filling_in_moves_no_groups_mean_and_keeps_equal_ones_equal():
-    rewards = np.array([0.1, np.nan, 0.1, np.nan, np.nan, np.nan, 3, 0, np.nan], np.float32)
-    imputed = impute_rewards(rewards, SAMPLES)
-    assert imputed.dtype == np.float32 and np.isnan(rewards[1])
-    np.testing.assert_array_equal(
-        imputed, np.array([0.1, 0.1, 0.1, 0, 0, 0, 3, 0, 1.5], np.float32)
-    )
-    equal = np.array([0.1] * 7 + [np.nan], np.float32)  # their float32 mean is another number
-    assert equal[:7].mean() != equal[0] and np.ptp(impute_rewards(equal, 8)) == 0
-    complete = np.arange(6, dtype=np.float32)
-    assert impute_rewards(complete, SAMPLES) is complete
+def test_groups_are_equal_by_the_rewards_that_exist():
+    nan, tenth = np.nan, float(np.float32(0.1))
+    groups = [[tenth, nan, tenth], [nan, nan, nan], [nan, 3, nan], [3, 0, nan]]
+    equal = have_equal_rewards(np.array(groups, np.float32))
+    np.testing.assert_array_equal(equal, [True, True, True, False])
 
 
 def episode(mask, stop=StopReason.STOP_TOKEN, **numbers):
