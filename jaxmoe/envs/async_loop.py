@@ -14,6 +14,8 @@ import threading
 from collections.abc import Awaitable
 from typing import Any
 
+from jaxmoe.envs.user_code import UserCodeExit
+
 _START_LOCK = threading.Lock()
 
 
@@ -40,7 +42,10 @@ def wait_for_result(result: Any) -> Any:
 
 
 async def _await_result(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:  # asyncio would end the loop, and every later call would wait
+        raise UserCodeExit.of(error) from error
 
 
 @functools.cache  # by process: a thread does not survive a fork

@@ -16,6 +16,7 @@ from jaxmoe.data.harmony import answer_prefix
 from jaxmoe.data.harmony_render import write_messages, write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.envs.tasks import Task
+from jaxmoe.envs.user_code import user_code
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import Batch, supervised_batch
 
@@ -96,7 +97,8 @@ def warm_start_target(prompt: Prompt, task: Task) -> WarmStartTarget:
         return WarmStartTarget(tokens, [True] * len(tokens))
     tokens, policy_mask = list[int](), list[bool]()
     try:
-        returned = task.demonstrate(task.train[prompt.id])
+        with user_code():
+            returned = task.demonstrate(task.train[prompt.id])
     except Exception as error:  # the user's function: its traceback is theirs to read
         error.add_note(f"warmup.demonstrations raised this on row {prompt.id}.")
         raise

@@ -11,6 +11,7 @@ from jaxmoe.data.rows import Message
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment
 from jaxmoe.envs.step_check import EnvironmentFault, StepResult, check_numbers, check_step
+from jaxmoe.envs.user_code import user_code
 
 
 @dataclass
@@ -40,14 +41,15 @@ class EpisodeState:
                 raise EnvironmentFault("the environment is closed")
             self._is_stepping = True
         try:
-            result = check_step(wait_for_result(self.environment.step(messages)))
+            with user_code():
+                result = check_step(wait_for_result(self.environment.step(messages)))
             self.steps.append((result.rewards, result.metrics))
             return result
         finally:
             with self._lock:
                 self._is_stepping = False
             if self._is_left:
-                with suppress(Exception):  # nobody waits for it any more
+                with suppress(Exception), user_code():  # nobody waits for it any more
                     wait_for_result(self.environment.close())
 
     def close(self) -> None:
@@ -58,8 +60,9 @@ class EpisodeState:
                 return
             self._is_closed = True
         try:
-            result = wait_for_result(self.environment.close())
-            self.closing_rewards = check_numbers(result, "the rewards of close")
+            with user_code():
+                result = wait_for_result(self.environment.close())
+                self.closing_rewards = check_numbers(result, "the rewards of close")
         except Exception as error:
             self.closing_fault = describe_fault(error)
 

@@ -27,6 +27,7 @@ from jaxmoe.envs.environment import Environment, EnvironmentFactory
 from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault
 from jaxmoe.envs.step_check import check_reset
 from jaxmoe.envs.transcripts import read_last_turn
+from jaxmoe.envs.user_code import user_code
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.replies import Reply, ReplyThreads, open_reply_channel
@@ -231,11 +232,14 @@ class Episodes:
         row = self._rows[episode // self._samples]
         seed = int(np.random.SeedSequence([self._seed, prompt.id]).generate_state(1)[0])
         for tries_left in reversed(range(RESET_TRIES)):
-            environment = self._settings.make_environment()
+            with user_code():
+                environment = self._settings.make_environment()
             # An environment may change its row, which the other samples and the scorer read too.
             own_row = replace(row, columns=copy.deepcopy(dict(row.columns)))
             try:
-                messages, _ = check_reset(wait_for_result(environment.reset(own_row, seed=seed)))
+                with user_code():
+                    reset = wait_for_result(environment.reset(own_row, seed=seed))
+                messages, _ = check_reset(reset)
                 break
             except Exception as error:
                 _close_quietly(environment)
@@ -271,7 +275,7 @@ class Episodes:
 
 
 def _close_quietly(environment: Environment) -> None:
-    with suppress(Exception):
+    with suppress(Exception), user_code():
         wait_for_result(environment.close())
 
 

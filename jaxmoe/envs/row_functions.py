@@ -13,6 +13,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import import_function, parse_call
 from jaxmoe.data.rows import Message, Row
+from jaxmoe.envs.user_code import user_code
 
 
 def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
@@ -37,7 +38,8 @@ def read_row_map(text: str, seed: int, *, keeps_answers: bool) -> Callable[[Row]
         return None
 
     def map_row(row: Row) -> Row:
-        mapped = function(row)
+        with user_code():
+            mapped = function(row)
         if not isinstance(mapped, Row):
             raise ConfigError(
                 f"data.map_rows must return a jaxmoe.data.rows.Row; {text.strip()} returned "

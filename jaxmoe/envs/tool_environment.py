@@ -15,6 +15,7 @@ from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, Unchecked
 from jaxmoe.envs.step_check import check_numbers
 from jaxmoe.envs.tools import Tool, answer_unknown, call_tool, reply_message
+from jaxmoe.envs.user_code import user_code
 
 
 class ToolEnvironment:
@@ -78,7 +79,8 @@ class ToolEnvironment:
         self._started = {}
         for close in closers:
             try:
-                rewards |= check_numbers(wait_for_result(close()), "the rewards of close")
+                with user_code():
+                    rewards |= check_numbers(wait_for_result(close()), "the rewards of close")
             except Exception as error:
                 errors.append(error)
         if errors:

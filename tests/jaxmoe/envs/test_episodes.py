@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of a batch: a scripted engine speaks, real environments reply, and faults are named."""
 
+import asyncio
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +15,7 @@ from jaxmoe.data.harmony_render import write_turn
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.episodes import EpisodeSettings, sample_rollouts, shorten_message
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import read_tools
@@ -203,6 +206,8 @@ def test_a_reset_that_fails_once_is_tried_again():
     "result, reason",
     [
         (ValueError("boom\nsecond line"), "ValueError: boom"),
+        (SystemExit(0), "SystemExit(0) would have ended the run"),
+        (GeneratorExit(), "GeneratorExit() would have ended the run"),
         (None.__class__, "step must return"),
         (([], 0.0, False, False, {}), "no message to answer"),
         (([Message("user", "x")], float("nan"), False, False, {}), "reward"),
@@ -226,9 +231,29 @@ def test_an_environment_that_cannot_be_right_ends_its_episodes_with_the_reason(r
     assert all(r.sampled_mask.all() and r.n_sampled for r in rollouts)
 
 
-def test_a_close_that_raises_loses_no_reward():
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_an_async_method_that_exits_ends_neither_run_nor_event_loop(where):
+    async def leave(self, *args, **options):
+        sys.exit(3)
+
+    if where == "reset":
+        with pytest.raises(EngineError, match=r"SystemExit\(3\) would have ended the run"):
+            sample(make_echo(reset=leave), FINAL)
+    else:
+        stops = {r.stop for r in sample(make_echo(step=leave), FINAL)}
+        assert stops == {StopReason.ENV_ERROR}
+    assert wait_for_result(asyncio.sleep(0, "alive")) == "alive"
+
+
+def test_the_runs_own_stop_passes_through_an_environment():
+    with pytest.raises(KeyboardInterrupt):
+        sample(make_echo(step_result=KeyboardInterrupt()), FINAL)
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3)])
+def test_a_close_that_raises_loses_no_reward(error):
     def close(self):
-        raise OSError("gone")
+        raise error
 
     (r, *_) = sample(make_echo(close=close), FINAL)
     assert r.env_rewards == {"env": 2.0} and r.env_metrics["env/close_faults"] == 1.0

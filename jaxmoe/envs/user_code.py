@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the user's functions: what they raise is theirs, and ends no run.
+
+`sys.exit()` in an environment would end training with its status and without a line, since
+SystemExit is no Exception. Next: jaxmoe/envs/episodes.py, which calls environments.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserCodeExit(RuntimeError):
+    """The user's code raised what ends a program or a thread, such as sys.exit()."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "UserCodeExit":
+        return cls(f"{type(error).__name__}({error}) would have ended the run")
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Raise UserCodeExit in place of what is no Exception; KeyboardInterrupt is the run's own stop.
+
+    `with user_code(): environment.step(…)`, in a `try` that handles Exception.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UserCodeExit.of(error) from error
