@@ -128,7 +128,10 @@ class MetricsLog:
         alerts = [*alerts, *self._to_board(stage, step, metrics)]
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         clean = {name: None if name in bad else value for name, value in metrics.items()}
-        line = {"stage": stage, "step": step, **clean} | ({"not_finite": bad} if bad else {})
+        # Nothing in the metrics replaces the position, which a resume reads.
+        position = {"stage": stage, "step": step}
+        line: dict[str, Any] = position | clean | position
+        line |= {"not_finite": bad} if bad else {}
         line |= {"alerts": alerts} if alerts else {}
         append_bytes(self._metrics, (json.dumps(line, allow_nan=False) + "\n").encode())
         self._trackers.log(stage, step, metrics)

@@ -12,6 +12,8 @@ import numpy as np
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.shapes import Metrics
 
+# Groups of names that environments and tools may use; any other name is put into the first.
+_OWN_GROUPS = ("env/", "tool/", "hack/")
 _REASONS_OF_ANSWERS = (StopReason.STOP_TOKEN, StopReason.MAX_TOKENS)
 
 
@@ -24,7 +26,8 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     episode_len/mean and episode_len/max: tokens of the policy and the environment, if there are
         any of the environment.
     reward/env/PART and the environment's own metrics: means over all rollouts. A rollout without
-        the number counts as 0, since an episode that ended early earned and did nothing.
+        the number counts as 0, since an episode that ended early earned and did nothing. A name
+        outside of env/, tool/ and hack/ becomes env/NAME, so that none replaces the run's own.
     """
     stops = Counter(r.stop for r in rollouts)
     metrics: Metrics = {
@@ -39,9 +42,14 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
             "episode_len/mean": float(np.mean(lengths)), "episode_len/max": max(lengths),
         }  # fmt: skip
     numbers = [
-        {f"reward/env/{part}": value for part, value in r.env_rewards.items()} | dict(r.env_metrics)
+        {f"reward/env/{part}": value for part, value in r.env_rewards.items()}
+        | {_own_name(name): value for name, value in r.env_metrics.items()}
         for r in rollouts
     ]
     names = dict.fromkeys(name for values in numbers for name in values)
     means = {name: float(np.mean([v.get(name, 0.0) for v in numbers])) for name in names}
     return metrics | means
+
+
+def _own_name(name: str) -> str:
+    return name if name.startswith(_OWN_GROUPS) else f"env/{name}"

@@ -37,6 +37,13 @@ def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
     assert row["not_finite"] == ["grad/norm", "loss"]
 
 
+def test_no_metric_replaces_the_stage_or_the_step_of_its_line(tmp_path):
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
+        log.write("rl", 3, {"step": 999.0, "stage": 7.0, "loss": 0.5})
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["stage"], row["step"], row["loss"]) == ("rl", 3, 0.5)
+
+
 def test_alerts_are_named_in_the_line_of_their_step_and_in_no_other(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"policy/clip_frac": 0.5}, alerts=["clip_frac is 0.5", "gate"])

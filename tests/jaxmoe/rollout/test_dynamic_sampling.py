@@ -152,3 +152,11 @@ def test_single_answers_have_no_metrics_of_episodes(mask):
         "reward/mean", "reward/std", "reward/zero_std_groups_frac", "response_len/mean",
         "response_len/max", "stop/max_tokens_frac",
     }  # fmt: skip
+
+
+def test_an_environments_metrics_replace_none_of_the_runs():
+    own = {"step": 999.0, "loss": 5.0, "reward/mean": 99.0, "env/tries": 2.0, "hack/x": 1.0}
+    metrics = rollout_metrics([episode([1, 0, 1], env_metrics=own)] * 2, np.ones(2), 2)
+    assert metrics["reward/mean"] == 1.0 and not {"step", "loss"} & metrics.keys()
+    assert metrics["env/step"] == 999 and metrics["env/reward/mean"] == 99
+    assert metrics["env/tries"] == 2 and metrics["hack/x"] == 1
