@@ -4,10 +4,15 @@
 All kernels support their sizes. Next: one.py.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.bench.ops import OPS, Op
+from pallas_kernels.decode_attention import decode_attention_in_stack
 from pallas_kernels.grouped_matmul.cases import MatmulCase
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
@@ -20,6 +25,20 @@ def _with_op(operation: str, *cases: Any) -> tuple[tuple[Op, Any], ...]:
     return tuple((OPS[operation], case) for case in cases)
 
 
+def _decode_in_stack(case: Any, impl: str) -> Callable[..., Any]:
+    """`decode_attention_in_stack` of the second of two layers, the first one NaN."""
+
+    def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
+        k, v = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (k, v))
+        return decode_attention_in_stack(
+            q, k, v, sink, layer=jnp.int32(1), q_positions_BT=q_pos, k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
+        )  # fmt: skip
+
+    return call
+
+
+_IN_STACK = replace(OPS["decode_attention"], call=_decode_in_stack)
 _attention = partial(AttentionCase, N=16, K=2, H=64)
 HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, as in GPT-OSS
     "sink_attention": _with_op(
@@ -29,11 +48,14 @@ HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key hea
         _attention("window_left_big_sinks", 2, 300, 300, window=33, layout="left", sinks="big"),
         _attention("chunk_no_sinks", 1, 129, 590, layout="chunk", sinks="none"),
     ),
-    "decode_attention": _with_op(
-        "decode_attention",
-        _attention("uneven", 3, 1, 264, layout="chunk"),
-        _attention("ring", 3, 1, 136, window=128, layout="ring"),
-        _attention("several_new", 2, 3, 392, layout="left", sinks="big"),
+    "decode_attention": (
+        *_with_op(
+            "decode_attention",
+            _attention("uneven", 3, 1, 264, layout="chunk"),
+            _attention("ring", 3, 1, 136, window=128, layout="ring"),
+            _attention("several_new", 2, 3, 392, layout="left", sinks="big"),
+        ),
+        (_IN_STACK, _attention("layer_of_a_stack", 3, 1, 264, layout="chunk")),
     ),
     "grouped_matmul": (
         *_with_op("grouped_matmul", _RAGGED, _FEW),

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -40,6 +41,31 @@ _CODES: dict[int, Any] = {
 LOW = (0x000F, 0x1040, 0x81C0)
 HIGH = (0x00F0, 0x0104, 0x81C0)
 SCALE = (0x00FF, 0x0080, 0x7F80)  # 2^(s − 127); s = 0 gives 0 and 255 gives infinity
+
+
+def decode_step(s: Any, plan: Any, code_slot: Any, slot: Any) -> None:
+    """Decode a step's codes to its tiles of rhs, 32 rows and 64 columns at a time."""
+    parts, height, width = s["codes"].shape[1:]
+    row_of = PIECE if plan.transposed else GROUP
+    decoded = []
+    for part in range(parts):
+        for row in range(0, height, GROUP):
+            for column in range(0, width, PIECE):
+                rows, columns = pl.ds(row, GROUP), pl.ds(column, PIECE)
+                scales = [
+                    s["scales"].at[code_slot, part, half, row // GROUP, columns] for half in (0, 1)
+                ]
+                codes = s["codes"].at[code_slot, part, rows, columns]
+                values = decode_piece(codes, scales, row_of, plan.interpret)
+                for half, value in enumerate(values):
+                    if plan.transposed:
+                        index = (slot, 0, pl.ds(half * height + row, GROUP), columns)
+                    else:
+                        index = (slot, half, rows, pl.ds(part * width + column, PIECE))
+                    decoded.append((s["rhs"].at[index], value))
+    # Behind all loads, since a load does not move before a store.
+    for ref, value in decoded:
+        store_piece(ref, value, row_of, plan.interpret)
 
 
 def decode_piece(codes_ref: Any, scale_refs: Any, row: int, interpret: bool) -> tuple[Array, Array]:

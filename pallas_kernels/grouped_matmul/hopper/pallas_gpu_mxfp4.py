@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
-from pallas_kernels.grouped_matmul.hopper.mxfp4_decode import PIECE, decode_piece, store_piece
+from pallas_kernels.grouped_matmul.hopper.mxfp4_decode import PIECE, decode_step
 from pallas_kernels.grouped_matmul.hopper.mxfp4_forms import Form, choose_form
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     Swiglu,
@@ -44,8 +44,6 @@ from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_p
 
 _WG = hopper.WARPGROUP_ROWS
 _PRODUCER_REGISTERS = 24
-# Rows that are copied of a tile of 64: the fewest of these that hold its group's.
-_COPIED_ROWS = (16, 32, _WG)
 _SWIZZLED_32 = hopper.Tiling((8, GROUP)), hopper.Swizzle(64)  # two-byte tiles in rows of 32
 
 
@@ -233,9 +231,9 @@ def _packed_kernel(
 
         def copy_rows(ref, inner, i):
             if plan.consumers == 1:
-                _copy_fewest_rows(ref, (start, hi, inner), s["lhs"].at[slot, i], barrier)
+                tiles.copy_fewest_rows(ref, (start, hi, inner), s["lhs"].at[slot, i], barrier)
             else:
-                _copy_rows(ref, (start, lo, hi, inner), s["lhs"].at[slot, i], barrier)
+                tiles.copy_used_rows(ref, (start, lo, hi, inner), s["lhs"].at[slot, i], barrier)
 
         def fetch(k, _):
             for half in range(s["lhs"].shape[1]):
@@ -271,7 +269,8 @@ def _packed_kernel(
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
         def fetch_tile(tile, n_done):
-            *_, steps = located = locate(tile)
+            located = locate(tile)
+            steps = located[-1]
 
             @pl.loop(0, steps)
             def _(k):
@@ -297,7 +296,7 @@ def _packed_kernel(
             if form.decoders_fetch_rows:
                 fetch_rows(located, k, n)
             codes.wait_filled(n)
-            decode = partial(_decode_step, s, plan, codes.slot_of(n), ring.slot_of(n))
+            decode = partial(decode_step, s, plan, codes.slot_of(n), ring.slot_of(n))
             if plan.adapter_steps:
                 pl.when(k < plan.steps)(decode)
             else:
@@ -319,7 +318,8 @@ def _packed_kernel(
                 body(first + i * n_decoders)
 
         def decode_tile(tile, n_done):
-            *_, steps = located = locate(tile)
+            located = locate(tile)
+            steps = located[-1]
             for_own_steps(n_done, n_done + steps, lambda n: decode_slot(located, n - n_done, n))
             return n_done + steps
 
@@ -343,56 +343,3 @@ def _packed_kernel(
             return [y[:, i : i + plan.width] for i in range(0, plan.product_columns, plan.width)]
 
         consume_tiles(s, plan, locate, n_tiles, multiply_tile, bias_ref, out_refs)
-
-
-def _copy_rows(ref, span, destination, barrier):
-    """Copy the rows of warpgroups that have valid rows; small groups need no others."""
-    start, lo, hi, inner = span
-    for row in range(0, destination.shape[0], _WG):
-        rows, has_rows = pl.ds(row, _WG), (lo < row + _WG) & (hi > row)
-
-        @pl.when(has_rows)
-        def _(row=row, rows=rows):
-            source = ref.at[pl.ds(start + row, _WG), inner]
-            plgpu.copy_gmem_to_smem(source, destination.at[rows], barrier)
-
-        # The barrier expects an arrival for the rows of each warpgroup, copied or not.
-        @pl.when(jnp.logical_not(has_rows))
-        def _():
-            plgpu.barrier_arrive(barrier)
-
-
-def _copy_fewest_rows(ref, span, destination, barrier):
-    """Copy the first rows of a tile of 64, as many of `_COPIED_ROWS` as its group ends within."""
-    start, hi, inner = span
-    for fewer, n_rows in zip((0, *_COPIED_ROWS), _COPIED_ROWS, strict=False):
-
-        @pl.when((hi > fewer) & (hi <= n_rows))
-        def _(n_rows=n_rows):
-            source = ref.at[pl.ds(start, n_rows), inner]
-            plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(0, n_rows)], barrier)
-
-
-def _decode_step(s, plan, code_slot, slot):
-    """Decode a step's codes to its tiles of rhs, 32 rows and 64 columns at a time."""
-    parts, height, width = s["codes"].shape[1:]
-    row_of = tiles.STEP if plan.transposed else GROUP
-    decoded = []
-    for part in range(parts):
-        for row in range(0, height, GROUP):
-            for column in range(0, width, PIECE):
-                rows, columns = pl.ds(row, GROUP), pl.ds(column, PIECE)
-                scales = [
-                    s["scales"].at[code_slot, part, half, row // GROUP, columns] for half in (0, 1)
-                ]
-                codes = s["codes"].at[code_slot, part, rows, columns]
-                values = decode_piece(codes, scales, row_of, plan.interpret)
-                for half, value in enumerate(values):
-                    if plan.transposed:
-                        index = (slot, 0, pl.ds(half * height + row, GROUP), columns)
-                    else:
-                        index = (slot, half, rows, pl.ds(part * width + column, PIECE))
-                    decoded.append((s["rhs"].at[index], value))
-    # Behind all loads, since a load does not move before a store.
-    for ref, value in decoded:
-        store_piece(ref, value, row_of, plan.interpret)

@@ -32,6 +32,8 @@ PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {2: 232, 3: 152}  # by the number of warpgroups that multiply
 # A swizzled tile has 8 rows, and a copy starts at one.
 ALIGN = 8
+# Rows that are copied of a tile of 64: the fewest of these that hold its group's.
+COPIED_ROWS = (16, 32, 64)
 # Row tiles that are traversed together through all columns: 132 cores work on 8 x 16 tiles at a
 # time, which share their reads.
 CHUNK = 8
@@ -113,6 +115,37 @@ def fetch_steps(
         fetch(k, ring.slot_of(n_done + k))
 
     return n_done + steps
+
+
+def copy_used_rows(ref: Any, span: tuple[Any, ...], destination: Any, barrier: Any) -> None:
+    """Copy the rows of warpgroups that have valid rows; small groups need no others."""
+    start, lo, hi, inner = span
+    for row in range(0, destination.shape[0], hopper.WARPGROUP_ROWS):
+        rows, has_rows = (
+            pl.ds(row, hopper.WARPGROUP_ROWS),
+            (lo < row + hopper.WARPGROUP_ROWS) & (hi > row),
+        )
+
+        @pl.when(has_rows)
+        def _(row=row, rows=rows):
+            source = ref.at[pl.ds(start + row, hopper.WARPGROUP_ROWS), inner]
+            plgpu.copy_gmem_to_smem(source, destination.at[rows], barrier)
+
+        # The barrier expects an arrival for the rows of each warpgroup, copied or not.
+        @pl.when(jnp.logical_not(has_rows))
+        def _():
+            plgpu.barrier_arrive(barrier)
+
+
+def copy_fewest_rows(ref: Any, span: tuple[Any, ...], destination: Any, barrier: Any) -> None:
+    """Copy the first rows of a tile of 64, as many of `COPIED_ROWS` as its group ends within."""
+    start, hi, inner = span
+    for fewer, n_rows in zip((0, *COPIED_ROWS), COPIED_ROWS, strict=False):
+
+        @pl.when((hi > fewer) & (hi <= n_rows))
+        def _(n_rows=n_rows):
+            source = ref.at[pl.ds(start, n_rows), inner]
+            plgpu.copy_gmem_to_smem(source, destination.at[pl.ds(0, n_rows)], barrier)
 
 
 def store_full_tile(s: Any, out_ref: Any, value: Array, start: Any, first: Any, piece: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.config_file import override
@@ -25,6 +26,7 @@ from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.compiled import policy_shapes
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
+from pallas_kernels.ahead_of_time import chip_mesh, compile_jitted
 from tests.bench.on_device.dearest import trace_dearest
 from tests.bench.on_device.sizes import lora_config
 from tests.bench.on_device.stage import device_alone, report
@@ -41,9 +43,9 @@ def sampling_config(model: str, rows: int, keys: int, tokens: int, *settings: st
     )  # fmt: skip
 
 
-def make_engine(cfg: Config) -> NativeEngine:
+def make_engine(cfg: Config, platform: str) -> NativeEngine:
     """The engine of the run, with its kernels unchecked."""
-    impls, r = named_impls(jax.default_backend()), cfg.rollout
+    impls, r = named_impls(platform), cfg.rollout
     ops = make_engine_ops(cfg, impls) or make_ops(cfg, impls)
     return NativeEngine(
         cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
@@ -51,10 +53,17 @@ def make_engine(cfg: Config) -> NativeEngine:
     )  # fmt: skip
 
 
-def compile_decode(engine: NativeEngine, cfg: Config, sampling: Sampling) -> tuple[Any, int]:
-    """The compiled loop, and the bytes of its arguments, results and temporaries."""
+def compile_decode(
+    engine: NativeEngine, cfg: Config, sampling: Sampling, mesh: Mesh | None = None
+) -> tuple[Any, int]:
+    """The compiled loop, and the bytes of its arguments, results and temporaries.
+
+    `mesh`: of a card that this machine need not have.
+    """
 
     def make(jitted: Any, *shapes: Any, **static: Any) -> Any:
+        if mesh is not None:
+            return compile_jitted(mesh, jitted, *shapes, **static)
         return jitted.lower(*shapes, **static).compile()
 
     _, decode = engine.compile_programs(
@@ -129,13 +138,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile", metavar="CHIP", choices=CHIPS)
     args = parser.parse_args()
     cfg = sampling_config(args.model, args.rows, args.keys, args.tokens, *args.set)
     sampling = Sampling(args.tokens, (), 1.0)
-    engine = make_engine(cfg)
-    start = time.perf_counter()
-    decode, live = compile_decode(engine, cfg, sampling)
     named = {"model": args.model, "rows": args.rows, "keys": args.keys}
+    start = time.perf_counter()
+    if args.compile:
+        engine = make_engine(cfg, "gpu")
+        _, live = compile_decode(engine, cfg, sampling, chip_mesh(args.compile))
+        report(**named, compiled_for=args.compile, live_bytes=live,
+               compile_s=round(time.perf_counter() - start, 1))  # fmt: skip
+        return
+    engine = make_engine(cfg, jax.default_backend())
+    decode, live = compile_decode(engine, cfg, sampling)
     report(**named, compile_s=round(time.perf_counter() - start, 1), compiler_bytes=live)
     with device_alone():
         figures = time_decode(engine, decode, cfg, sampling, args.rounds, args.profile)

@@ -6,7 +6,8 @@
     JAX_PLATFORMS=cpu python -m tests.bench.on_device.expert_tiles --interpret
 
 Both products of GPT-OSS 20B with few and with many rows. `mxfp4_forms.choose_form` has what is
-best. A time has no launches by Python in it: a program runs the kernel several times.
+best. Times have the small programs of a call in them (the table of tiles, the bias in float32), but
+no launches by Python: a program calls the kernel many times.
 """
 
 import argparse
@@ -44,11 +45,10 @@ class Size(NamedTuple):
     experts: int
     width: int  # D = F of GPT-OSS
     rows: tuple[int, ...]
-    timed_s: float  # of one round of one form
 
 
-REAL = Size(32, 2880, (256, 1024, 98_304), 0.02)
-TOY = Size(7, 256, (56, 700), 0.0)
+REAL = Size(32, 2880, (256, 1024, 98_304))
+TOY = Size(3, 128, (20, 200))
 
 
 class Product(NamedTuple):
@@ -80,8 +80,8 @@ class Product(NamedTuple):
     def shapes(self) -> tuple[Any, ...]:
         """lhs, rhs, bias."""
         E, array = len(self.sizes), jax.ShapeDtypeStruct
-        nibbles = array((E, self.inner // 2, self.columns), jnp.uint8)
-        scales = array((E, self.inner // GROUP, self.columns), jnp.uint8)
+        nibbles: Any = array((E, self.inner // 2, self.columns), jnp.uint8)
+        scales: Any = array((E, self.inner // GROUP, self.columns), jnp.uint8)
         rows, bias = (self.rows, self.inner), (E, self.columns)
         return array(rows, jnp.bfloat16), Mxfp4(nibbles, scales), array(bias, jnp.bfloat16)
 
@@ -132,12 +132,9 @@ def sampled_reference(product: Product, lhs: Any, rhs: Mxfp4, bias: Any) -> Any:
     rows, experts, columns = sample(product)
 
     def multiply(columns):
-        part = Mxfp4(*(x[..., columns] for x in rhs))
-        y = jnp.stack([
-            jnp.dot(lhs[row].astype(jnp.float32), mxfp4_to_dense(Mxfp4(*(x[e] for x in part))),
-                    precision=lax.Precision.HIGHEST)
-            for row, e in zip(rows, experts, strict=True)
-        ])  # fmt: skip
+        matrices = mxfp4_to_dense(Mxfp4(*(x[..., columns] for x in rhs)))[experts]
+        # No product of matrices: XLA would tune it.
+        y = jnp.sum(lhs[rows].astype(jnp.float32)[:, :, None] * matrices, axis=1)
         return y + bias[experts[:, None], columns[None]].astype(jnp.float32)
 
     if product.name == "gate_up":
@@ -151,12 +148,12 @@ def compare(product: Product, got: Any, first: Any, reference: Any) -> tuple[Any
     rows, _, columns = sample(product)
     got_sampled = got[rows[:, None], columns[None]].astype(jnp.float32)
     unit = 2.0**-8 * (jnp.abs(reference) + jnp.sqrt(jnp.mean(reference**2)))
-    bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (got, first))
-    return jnp.max(jnp.abs(got_sampled - reference) / unit), jnp.array_equal(*bits)
+    a, b = (lax.bitcast_convert_type(x, jnp.uint16) for x in (got, first))
+    return jnp.max(jnp.abs(got_sampled - reference) / unit), jnp.array_equal(a, b)
 
 
-def repeat(product: Product, form: Any, interpret: bool, count: Any, *inputs: Any) -> Any:
-    """The kernel `count` times, one after another."""
+def repeat(product: Product, form: Any, interpret: bool, *inputs: Any) -> Any:
+    """The kernel's result, computed `repeats` times, one after another."""
     lhs, *others = inputs
 
     def again(_, before):
@@ -164,28 +161,25 @@ def repeat(product: Product, form: Any, interpret: bool, count: Any, *inputs: An
         return product.run(form, interpret, ordered, *others)
 
     out = jnp.zeros((product.rows, product.out_columns), lhs.dtype)
-    return lax.fori_loop(0, count, again, out)
+    # A number that XLA knows: else the host would look at the loop's condition each time.
+    return lax.fori_loop(0, repeats(product), again, out)
+
+
+def repeats(product: Product) -> int:
+    """Kernels in one program: 10 to 50 ms on an H200."""
+    return 1 if product.inner < 1024 else 100 if product.rows < 10_000 else 5
 
 
 def time_forms(
-    product: Product, runs: dict[str, Callable[..., Any]], inputs: Any, size: Size, rounds: int
+    product: Product, runs: dict[str, Callable[..., Any]], inputs: Any, rounds: int
 ) -> dict[str, float]:
     """Seconds of one kernel of each form: the median of `rounds` rounds, in turn."""
-
-    def seconds(run, count):
-        start = time.perf_counter()
-        jax.block_until_ready(run(count, *inputs))
-        return time.perf_counter() - start
-
-    counts, times = {}, {name: [] for name in runs}
-    for name, run in runs.items():
-        seconds(run, 1)
-        counts[name] = int(np.clip(size.timed_s / seconds(run, 2) * 2, 1, 300))
+    times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            # The difference has no launch of the program in it.
-            many, one = seconds(run, counts[name] + 1), seconds(run, 1)
-            times[name].append((many - one) / counts[name])
+            start = time.perf_counter()
+            jax.block_until_ready(run(*inputs))
+            times[name].append((time.perf_counter() - start) / repeats(product))
     return {name: statistics.median(x) for name, x in times.items()}
 
 
@@ -218,8 +212,7 @@ def main() -> None:
 
     def compile_form(product, name):
         run = partial(repeat, product, getattr(mxfp4_forms, name), args.interpret)
-        count = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(run).lower(count, *product.shapes()).compile()
+        return jax.jit(run).lower(*product.shapes()).compile()
 
     def compile_product(product):
         inputs = jax.jit(partial(make_inputs, product)).lower(0).compile()
@@ -243,23 +236,20 @@ def main() -> None:
         for product in products:
             make, reference, comparison = others[product]
             inputs = make(0)
-            wanted, one = reference(*inputs), jnp.int32(1)
-            outs = {name: run(one, *inputs) for name, run in forms[product].items()}
+            wanted = reference(*inputs)
+            outs = {name: run(*inputs) for name, run in forms[product].items()}
             first = outs["ONE_DECODER"]
             right = {name: jax.device_get(comparison(x, first, wanted)) for name, x in outs.items()}
             del outs, first
-            runs = {
-                name: lambda count, *x, run=run: run(jnp.int32(count), *x)
-                for name, run in forms[product].items()
-                if right[name][0] < 4
-            }
-            times = time_forms(product, runs, inputs, size, args.rounds)
+            runs = {name: run for name, run in forms[product].items() if right[name][0] < 4}
+            times = time_forms(product, runs, inputs, args.rounds)
             for name, (error, same) in right.items():
                 figures = dict(product=product.name, rows=product.rows, form=name,
                                error=round(float(error), 3), same_bits=bool(same))  # fmt: skip
                 if name in times:
                     s, flops = times[name], 2 * product.rows * product.inner * product.columns
-                    figures |= dict(ms=round(1e3 * s, 4), gbs=round(1e-9 * product.read_bytes() / s),
+                    gbs = round(1e-9 * product.read_bytes() / s)
+                    figures |= dict(ms=round(1e3 * s, 4), gbs=gbs,
                                     tflops=round(1e-12 * flops / s, 1))  # fmt: skip
                 report(**figures)
 

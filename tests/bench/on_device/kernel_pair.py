@@ -8,11 +8,13 @@ As `python -m pallas_kernels.bench`, but the device is held alone for the timing
 """
 
 import argparse
+import sys
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.__main__ import check_results, load_sides, time_sides
+from pallas_kernels.bench.compiled import compile_table
 from pallas_kernels.bench.measure import JittedOp, measure_anchors
 from pallas_kernels.bench.ops import OPS, cases_by_name
 from tests.bench.on_device.stage import device_alone, device_shared, report
@@ -25,7 +27,16 @@ def main() -> None:
     parser.add_argument("--vs", required=True)
     parser.add_argument("--impl", default="mosaic_gpu")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--compile", metavar="CHIP", help="compile our side for it, and run nothing"
+    )
     args = parser.parse_args()
+    if args.compile:
+        op = OPS[args.op]
+        case = cases_by_name(op)[args.case]
+        table, compiled = compile_table(op, args.impl, "bfloat16", args.compile, (case,))
+        report(op=args.op, case=args.case, compiled_for=args.compile, table=table.splitlines())
+        sys.exit(0 if compiled and "refused" not in table else table)
     op, platform = OPS[args.op], jax.default_backend()
     case, names = cases_by_name(op)[args.case], (args.impl, args.vs)
     dtype = jnp.dtype("float32" if platform == "cpu" else "bfloat16")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The campaign at toy sizes on a CPU, with stages that hang, die and fill the memory.
+"""The campaign at toy sizes on a CPU, with stages that hang, die, fail and fill the memory.
 
-    JAX_PLATFORMS=cpu python -m tests.bench.on_device --rehearse --out results --minutes 4 --together 2
+    JAX_PLATFORMS=cpu python -m tests.bench.on_device --rehearse --out DIR --minutes 4 --together 2
 
 Its exit status is 0 if every stage ended as expected: the broken ones by what breaks them.
 """
@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from tests.bench.on_device.campaign import Stage
+from tests.bench.on_device.stage import report
 
 HERE = "tests.bench.on_device"
 FAULTS = f"{HERE}.rehearsal"
@@ -36,7 +37,7 @@ SMALL_RUN = (
 
 def toy(name: str, module: str, *arguments: str, phase: int = 0) -> Stage:
     command = (f"{HERE}.{module}", *arguments)
-    return Stage(name, command, 150, phase=phase, environment=(("XLA_FLAGS", FLAGS),))
+    return Stage(name, command, 300, phase=phase, environment=(("XLA_FLAGS", FLAGS),))
 
 
 def broken(name: str, limit_s: float, expected: str, memory_gb: float = 40.0) -> Stage:
@@ -48,6 +49,7 @@ REHEARSAL = (
     toy("step", "train_step", "--model", "tiny", "--tokens", "48", "--sequences", "2", "--profile"),
     broken("hang", 4, "timed out"),
     broken("die", 60, "failed"),
+    broken("fail", 60, "failed"),
     broken("fill", 60, "out of memory", memory_gb=0.4),
     toy("decode", "decode", "--model", "tiny", "--rows", "2", "--keys", "64", "--tokens", "4",
         "--rounds", "1"),
@@ -67,9 +69,12 @@ def ragged_dot(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
 
 
 def main(fault: str) -> None:
-    """Hang, die or fill the memory, as a stage may."""
+    """Hang, die, fail or fill the memory, as a stage may."""
     if fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "fail":
+        report(step=1)
+        sys.exit("it must not be so")
     blocks = []
     while True:
         if fault == "fill":

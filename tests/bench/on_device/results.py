@@ -47,6 +47,28 @@ def load_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def load_chips(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by chip, the oldest first. Raises BadRecords."""
+    records = [x for path in sorted(folder.glob("*.jsonl")) for x in load_records(path)]
+    records.sort(key=lambda x: x["date"])
+    return {name: [x for x in records if x["chip"] == name]
+            for name in sorted({x["chip"] for x in records})}  # fmt: skip
+
+
+def choose_records(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each stage the record that counts, by name."""
+
+    def rank(record: dict[str, Any]) -> int:
+        return 2 if record["status"] == DONE else int(bool(record["figures"]))
+
+    chosen: dict[str, dict[str, Any]] = {}
+    for record in records:
+        best = chosen.get(record["stage"])
+        if best is None or rank(record) >= rank(best):
+            chosen[record["stage"]] = record
+    return dict(sorted(chosen.items()))
+
+
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Add one line, by one write."""
     with path.open("ab", buffering=0) as file:
