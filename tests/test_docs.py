@@ -153,7 +153,9 @@ def check(command: list[str]) -> None:
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
     elif args[1].startswith("tests.bench."):
-        script(f"{args[1].replace('.', '/')}.py", *args[2:])
+        path = args[1].replace(".", "/")
+        is_package = args[1] == "tests.bench.on_device"
+        script(f"{path}/__main__.py" if is_package else f"{path}.py", *args[2:])
     elif args[1] == "pallas_kernels.bench":
         benches(args[2:])
     elif args[1] == "pallas_kernels.check":

@@ -45,7 +45,7 @@ async def _await_result(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
     except SystemExit as error:  # asyncio would end the loop, and every later call would wait
-        raise UserCodeExit.of(error) from error
+        raise UserCodeExit.from_error(error) from error
 
 
 @functools.cache  # by process: a thread does not survive a fork

@@ -13,7 +13,7 @@ class UserCodeExit(RuntimeError):
     """The user's code raised what ends a program or a thread, such as sys.exit()."""
 
     @classmethod
-    def of(cls, error: BaseException) -> "UserCodeExit":
+    def from_error(cls, error: BaseException) -> "UserCodeExit":
         return cls(f"{type(error).__name__}({error}) would have ended the run")
 
 
@@ -28,4 +28,4 @@ def user_code() -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise UserCodeExit.of(error) from error
+        raise UserCodeExit.from_error(error) from error

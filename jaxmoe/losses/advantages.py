@@ -34,8 +34,8 @@ def group_advantages(
     mean_P1 = jnp.sum(rewards_PR, axis=1, keepdims=True) / jnp.maximum(count_P1, 1.0)
     # The rounded mean of equal rewards may differ from them in the last bit. Dividing by a
     # deviation near 0 would magnify that, so equal groups are found by comparison.
-    least_P1 = jnp.min(rewards_PR, axis=1, keepdims=True, where=exists_PR, initial=jnp.inf)
-    uniform_P1 = jnp.all((rewards_PR == least_P1) | ~exists_PR, axis=1, keepdims=True)
+    minimum_P1 = jnp.min(rewards_PR, axis=1, keepdims=True, where=exists_PR, initial=jnp.inf)
+    uniform_P1 = jnp.all((rewards_PR == minimum_P1) | ~exists_PR, axis=1, keepdims=True)
     centred_PR = jnp.where(exists_PR & ~uniform_P1, rewards_PR - mean_P1, 0.0)
     if not scale_by_std:
         return centred_PR

@@ -13,7 +13,7 @@ from jaxmoe.records import Rollout, StopReason
 from jaxmoe.shapes import Metrics
 
 # Groups of names that environments and tools may use; any other name is put into the first.
-_OWN_GROUPS = ("env/", "tool/", "hack/")
+_METRIC_GROUPS = ("env/", "tool/", "hack/")
 _REASONS_OF_ANSWERS = (StopReason.STOP_TOKEN, StopReason.MAX_TOKENS)
 
 
@@ -43,7 +43,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         }  # fmt: skip
     numbers = [
         {f"reward/env/{part}": value for part, value in r.env_rewards.items()}
-        | {_own_name(name): value for name, value in r.env_metrics.items()}
+        | {_prefix_name(name): value for name, value in r.env_metrics.items()}
         for r in rollouts
     ]
     names = dict.fromkeys(name for values in numbers for name in values)
@@ -51,5 +51,5 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics | means
 
 
-def _own_name(name: str) -> str:
-    return name if name.startswith(_OWN_GROUPS) else f"env/{name}"
+def _prefix_name(name: str) -> str:
+    return name if name.startswith(_METRIC_GROUPS) else f"env/{name}"

@@ -38,7 +38,7 @@ def _decode_in_stack(case: Any, impl: str) -> Callable[..., Any]:
     return call
 
 
-_IN_STACK = replace(OPS["decode_attention"], call=_decode_in_stack)
+_STACKED_DECODE = replace(OPS["decode_attention"], call=_decode_in_stack)
 _attention = partial(AttentionCase, N=16, K=2, H=64)
 HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, as in GPT-OSS
     "sink_attention": _with_op(
@@ -55,7 +55,7 @@ HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key hea
             _attention("ring", 3, 1, 136, window=128, layout="ring"),
             _attention("several_new", 2, 3, 392, layout="left", sinks="big"),
         ),
-        (_IN_STACK, _attention("layer_of_a_stack", 3, 1, 264, layout="chunk")),
+        (_STACKED_DECODE, _attention("layer_of_a_stack", 3, 1, 264, layout="chunk")),
     ),
     "grouped_matmul": (
         *_with_op("grouped_matmul", _RAGGED, _FEW),

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
-from pallas_kernels.grouped_matmul.hopper.mxfp4_forms import ONE_DECODER
+from pallas_kernels.grouped_matmul.hopper.mxfp4_forms import SINGLE_DECODER
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
     multiply_rows_mxfp4_hopper,
     multiply_swiglu_mxfp4_hopper,
@@ -73,7 +73,7 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     `invariant` always takes the SwiGLU kernel of a training forward, and one form of the kernels of
     four-bit weights.
     """
-    form = ONE_DECODER if invariant else None
+    form = SINGLE_DECODER if invariant else None
 
     def multiply_rows(lhs, rhs, sizes, bias, transposed, adapter):
         operands = sizes, bias, transposed, interpret, adapter

@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 # 192 rows; a slot has 40 KiB, one of codes 4. Three in flight cover 2300 cycles: the latency of
 # memory and the decoding.
-ONE_DECODER = Form(3, 1, False, 4, 4, 40, 136)
+SINGLE_DECODER = Form(3, 1, False, 4, 4, 40, 136)
 # 128 rows.
 TWO_DECODERS = Form(2, 2, False, 4, 8, 72, 152)
 # 64 rows; a slot has 24 KiB. At least nine slots of codes are in flight: 38 KiB a core.
@@ -39,7 +39,7 @@ FEW_ROWS = Form(1, 3, True, 6, 12, 88, 168)
 FEW_ROWS_TWO_DECODERS = Form(1, 2, True, 6, 12, 88, 168)
 FEW_ROWS_ONE_FETCHER = Form(1, 3, False, 6, 6, 88, 168)
 
-_FEW, _MANY = FEW_ROWS, ONE_DECODER
+_FEW, _MANY = FEW_ROWS, SINGLE_DECODER
 _FEW_ROWS_A_GROUP = 64
 
 

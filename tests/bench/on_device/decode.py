@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
@@ -101,7 +102,7 @@ def time_decode(
         start = time.perf_counter()
         state, _ = engine._prefill_batch(
             (params, 0), [prompt], sampling, i, rows, 1, 0,
-            jnp.full(rows, sampling.max_new_tokens, jnp.int32),
+            np.full(rows, sampling.max_new_tokens, np.int32),
         )  # fmt: skip
         jax.block_until_ready(state)
         prefill.append(time.perf_counter() - start)

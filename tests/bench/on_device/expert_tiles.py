@@ -33,9 +33,9 @@ from tests.bench.on_device.stage import device_alone, report
 
 ALPHA, LIMIT = 1.702, 7.0
 FEW = (
-    "ONE_DECODER", "TWO_DECODERS", "FEW_ROWS", "FEW_ROWS_TWO_DECODERS", "FEW_ROWS_ONE_FETCHER",
+    "SINGLE_DECODER", "TWO_DECODERS", "FEW_ROWS", "FEW_ROWS_TWO_DECODERS", "FEW_ROWS_ONE_FETCHER",
 )  # fmt: skip
-MANY = ("ONE_DECODER", "TWO_DECODERS", "FEW_ROWS")
+MANY = ("SINGLE_DECODER", "TWO_DECODERS", "FEW_ROWS")
 SAMPLES = 64  # rows and columns that are compared
 
 
@@ -238,7 +238,7 @@ def main() -> None:
             inputs = make(0)
             wanted = reference(*inputs)
             outs = {name: run(*inputs) for name, run in forms[product].items()}
-            first = outs["ONE_DECODER"]
+            first = outs["SINGLE_DECODER"]
             right = {name: jax.device_get(comparison(x, first, wanted)) for name, x in outs.items()}
             del outs, first
             runs = {name: run for name, run in forms[product].items() if right[name][0] < 4}

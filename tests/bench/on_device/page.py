@@ -33,7 +33,7 @@ What a campaign of stages said on a GPU: the time of a step and of decoding over
 the real sizes, kernels against their peers, kernels' cases, short runs. A stage that is done is \
 not run again, so a second call goes on where the first ended:
 
-    python -m tests.bench.on_device.__main__ --out results --minutes 10
+    python -m tests.bench.on_device --out results --minutes 10
 
 `python -m tests.bench.on_device.page` writes this page from the records of all calls, \
 `docs/results/devices/*.jsonl`; nothing in it is written by hand. A row whose note has a commit \
@@ -236,7 +236,7 @@ def forms(stages: dict[str, Record], chip: Chip | None) -> Table:
         "Forms of the kernel of four-bit experts",
         "Of `pallas_kernels/grouped_matmul/hopper/mxfp4_forms.py`, timed in turn at the sizes of "
         "20B. The error is in units of bfloat16's rounding; bits are compared with those of "
-        "ONE_DECODER.",
+        "SINGLE_DECODER.",
         ("product", "rows", "form", "ms", "GB/s", "TFLOP/s", "error", "same bits"), rows,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes
 M, D, F, RANK = 131, 192, 128, 64
 # Tiles of a few rows, one whose end lies in the next 64, none; steps that no turn divides.
 SIZES = (1, 90, 0, 31)
-ONE = mxfp4_forms.ONE_DECODER
+ONE = mxfp4_forms.SINGLE_DECODER
 CHOSEN = {x: getattr(mxfp4_forms, x) for x in ("TWO_DECODERS", "FEW_ROWS")}
 OTHERS = {x: getattr(mxfp4_forms, x) for x in ("FEW_ROWS_TWO_DECODERS", "FEW_ROWS_ONE_FETCHER")}
 FORMS = [
