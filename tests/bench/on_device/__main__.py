@@ -4,10 +4,13 @@
     python -m tests.bench.on_device --out results --minutes 10
     python -m tests.bench.on_device --rehearse --out results --minutes 2
     python -m tests.bench.on_device --simulate
+    JAX_PLATFORMS=cpu python -m tests.bench.on_device --compile h200
 
 Stages are processes, in order of value (stages.py). They compile beside each other, and each has
 the device alone while it measures. DIR/results.jsonl gets one JSON line a stage, with its figures,
 commit, chip, driver, clocks and command; a stage that is in it, or in a file of --done, is skipped.
+--compile runs nothing: it compiles the programs of steps, decoding, kernels and forms for a card
+that is not here, one after the other, minutes each.
 Exit status: 0, all stages of the list ended as they should, in a rehearsal the broken ones too; 1,
 some did not; 2, nothing could begin.
 """
@@ -16,6 +19,7 @@ import argparse
 import math
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,15 +27,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.ahead_of_time import compiler_unavailable
 from pallas_kernels.check.child import NoChip, find_chip
 from pallas_kernels.command_line import OneLineParser
+from pallas_kernels.dispatch import Target
 from tests.bench.on_device import campaign, results
 from tests.bench.on_device.rehearsal import REHEARSAL
 from tests.bench.on_device.smoke import query_card
-from tests.bench.on_device.stages import CAMPAIGNS
+from tests.bench.on_device.stages import CAMPAIGNS, HERE
 
 ROOT = Path(__file__).resolve().parents[3]
 TOGETHER = 8
+COMPILED_FOR = ("h100", "h200")  # the cards whose kernels the stages name
+
+COMPILABLE = tuple(f"{HERE}.{x}" for x in ("train_step", "decode", "kernel_pair", "expert_tiles"))
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace]:
@@ -48,6 +57,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Nam
     parser.add_argument("--together", type=int, default=TOGETHER, help="stages at a time")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on a CPU")
     parser.add_argument("--simulate", action="store_true", help="print when stages would end")
+    parser.add_argument("--compile", metavar="CHIP", help=f"{', '.join(COMPILED_FOR)}, without it")
     return parser, parser.parse_args(argv)
 
 
@@ -64,6 +74,19 @@ def print_simulation(stages: tuple[campaign.Stage, ...], together: int) -> None:
         print(f"{second / 60:5.1f} min  {name}")
 
 
+def compile_stages(stages: Sequence[campaign.Stage], chip: str) -> int:
+    """Compile what the stages run for a card that is not here; the exit status."""
+    failed = []
+    for stage in (x for x in stages if x.command[0] in COMPILABLE):
+        print(f"{stage.name} for {chip}", flush=True)
+        environ = {**os.environ, **dict(stage.environment)}
+        command = [sys.executable, "-m", *stage.command, "--compile", chip]
+        if subprocess.run(command, env=environ, cwd=ROOT).returncode:
+            failed.append(stage.name)
+    print(f"not compiled for {chip}: {', '.join(failed)}" if failed else "all compiled")
+    return int(bool(failed))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; see the module's docstring."""
     parser, args = parse_arguments(argv)
@@ -73,6 +96,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.simulate:
         print_simulation(stages, args.together)
         return 0
+    if args.compile:
+        parser.check_choice("--compile", args.compile, COMPILED_FOR)
+        if reason := compiler_unavailable(args.compile):
+            parser.error(reason)
+        return compile_stages(stages, args.compile)
     if args.out is None:
         parser.error("--out must name a folder; got none. Type --out results.")
     if not 0 < args.minutes < math.inf:
@@ -95,6 +123,11 @@ def main(argv: list[str] | None = None) -> int:
             + ("Type JAX_PLATFORMS=cpu before the command." if args.rehearse
                else "Type --rehearse for toy sizes on a CPU.")
         )  # fmt: skip
+    if platform == "gpu" and not Target(platform, chip["kind"]).is_hopper:
+        parser.error(
+            "the card must be a Hopper GPU, whose kernels the stages name; this is a "
+            f"{chip['kind']}. Type python -m pallas_kernels.check for what it can run."
+        )
     commit = args.commit or results.read_commit(ROOT)
     expected = {stage.name: stage.expected for stage in stages}
     done = results.find_done(known, chip["kind"], (commit, *args.counts), expected)

@@ -225,6 +225,8 @@ def test_a_lent_card_tells_the_most_in_ten_minutes_and_all_in_thirty():
         (("--out", "OUT", "--campaign", "tpu"), "invalid choice: 'tpu'"),
         (("--out", "OUT"), "the device must be a gpu; JAX finds a cpu. Type --rehearse"),
         (("--out", "OUT", "--none"), "a GPU must be there: no device. Type --rehearse"),
+        (("--out", "OUT", "--ampere"), "the card must be a Hopper GPU, whose kernels the stages"),
+        (("--compile", "h20"), "--compile must be one of h100, h200"),
     ],
 )
 def test_what_cannot_begin_is_refused_in_one_line(monkeypatch, tmp_path, capsys, arguments, said):
@@ -236,15 +238,28 @@ def test_what_cannot_begin_is_refused_in_one_line(monkeypatch, tmp_path, capsys,
     def find_nothing():
         raise NoChip("no device")
 
-    has_chip = "--none" not in arguments
-    monkeypatch.setattr(command, "find_chip", (lambda: CHIP) if has_chip else find_nothing)
-    typed = [x.replace("OUT", str(tmp_path)) for x in arguments if x != "--none"]
+    ampere = {**CHIP, "platform": "gpu", "kind": "NVIDIA A100-SXM4-80GB"}
+    chips = {"--none": find_nothing, "--ampere": lambda: ampere}
+    chip = next((chips[x] for x in arguments if x in chips), lambda: CHIP)
+    monkeypatch.setattr(command, "find_chip", chip)
+    typed = [x.replace("OUT", str(tmp_path)) for x in arguments if x not in chips]
     with pytest.raises(SystemExit) as stopped:
         command.main(typed)
     out, error = capsys.readouterr()
     assert stopped.value.code == 2 and said in error and out == ""
     assert error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "outputs.txt").exists()
+
+
+def test_stages_are_compiled_for_a_card_one_by_one(monkeypatch, capfd):
+    """A stage's own program is asked; here one that takes the flag and one that does not."""
+    compiled = Stage("compiled", (FAULTS, "compile"), 60)
+    refused = Stage("refused", ("timeit", "--no-such-flag"), 60)
+    monkeypatch.setattr(command, "COMPILABLE", (FAULTS, "timeit"))
+    assert command.compile_stages([compiled], "h200") == 0
+    assert "compiled for h200" in capfd.readouterr().out
+    assert command.compile_stages([compiled, refused], "h200") == 1
+    assert "not compiled for h200: refused" in capfd.readouterr().out
 
 
 def test_a_simulation_is_printed_by_the_command(capsys):
