@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a campaign on a GPU in order of value, and those of its rehearsal on a CPU.
 
-Expected times are those of an H100 with 16 cores. Next: the module that a stage names.
+Expected times are those of an H200 with 16 cores, where a call of nine minutes was measured. Next: the module that a stage names.
 """
 
 from tests.bench.on_device.campaign import Stage
@@ -14,25 +14,26 @@ PEERS, ATTENTION_PEERS = "tests.bench.kernel_peers", "tests.bench.attention_peer
 
 
 def step(
-    name: str, *arguments: str, compile_s: float = 110, device_s: float = 25, **options: object
+    name: str, *arguments: str, compile_s: float = 70, device_s: float = 40, **options: object
 ) -> Stage:
     return Stage(f"step_{name}", (f"{HERE}.train_step", *arguments), 400, compile_s, device_s,
                  environment=UNTUNED)  # fmt: skip
 
 
 def tuned_step(name: str, *arguments: str) -> Stage:
-    return Stage(f"step_{name}_tuned", (f"{HERE}.train_step", *arguments), 500, 15, 200)
+    command = (f"{HERE}.train_step", *arguments)
+    return Stage(f"step_{name}_tuned", command, 500, 15, 200, phase=1)
 
 
 def decode(name: str, rows: int, keys: int, *arguments: str, model: str = "20b") -> Stage:
     command = (f"{HERE}.decode", "--model", model, "--rows", f"{rows}", "--keys", f"{keys}")
-    return Stage(f"decode_{name}", (*command, *arguments), 400, 70, 20, environment=UNTUNED)
+    return Stage(f"decode_{name}", (*command, *arguments), 400, 45, 25, environment=UNTUNED)
 
 
 def pair(op: str, case: str, peer: str) -> Stage:
     name = f"pair_{op}_{case}_{peer.rpartition(':')[2]}"
     command = (f"{HERE}.kernel_pair", op, "--case", case, "--vs", peer)
-    return Stage(name, command, 560, 40, 6)
+    return Stage(name, command, 560, 60, 15)
 
 
 def cases(group: str, limit_s: float, *arguments: str) -> Stage:
@@ -60,8 +61,6 @@ GPU = (
     step("20b_4k", "--tokens", "4096", "--sequences", "12", "--microbatch", "24576", "--profile"),
     decode("64x8k", 64, 8192, "--profile"),
     pair("sink_attention", "full_20b", f"{PEERS}:cudnn_sink"),
-    step("20b_131k", "--tokens", "131072", "--sequences", "2", "--set",
-         "optim.expert_tokens=32768", device_s=70),
     pair("grouped_matmul", "down_20b", f"{PEERS}:grouped_mm"),
     pair("sink_attention", "full_20b", f"{PEERS}:without_sink"),
     pair("sink_attention", "full_20b", f"{PEERS}:cudnn"),
@@ -76,6 +75,8 @@ GPU = (
     pair("token_logprobs", "gptoss20b_8k", f"{PEERS}:cross_entropy"),
     decode("256x1k", 256, 1024),
     decode("1x1k", 1, 1024),
+    step("20b_131k", "--tokens", "131072", "--sequences", "2", "--set",
+         "optim.expert_tokens=32768", device_s=130),
     decode("256x8k", 256, 8192),
     decode("1x8k", 1, 8192),
     Stage("torch_step_4k", (f"{HERE}.torch_step", "--tokens", "4096", "--sequences", "4"), 500,
