@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a campaign on a GPU in order of value, and those of its rehearsal on a CPU.
+"""The stages of a campaign on a GPU, in order of value.
 
-Expected times are those of an H200 with 16 cores, where a call of nine minutes was measured. Next: the module that a stage names.
+Expected times are those of an H200 with 16 cores, as a call of nine minutes showed them.
+Next: the module that a stage names.
 """
 
 from tests.bench.on_device.campaign import Stage
