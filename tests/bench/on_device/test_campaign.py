@@ -42,7 +42,7 @@ def read(folder):
     return {x["stage"]: x for x in results.load_records(folder / "results.jsonl")}
 
 
-def test_broken_stages_cost_only_themselves_and_their_message_is_kept(call, tmp_path):
+def test_broken_stages_cost_only_themselves_and_keep_messages(call, tmp_path):
     broken = (
         Stage("hangs", (FAULTS, "hang"), 1),
         Stage("dies", (FAULTS, "die"), 30),
@@ -65,7 +65,7 @@ def test_broken_stages_cost_only_themselves_and_their_message_is_kept(call, tmp_
     assert "it must not be so" in (tmp_path / "outputs.txt").read_text()
 
 
-def test_a_rehearsal_is_done_when_what_must_break_has_broken(call, tmp_path, capsys):
+def test_a_rehearsal_ends_well_if_broken_stages_break(call, tmp_path, capsys):
     dies = Stage("dies", (FAULTS, "die"), 30, expected="failed")
     assert call(dies, QUICK) == 0
     assert call(dies, QUICK) == 0
@@ -78,7 +78,7 @@ def test_a_rehearsal_is_done_when_what_must_break_has_broken(call, tmp_path, cap
     ]  # fmt: skip
 
 
-def test_a_second_call_skips_what_is_done_and_goes_on(call, tmp_path, capsys):
+def test_a_second_call_skips_what_is_done(call, tmp_path, capsys):
     in_turn = ("--together", "1")
     assert call(QUICK, Stage("other", (FAULTS, "fail"), 30), arguments=in_turn) == 1
     assert call(QUICK, Stage("other", QUICK.command, 30), arguments=in_turn) == 0
@@ -89,7 +89,7 @@ def test_a_second_call_skips_what_is_done_and_goes_on(call, tmp_path, capsys):
     assert "1 stages to do, 1 done before" in capsys.readouterr().out
 
 
-def test_what_is_running_when_the_time_is_over_is_cut_off_and_the_rest_not_begun(call, tmp_path):
+def test_running_stages_are_cut_off_at_the_end(call, tmp_path):
     arguments = ("--minutes", "0.01", "--together", "1")
     assert call(SLOW, QUICK, arguments=arguments) == 1
     assert read(tmp_path)["slow"]["message"] == "the campaign's time was over"
@@ -110,7 +110,7 @@ command.main(["--rehearse", "--out", sys.argv[1], "--commit", "one", "--together
 """
 
 
-def test_a_killed_campaign_loses_what_ran_and_the_next_call_goes_on(call, tmp_path):
+def test_a_killed_campaign_loses_only_what_ran(call, tmp_path):
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], text=True, env=environ,
                           stdout=subprocess.PIPE) as killed:  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_killed_campaign_loses_what_ran_and_the_next_call_goes_on(call, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [1, 5, 12, -2, -1])
-def test_a_record_without_an_end_is_dropped_wherever_it_was_cut(tmp_path, cut):
+def test_a_record_without_an_end_is_dropped(tmp_path, cut):
     path = tmp_path / "results.jsonl"
     record = dict.fromkeys(results.FIELDS, "x")
     for name in "ab":
@@ -151,7 +151,7 @@ def test_a_record_without_an_end_is_dropped_wherever_it_was_cut(tmp_path, cut):
     assert [x["stage"] for x in results.load_records(path)] == [*kept, "c"]
 
 
-def test_results_of_another_commit_or_chip_are_kept_named_and_do_not_count(call, tmp_path, capsys):
+def test_results_of_another_commit_do_not_count(call, tmp_path, capsys):
     assert call(QUICK, commit="old") == 0
     path = tmp_path / "results.jsonl"
     other = results.load_records(path)[0] | {"chip": "H100", "commit": "one"}
@@ -169,7 +169,7 @@ def test_results_of_another_commit_or_chip_are_kept_named_and_do_not_count(call,
     assert "0 stages to do, 1 done before" in capsys.readouterr().out
 
 
-def test_a_later_phase_begins_when_the_earlier_one_has_ended(tmp_path):
+def test_a_later_phase_waits_for_the_earlier(tmp_path):
     lines = []
     stages = (
         Stage("long", ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(0.8)"), 30),
