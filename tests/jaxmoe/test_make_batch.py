@@ -83,7 +83,7 @@ def test_a_buffer_of_the_whole_budget_charges_every_token():
 def test_a_sample_without_a_reward_is_out_of_its_groups_mean_and_of_the_loss():
     rewards = [0.0, np.nan, 1.0, 0.5, np.nan, np.nan, np.nan, np.nan]
     batch = batch_of(override(CFG, "rollout.overlong_buffer=0"), rewards)
-    np.testing.assert_array_equal(batch.rewards_B, [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(batch.rewards_B, rewards)  # NaN is "no reward", not a score
     trained = batch.loss_mask_BT.any(axis=1)
     np.testing.assert_array_equal(trained, ~np.isnan(rewards))
     advantages_PR = group_advantages(jnp.asarray(batch.rewards_B).reshape(2, 4), scale_by_std=False)
