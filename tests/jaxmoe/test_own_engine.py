@@ -58,6 +58,7 @@ def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, t
     assert "eval/accuracy" in steps[-1]
 
 
+@pytest.mark.slow
 def test_the_engine_of_the_docs_has_the_episodes_of_the_native_one(own_engine):
     """Greedily, so that both choose the same tokens."""
     limits = ("rollout.max_new_tokens=12", "rollout.max_turn_tokens=5", "rollout.max_turns=4",

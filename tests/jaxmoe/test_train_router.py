@@ -229,6 +229,7 @@ def test_a_remedy_trains_and_the_engine_samples_the_policy_that_the_trainer_comp
             assert row["loss/z_loss"] > 0.0 > row["loss/router_entropy"]
 
 
+@pytest.mark.slow
 def test_a_frozen_router_keeps_its_bits_and_cannot_be_trained_by_a_resume(tmp_path, capsys):
     work, changes = tmp_path / "run", ("router.freeze=True", "save.export_dtype=float32", "steps=2")
     changes = (*changes, "loss.entropy_coef=0.1")

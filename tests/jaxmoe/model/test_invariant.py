@@ -45,7 +45,10 @@ QUICK = "in a gradient", "packed", "sampled"  # the ways with programs of their 
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
-    [("float32", QUICK), *(pytest.param(d, (), marks=LONG) for d in DTYPES)],
+    [
+        pytest.param("float32", QUICK, marks=pytest.mark.slow),
+        *(pytest.param(d, (), marks=LONG) for d in DTYPES),
+    ],
 )
 def test_how_a_token_is_read_changes_no_bit(dtype, names):
     changed = count_changes(make_readings(dtype), make_rows(LENGTHS, 61), names)
@@ -111,6 +114,7 @@ def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype, cas
     check_composition()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_plain_pieces():
     cfg = small_config()
     params = make_weights(cfg)

@@ -81,7 +81,11 @@ def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended))]
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended)),
+    ],
 )
 def test_gradients_are_those_of_the_merged_weights(dtype):
     """Rounding switches experts in bfloat16, so those of float32 are replayed there."""

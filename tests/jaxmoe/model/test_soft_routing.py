@@ -213,7 +213,10 @@ def test_hard_weights_of_all_experts_leave_every_bit_of_the_invariant_forward():
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("straight-through", MeshConfig(fsdp=2)), ("annealed", MeshConfig(expert=2))],
+    [
+        ("straight-through", MeshConfig(fsdp=2)),
+        pytest.param("annealed", MeshConfig(expert=2), marks=pytest.mark.slow),
+    ],
 )
 def test_a_mesh_computes_the_same_values_and_gradients(name, mesh):
     params = jax.jit(lambda: noisy_params(CFG))()

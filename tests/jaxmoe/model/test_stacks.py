@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import pytest
 from adapted import CFG, LORA, OPS, adapters_of, base_of
 
 from jaxmoe.model import forward
@@ -17,6 +18,7 @@ FOUR_LAYERS = replace(CFG, n_layers=4)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, CFG.vocab_size)
 
 
+@pytest.mark.slow
 def test_no_program_has_one_layers_packed_experts_in_an_array_of_their_own():
     base, adapters = base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS)
 

@@ -95,6 +95,7 @@ def sample_rollouts(cfg, axes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_an_engine_on_a_mesh_draws_with_the_log_probs_of_one_device(axes):
     assert sample_rollouts(make_config(), axes) == 0

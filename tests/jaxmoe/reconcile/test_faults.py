@@ -43,6 +43,7 @@ def make_reports(title, faults, seed, **options):
     return reports_made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *SEEDS[1:]])
 def test_every_fault_is_named_in_float32(seed):
     for name, r in make_reports("known", FAULTS, seed).items():

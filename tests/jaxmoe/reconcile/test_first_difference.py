@@ -21,10 +21,12 @@ TOKENS = np.random.default_rng(0).integers(0, 61, 19).astype(np.int32)
 EXACT = invariant_ops(plain_ops())
 
 
+@pytest.mark.slow
 def test_invariant_pieces_differ_nowhere():
     assert find_first_difference(PARAMS, TOKENS, 7, CFG, EXACT) is None
 
 
+@pytest.mark.slow
 def test_another_router_of_the_engine_is_named_at_its_first_token_and_layer():
     def changed_op(h_BTD, layer, *, active):
         indices, weights = route_top_k(h_BTD, layer, active=active)
@@ -36,7 +38,7 @@ def test_another_router_of_the_engine_is_named_at_its_first_token_and_layer():
     assert difference == "token 0, layer 0: its experts' weights (router)"
 
 
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_attention_of_one_layer_is_named(layer):
     def changed_op(*args, window, **layout):
         o, lse = EXACT.decode(*args, window=window, **layout)

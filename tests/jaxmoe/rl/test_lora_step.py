@@ -81,7 +81,9 @@ def steps(count, lora=LORA, rows=0, **fields):
     return state, results
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXTENDED)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=EXTENDED)]
+)
 def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count):
     copy, base_buffers = jax.tree.map(np.array, base()), buffers(base())
     state, results = steps(count, terms=(kl_term(0.1),))
@@ -108,6 +110,7 @@ def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, full_steps, few)
 
 
+@pytest.mark.slow
 def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
     lora = replace(LORA, modules_to_save="router,sinks,norms,head")
     copy = jax.tree.map(np.array, base())
@@ -154,6 +157,7 @@ def test_the_engine_reads_the_trainers_own_base_and_a_copy_of_the_adapters():
     assert not set(copied) & set(buffers(state.params))
 
 
+@pytest.mark.slow
 def test_before_training_greedy_tokens_are_those_of_the_decoded_base_to_the_bit():
     greedy = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=0.0)
     gaps = []

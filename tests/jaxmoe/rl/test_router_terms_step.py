@@ -115,6 +115,7 @@ def test_each_minibatch_is_a_mean_over_its_own_tokens(token_values):
     assert_metrics(metrics, token_values, minibatches.rows_UB)
 
 
+@pytest.mark.slow
 def test_two_devices_change_nothing(expected_step, token_values):
     mesh = make_mesh(MeshConfig(fsdp=2))
     step = step_of(ROUTED, scorer=make_scorer(sharded_ops(OPS, mesh, CFG)), tx=SGD)

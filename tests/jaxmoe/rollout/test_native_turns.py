@@ -38,6 +38,7 @@ def test_the_log_probs_of_all_turns_are_those_of_the_trainers_forward(engine):
     assert min(len(r.turns) for r in rollouts) < 5
 
 
+@pytest.mark.slow
 def test_at_most_eight_programs_are_compiled_in_a_run():
     engine = open_engine()
     for seed in range(3):
@@ -63,7 +64,9 @@ def test_the_limits_of_an_episode_end_it_with_their_reason(engine):
     assert all(r.stop.is_truncation for r in short if r.tokens[-1] not in STOPS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "bfloat16")]
+)
 def test_in_invariant_numerics_any_schedule_gives_the_same_bits(dtype):
     cfg = replace(CFG, dtype=dtype, numerics="invariant")
     ops, sampling = INVARIANT, replace(SAMPLING, top_k=50, top_p=0.98)

@@ -26,6 +26,14 @@ TRIES = int(os.environ.get("JAXMOE_SIGNALS", "5"))
 NAMES = [number.name for number in STOP_SIGNALS]
 
 
+@pytest.fixture(autouse=True)
+def default_hangup():
+    """Under nohup these tests, and the processes that they start, would ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=NAMES)
 def test_each_of_the_signals_saves_and_stops(tmp_path, number):
     def script(call, engine):

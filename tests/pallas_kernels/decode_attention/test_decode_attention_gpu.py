@@ -59,6 +59,9 @@ def test_other_gpus_and_odd_pages_have_a_reason(on_hopper, monkeypatch):
     assert "Hopper" in pallas_gpu.decode_attention_mosaic_gpu_unsupported(q, shape(2, 96, 2, 64))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10 takes 20 seconds to interpret it"
+)
 @pytest.mark.parametrize(
     "case", [checks.SHORT, checks.SHORT._replace(S=84)], ids=("pages", "padded")
 )

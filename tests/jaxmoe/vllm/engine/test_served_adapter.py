@@ -23,6 +23,7 @@ from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 PACKABLE = replace(CFG, d_expert=64)
 
 
+@pytest.mark.slow
 def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(tmp_path):
     base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
     merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
