@@ -92,9 +92,9 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     position, base, digests = load_position(cfg, parts)
     task.check_prompts()
     first = jax.process_index() == 0
-    if task.overlong is not None and first:
-        print(f"rows     {task.overlong}", flush=True)
     if first:
+        for line in task.describe_rows():
+            print(f"rows     {line}", flush=True)
         print_unmeasured(task)
     if position.stage == "warmup" and position.step < cfg.warmup.steps:
         check_targets(task, cfg.context)

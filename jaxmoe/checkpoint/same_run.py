@@ -32,6 +32,7 @@ BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
 # Settings that decide which rows of a task are held out.
 SPLIT_KEYS = (
     "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
+    "data.distinct",
 )  # fmt: skip
 # If too long prompts are dropped, these settings decide which ones.
 LENGTH_KEYS = (

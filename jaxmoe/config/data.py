@@ -8,6 +8,7 @@ from jaxmoe.config.errors import SHARE, check_fields, require
 
 EFFORTS = ("low", "medium", "high")
 OVERLONG = ("refuse", "drop")
+DISTINCT = ("off", "row", "question")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class DataConfig:
     tools: str = ""  # "python + module:function(option=1)": what the policy may call
     train_rows: int | str = 4096  # or "all": all rows of a file except the held-out ones
     held_out_rows: int = 256
+    # which copies are left out: of a row, of a question; off: every row is kept
+    distinct: str = "off"
     shuffle: bool = True  # reshuffle in every epoch; False: keep the order of the files
     max_prompt_tokens: int = 512
     overlong_prompts: str = "refuse"  # stop at a longer prompt; or "drop": leave out its row
@@ -65,6 +68,11 @@ class DataConfig:
             self.reasoning_effort in EFFORTS,
             f"data.reasoning_effort must be one of {', '.join(EFFORTS)}; got "
             f"{self.reasoning_effort!r}. Try --set data.reasoning_effort=medium.",
+        )
+        require(
+            self.distinct in DISTINCT,
+            f"data.distinct must be one of {', '.join(DISTINCT)}; got {self.distinct!r}. "
+            "Try --set data.distinct=row, which leaves out copies of rows.",
         )
         require(
             self.overlong_prompts in OVERLONG,

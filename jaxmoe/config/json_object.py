@@ -43,13 +43,14 @@ def _nesting_depth(value: Any) -> int:
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Return the object of a JSON text. Raises ValueError for another type or duplicate keys."""
-    value = parse_json(text, _reject_duplicate_keys)
+    value = parse_json(text, reject_duplicate_keys)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
     return value
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. Raises ValueError for a key that occurs twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]

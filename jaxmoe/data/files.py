@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import importlib
 import importlib.util
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import parse_json
+from jaxmoe.config.json_object import parse_json, reject_duplicate_keys
 from jaxmoe.data import scoring
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.gym import is_gym_task
@@ -51,17 +50,7 @@ class FileSource:
         """Digest of all rows; equal for files with the same content in different places."""
         hasher = hashlib.sha256()
         for row in self.rows:
-            turns = [turn.identity for turn in row.earlier]
-            content = [
-                row.question,
-                row.answer,
-                row.other_answers,
-                row.system,
-                turns,
-                dict(row.columns),
-            ]
-            # Columns of a parquet file may hold dates and other values that JSON has no form for.
-            hasher.update(json.dumps(content, sort_keys=True, default=repr).encode())
+            hasher.update(row.content.encode())
         return hasher.hexdigest()[:16]
 
     def score(self, response: str, index: int) -> float:
@@ -173,7 +162,7 @@ def _read_bytes(path: Path) -> bytes:
 def _iter_json(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:number", value) of each element of an array, counted from 1."""
     try:
-        rows = parse_json(_read_bytes(path).decode("utf-8"))
+        rows = parse_json(_read_bytes(path).decode("utf-8"), reject_duplicate_keys)
     except ValueError as error:
         raise ConfigError(
             f"{path} must be one JSON array in UTF-8; {error}. Name a file with one object per "
@@ -196,7 +185,7 @@ def _iter_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         location = f"{path}:{line}"
         try:
-            yield location, parse_json(raw.decode("utf-8"))
+            yield location, parse_json(raw.decode("utf-8"), reject_duplicate_keys)
         except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(
                 f"{location} must be one JSON object in UTF-8; {error}. "

@@ -17,13 +17,13 @@ class PromptLengthFilter:
 
     count_tokens: Callable[[Row], int]  # of a row's prompt
     limit: int  # tokens
-    dropped: set[str] = field(default_factory=set)  # identities of the dropped rows
+    dropped: set[str] = field(default_factory=set)  # "file:line", else the question, of each row
 
     def accepts(self, row: Row) -> bool:
         """True if a row's prompt fits. A row that does not fit is recorded once."""
         if self.count_tokens(row) <= self.limit:
             return True
-        self.dropped.add(row.identity)
+        self.dropped.add(row.location or row.identity)
         return False
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ Sources have random access: row i is a pure function of (task, options, seed, si
 resumed run or another process sees the same rows. Next: jaxmoe/data/sources.py opens them.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -59,15 +60,29 @@ class Row:
     chat: bool = False  # True if the file stores a chat, not a plain text
 
     @property
-    def identity(self) -> str:
-        """A string that is equal for rows that ask the same question.
+    def asked(self) -> str:
+        """The turns of the chat up to the question: equal for rows that ask the same.
 
-        Rows of one identity must not be split between training and held-out rows.
+        Outer white space and the system prompt do not count, since they leave the answer the same.
         """
         question = self.question.strip()
+        return repr(([m.identity for m in self.earlier], question)) if self.earlier else question
+
+    @property
+    def identity(self) -> str:
+        """The system prompt, if there is one, and what is asked."""
         if not self.system and not self.earlier:
-            return question
-        return repr((self.system, [m.identity for m in self.earlier], question))
+            return self.asked
+        return repr((self.system, [m.identity for m in self.earlier], self.question.strip()))
+
+    @property
+    def content(self) -> str:
+        """A text that is equal for rows with the same content in all columns."""
+        turns = [turn.identity for turn in self.earlier]
+        content = [self.question, self.answer, self.other_answers, self.system, turns,
+                   dict(self.columns)]  # fmt: skip
+        # Columns of a parquet file may hold dates and other values that JSON has no form for.
+        return json.dumps(content, sort_keys=True, default=repr)
 
 
 def prompt_messages(row: Row, system: str = "") -> list[Message]:

@@ -4,12 +4,12 @@
 Next: jaxmoe/data/pipeline.py orders them.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.file_split import Split, SplitRequest, split_file
 from jaxmoe.data.files import FileSource, read_task_rows
 from jaxmoe.data.gym import GymSource
 from jaxmoe.data.overlong import PromptLengthFilter
@@ -37,11 +37,7 @@ def open_source(
         if size is None or size < 1:
             raise ConfigError(f"size must be positive for {task}, got {size}.")
         return GymSource(task.partition(":")[2], options, size, seed)
-    if options:
-        raise ConfigError(
-            f"data.options must be empty for a file, got {', '.join(options)}. "
-            "(The only option of a file is held_out, the file of the held-out rows.)"
-        )
+    _refuse_options(options)
     source = FileSource(read_task_rows(task, answers=answers))
     if size is None:
         return source
@@ -50,29 +46,29 @@ def open_source(
     return Subset(source, range(size))
 
 
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    if options:
+        raise ConfigError(
+            f"data.options must be empty for a file, got {', '.join(options)}. "
+            "(The only option of a file is held_out, the file of the held-out rows.)"
+        )
+
+
 def open_split(
-    task: str | Sequence[str],
-    options: Mapping[str, Any],
-    train_size: int | None,
-    eval_size: int,
-    seed: int,
-    *,
+    task: str | Sequence[str], options: Mapping[str, Any], request: SplitRequest, *,
     answers: bool = True,
-    overlong: PromptLengthFilter | None = None,
-    shuffle: bool = True,
-) -> tuple[Source, Source]:
-    """(train, held_out): no question of held_out occurs in train, and none twice in held_out.
+) -> Split:  # fmt: skip
+    """Training and held-out rows: no question of the held-out rows is trained on.
 
-    A procedural task may generate a question several times within train. Rows of a file are
-    chosen at random by `seed`, each question once; options={"held_out": FILE} holds out the rows
-    of another file instead.
+    A procedural task may generate a question several times within the training rows. Rows of a
+    file are held out at random by the seed; options={"held_out": FILE} holds out the rows of
+    another file instead.
 
-    train_size: number of rows to train on; None for all rows of a file that are not held out.
-    shuffle: True to choose the training rows at random by `seed`, False for the first of the file.
-    overlong: drops rows with too long prompts. Rows of a file are dropped before the split; rows
-        of a procedural task when they are read, and the next row replaces them. None keeps all.
+    request.overlong: drops rows with too long prompts. Rows of a file are dropped before the
+        split; rows of a procedural task when they are read, and the next row replaces them.
     Raises: ConfigError as open_source does, and if the task has too few distinct questions.
     """
+    train_size, eval_size = request.train_size, request.eval_size
     for name, value in (("train_rows", train_size), ("held_out_rows", eval_size)):
         if value is not None and value < 1:
             raise ConfigError(f"data.{name} must be positive, got {value}.")
@@ -82,34 +78,21 @@ def open_split(
                 f"data.train_rows must be a number for {task}, which generates any number of rows; "
                 "got all. Try --set data.train_rows=4096."
             )
-        return _split_gym(task, options, train_size, eval_size, seed, overlong)
+        return _split_gym(task, options, train_size, eval_size, request.seed, request.overlong)
     train_options = {key: value for key, value in options.items() if key != "held_out"}
-    train = open_source(task, options=train_options, seed=seed, answers=answers)
-    task = task if isinstance(task, str) else ", ".join(task)
-    min_train_rows = train_size or 1
+    _refuse_options(train_options)
+    train = FileSource(read_task_rows(task, answers=answers))
+    name = task if isinstance(task, str) else ", ".join(task)
     if "held_out" not in options:
-        order = _shuffle_indices(_distinct_rows(train, overlong), seed)
-        _check_row_count(
-            task, min_train_rows + eval_size, len(order), min_train_rows, eval_size, overlong
-        )
-        train_rows = order[eval_size:] if shuffle else sorted(order[eval_size:])
-        return Subset(train, train_rows[:train_size]), Subset(train, order[:eval_size])
-    held_out_file = options["held_out"]
-    held_out = open_source(held_out_file, seed=seed, answers=answers)
-    held_out_rows = _shuffle_indices(_distinct_rows(held_out, overlong), seed)
-    _check_row_count(str(held_out_file), eval_size, len(held_out_rows), 0, eval_size, overlong)
-    held_out_identities = {held_out[i].identity for i in held_out_rows}
-    distinct = _distinct_rows(train, overlong)
-    order = [i for i in distinct if train[i].identity not in held_out_identities]
-    order = _shuffle_indices(order, seed) if shuffle else order
-    _check_row_count(task, min_train_rows, len(order), min_train_rows, 0, overlong)
-    return Subset(train, order[:train_size]), Subset(held_out, held_out_rows[:eval_size])
+        return split_file(train, name, request)
+    held_out = FileSource(read_task_rows(options["held_out"], answers=answers))
+    return split_file(train, name, request, held_out, str(options["held_out"]))
 
 
 def _split_gym(
     task: str, options: Mapping[str, Any], train_size: int, eval_size: int, seed: int,
     overlong: PromptLengthFilter | None,
-) -> tuple[Source, Source]:  # fmt: skip
+) -> Split:  # fmt: skip
     """Split a procedural task: train has the first rows, held_out has rows after them."""
     # A procedural task repeats questions, so more rows are generated than are needed.
     source = open_source(task, options=options, size=train_size + 4 * eval_size + 16, seed=seed)
@@ -129,7 +112,7 @@ def _split_gym(
     train = _TrainIndices(source, frozenset(chosen), train_size, task, overlong)
     # If no row is left to train on, this fails at once and not in the first step.
     _ = train[0]
-    return Subset(source, train), Subset(source, tuple(chosen.values()))
+    return Split(Subset(source, train), Subset(source, tuple(chosen.values())))
 
 
 @dataclass(frozen=True)
@@ -162,45 +145,5 @@ class _TrainIndices(Sequence[int]):
         )
 
 
-def _distinct_rows(source: Source, overlong: PromptLengthFilter | None = None) -> list[int]:
-    """Index of the first row of each question, without rows whose prompt is too long."""
-    first: dict[str, int] = {}
-    for index in range(len(source)):
-        first.setdefault(source[index].identity, index)
-    return [i for i in first.values() if overlong is None or overlong.accepts(source[i])]
-
-
 def _format_dropped(overlong: PromptLengthFilter | None) -> str:
     return f" ({overlong})" if overlong is not None and overlong.dropped else ""
-
-
-def _shuffle_indices(indices: list[int], seed: int) -> list[int]:
-    return random.Random(seed).sample(indices, len(indices))
-
-
-def _check_row_count(
-    task: str,
-    n_required: int,
-    n_rows: int,
-    train_size: int,
-    eval_size: int,
-    overlong: PromptLengthFilter | None,
-) -> None:
-    if n_required <= n_rows:
-        return
-    settings_given = [("train_rows", train_size), ("held_out_rows", eval_size)]
-    sizes = [(name, size) for name, size in settings_given if size]
-    text = " + ".join(f"data.{name} ({size})" for name, size in sizes)
-    held_out = min(eval_size, n_rows // 2) if train_size else n_rows
-    suggested = {
-        "train_rows": n_rows - held_out if eval_size else n_rows,
-        "held_out_rows": held_out,
-    }
-    settings = " ".join(f"--set data.{name}={suggested[name]}" for name, _ in sizes)
-    advice = (
-        f"Try {settings}." if all(suggested[name] for name, _ in sizes) else "Add rows to the file."
-    )
-    raise ConfigError(
-        f"{text} must be at most the {n_rows} distinct usable questions of "
-        f"{task}{_format_dropped(overlong)}. {advice}"
-    )

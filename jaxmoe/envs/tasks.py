@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.chat_template import load_chat_template
+from jaxmoe.data.file_split import SplitRequest
 from jaxmoe.data.files import FileSource
 from jaxmoe.data.harmony import opens_message
 from jaxmoe.data.overlong import PromptLengthFilter
@@ -67,12 +68,18 @@ class Task:
     swapped_share: float = 0.0  # of the answers: graded against another row too
     second_grader: tuple[Reward, ...] = ()  # never trained on
     second_grader_share: float = 0.0  # of the answers
+    row_notes: tuple[str, ...] = ()  # why rows of the files are neither trained on nor held out
     run_second_grader: Runner = run_inline
 
     @property
     def score_name(self) -> str:
         """The name to show for eval/accuracy: a user's rewards may be negative, or sums past 1."""
         return "mean reward" if self.rewards else "accuracy"
+
+    def describe_rows(self) -> list[str]:
+        """The counts of rows, and a line for each reason to leave rows out."""
+        counts = f"{len(self.train):,} to train on, {len(self.held_out):,} held out"
+        return [counts, *self.row_notes, *([str(self.overlong)] if self.overlong else [])]
 
     def stream(self, count: int, seed: int) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
@@ -139,18 +146,24 @@ def open_task(cfg: Config) -> Task:
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
         load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
     )  # fmt: skip
-    map_row = read_row_map(cfg.data.map_rows, cfg.seed, keeps_answers=not cfg.data.rewards.strip())
+    # An environment, or reward functions, need no answer in the row.
+    pays_itself = bool(cfg.data.environment.strip())
+    answers = not (pays_itself or cfg.data.rewards.strip())
+    map_row = read_row_map(cfg.data.map_rows, cfg.seed, keeps_answers=answers)
     overlong = None
     if cfg.data.overlong_prompts == "drop":
         overlong = PromptLengthFilter(
             lambda row: len(template.render(map_row(row) if map_row else row, tokenizer)[1]),
             cfg.data.max_prompt_tokens,
         )
-    train, held_out = open_split(
+    train, held_out, notes = open_split(
         cfg.data.task, cfg.data.options,
-        train_size=None if isinstance(cfg.data.train_rows, str) else cfg.data.train_rows,
-        eval_size=cfg.data.held_out_rows, seed=cfg.seed,
-        answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
+        SplitRequest(
+            None if isinstance(cfg.data.train_rows, str) else cfg.data.train_rows,
+            cfg.data.held_out_rows, cfg.seed, cfg.data.distinct, has_environment=pays_itself,
+            overlong=overlong, shuffle=cfg.data.shuffle,
+        ),
+        answers=answers,
     )  # fmt: skip
     if map_row is not None:
         train, held_out = MappedRows(train, map_row), MappedRows(held_out, map_row)
@@ -172,7 +185,7 @@ def open_task(cfg: Config) -> Task:
         run_rewards=RewardProcess(limit_s) if rewards and limit_s else run_inline,
         demonstrate=read_demonstrations(cfg.warmup.demonstrations),
         swapped_share=cfg.data.swapped_share, second_grader=second_grader,
-        second_grader_share=cfg.data.second_grader_share,
+        second_grader_share=cfg.data.second_grader_share, row_notes=notes,
         # A process of its own, so that a grader that hangs delays nothing else.
         run_second_grader=RewardProcess(limit_s) if second_grader and limit_s else run_inline,
     )  # fmt: skip

@@ -188,11 +188,11 @@ def _check_task(cfg: Config) -> str:
         check_targets(task, cfg.context)
     sandbox = describe_run_sandbox(cfg, (*task.rewards, *task.second_grader))
     text, tokens = cfg.init.tokenizer, task.tokenizer.vocab_size
-    dropped = "" if task.overlong is None else f"  dropped      {task.overlong}\n"
+    counts, *left_out = task.describe_rows()
     return (
-        f"  rows         {len(task.train):,} to train on, {len(task.held_out):,} held out; the "
-        f"longest prompt read has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
-        f"{dropped}"
+        f"  rows         {counts}; the longest prompt read has {longest} of "
+        f"{cfg.data.max_prompt_tokens} tokens\n"
+        + "".join(f"               {line}\n" for line in left_out)
         + (f"  sandbox      {sandbox}\n" if sandbox else "")
         + "".join(f"  {name:<13}{line}\n" for name, line in describe_checks(task).items())
         + f"  tokenizer    {text}, {tokens:,} ids"

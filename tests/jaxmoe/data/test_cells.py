@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxmoe.config import ConfigError
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.rows import Message
-from jaxmoe.data.sources import open_source, open_split
+from jaxmoe.data.sources import open_source
 
 CHAT = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="},
@@ -83,13 +83,6 @@ def test_an_answer_is_needed_where_nothing_else_scores(tmp_path):
     source = open_source(path, answers=False)
     assert source[0].answer is source[1].answer is None
     assert source[1].columns["answer"] == {"x": 1}
-
-
-def test_the_same_question_under_another_system_prompt_is_another_row(tmp_path):
-    rows = [{"prompt": "go on", "system": f"You are {i}.", "answer": "1"} for i in range(6)]
-    train, held_out = open_split(_write_file(tmp_path, *rows, *rows), {}, 4, 2, 0)
-    prompts = [source[i].system for source in (train, held_out) for i in range(len(source))]
-    assert sorted(prompts) == [f"You are {i}." for i in range(6)]
 
 
 @pytest.mark.parametrize("write", [json.dumps, str], ids=["json", "python"])

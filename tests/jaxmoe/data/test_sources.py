@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jaxmoe.data import gym
+from jaxmoe.data.file_split import SplitRequest
 from jaxmoe.data.sources import open_source, open_split
 
 SLOW = ("knight_swap", "futoshiki", "intermediate_integration", "zebra_puzzles", "number_sequence")
@@ -232,7 +233,7 @@ def _list_questions(source):
 
 
 def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
-    train, held_out = open_split(CHAIN, TINY, 400, 60, 7)
+    train, held_out, _ = open_split(CHAIN, TINY, SplitRequest(400, 60, 7))
     trained, held_out_questions = _list_questions(train), _list_questions(held_out)
     assert len(trained) == 400 and len(held_out_questions) == len(set(held_out_questions)) == 60
     assert not set(trained) & set(held_out_questions)
@@ -248,70 +249,12 @@ def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
 def test_a_task_with_too_few_questions_says_how_many_it_has():
     coin = {"min_trials": 1, "max_trials": 1}
     with pytest.raises(ValueError, match=r"held_out_rows \(50\).*--set data\.held_out_rows="):
-        open_split("reasoning_gym:coin_flip", coin, 20, 50, 0)
+        open_split("reasoning_gym:coin_flip", coin, SplitRequest(20, 50, 0))
     with pytest.raises(ValueError, match=r"must leave questions to train on.*held_out_rows="):
         total = len(
             set(_list_questions(open_source("reasoning_gym:coin_flip", options=coin, size=99)))
         )
-        open_split("reasoning_gym:coin_flip", coin, 20, total, 0)
-
-
-def test_a_file_is_split_by_seed_and_by_distinct_question(tmp_path):
-    rows = [{"question": f"q{i % 20}", "answer": str(i)} for i in range(30)]
-    path = _write_jsonl(tmp_path / "a.jsonl", rows)
-    train, held_out = open_split(path, {}, 15, 5, 3)
-    assert sorted(_list_questions(train) + _list_questions(held_out)) == sorted(
-        f"q{i}" for i in range(20)
-    )
-    same_seed, other_seed = open_split(path, {}, 15, 5, 3)[1], open_split(path, {}, 15, 5, 4)[1]
-    assert _list_questions(same_seed) == _list_questions(held_out) != _list_questions(other_seed)
-    assert held_out.score(str(held_out[2].answer), 2) == 1.0
-    with pytest.raises(ValueError) as caught:
-        open_split(path, {}, 4096, 5, 3)
-    assert "data.train_rows (4096) + data.held_out_rows (5) must be at most the 20" in str(caught)
-    assert "--set data.train_rows=15 --set data.held_out_rows=5" in str(caught.value)
-
-
-def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_path):
-    first = _write_jsonl(
-        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
-    )
-    second = _write_jsonl(
-        tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "2"} for i in (3, 30)]
-    )
-    train, held_out = open_split(first, {"held_out": second}, 8, 2, 0)
-    assert sorted(_list_questions(held_out)) == ["q3", "q30"]
-    assert "q3" not in _list_questions(train) and len(train) == 8
-    with pytest.raises(ValueError, match=r"data\.train_rows \(9\) must be at most the 8"):
-        open_split(first, {"held_out": second}, 9, 2, 0)
-    with pytest.raises(ValueError, match=r"data\.held_out_rows \(3\) must be at most the 2"):
-        open_split(first, {"held_out": second}, 8, 3, 0)
-
-
-def test_all_rows_beside_the_held_out_ones_can_be_trained_on(tmp_path):
-    path = _write_jsonl(
-        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
-    )
-    train, held_out = open_split(path, {}, None, 2, 0)
-    assert sorted(_list_questions(train) + _list_questions(held_out)) == [f"q{i}" for i in range(9)]
-    second = _write_jsonl(
-        tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (3, 30)]
-    )
-    assert len(open_split(path, {"held_out": second}, None, 2, 0)[0]) == 8
-    with pytest.raises(ValueError, match="train_rows must be a number for reasoning_gym"):
-        open_split(CHAIN, {}, None, 2, 0)
-    with pytest.raises(ValueError, match=r"train_rows \(1\) \+ data.held_out_rows \(9\) must be"):
-        open_split(path, {}, None, 9, 0)
-
-
-def test_without_shuffling_the_order_is_that_of_the_file(tmp_path):
-    path = _write_jsonl(
-        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
-    )
-    train, held_out = open_split(path, {}, 5, 2, 0, shuffle=False)
-    assert _list_questions(train) == sorted(_list_questions(train)) and len(train) == 5
-    assert _list_questions(held_out) == _list_questions(open_split(path, {}, 5, 2, 0)[1])
-    assert not set(_list_questions(train)) & set(_list_questions(held_out))
+        open_split("reasoning_gym:coin_flip", coin, SplitRequest(20, total, 0))
 
 
 def _write_folder(folder):
@@ -332,7 +275,7 @@ def test_folders_patterns_lists_arrays_and_packed_files_are_read_in_order(tmp_pa
         assert _list_questions(open_source(task)) == questions
     assert _list_questions(open_source([files[2], files[0]])) == ["q4", "q5", "q0", "q1"]
     assert open_source(files[3])[1].location.endswith("train-d.json.gz:2")
-    train, held_out = open_split(files, {"held_out": files[:1]}, None, 2, 0)
+    train, held_out, _ = open_split(files, {"held_out": files[:1]}, SplitRequest(None, 2, 0))
     assert (
         sorted(_list_questions(train)) == questions[2:]
         and sorted(_list_questions(held_out)) == questions[:2]
@@ -373,16 +316,9 @@ def test_a_pattern_that_matches_nothing_says_so(tmp_path):
         open_source(f"{tmp_path}/*.jsonl")
 
 
-def test_no_advice_is_to_ask_for_no_rows(tmp_path):
-    path = _write_jsonl(tmp_path / "one.jsonl", [{"question": "q", "answer": "1"}])
-    for options in ({}, {"held_out": path}):
-        with pytest.raises(ValueError, match="Add rows to the file.$"):
-            open_split(path, options, 4, 1, 0)
-
-
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match=r"data\.held_out_rows must be positive, got 0"):
-        open_split(CHAIN, {}, 5, 0, 0)
+        open_split(CHAIN, {}, SplitRequest(5, 0, 0))
 
 
 def test_rows_are_generated_once_while_they_are_cached(monkeypatch):

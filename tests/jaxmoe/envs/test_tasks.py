@@ -191,7 +191,7 @@ def test_rows_with_longer_prompts_are_dropped_and_counted_where_asked(tmp_path):
     assert str(task.overlong) == "4 prompts longer than data.max_prompt_tokens (24) dropped"
     retained = [s[i].question for s in (task.train, task.held_out) for i in range(len(s))]
     assert sorted(retained) == [q for q in questions if len(q) == 2]
-    with pytest.raises(ConfigError, match=r"at most the 12 distinct usable .*\(4 prompts longer"):
+    with pytest.raises(ConfigError, match=r"fit into 12 usable rows .*; 4 prompts longer"):
         open_task(make_config(path, train_rows=11, overlong_prompts="drop"))
     with pytest.raises(ConfigError, match="must be refuse or drop, got 'skip'"):
         make_config(path, overlong_prompts="skip")
