@@ -86,7 +86,10 @@ class Rollout:
     policy_mask: np.ndarray | None = None
     env_rewards: Mapping[str, float] = field(default_factory=dict)  # by part; their sum is earned
     env_metrics: Mapping[str, float] = field(default_factory=dict)  # by metric name
-    env_fault: str = ""  # the fault of the environment that ended the episode with ENV_ERROR
+    # why the infrastructure, and not the policy, spoilt the episode, which then has no reward:
+    # "reset", "env_error", "env_timeout", "close", "sandbox"; "" for any other episode
+    lost: str = ""
+    env_fault: str = ""  # of a lost episode: what the environment raised
 
     @property
     def sampled_mask(self) -> np.ndarray:

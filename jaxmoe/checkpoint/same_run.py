@@ -21,7 +21,7 @@ CHANGEABLE_KEYS = (
     "data.reward_timeout_s", "data.swapped_share", "data.second_grader", "data.second_grader_share",
     "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
     "critic.lr", "router.lr_scale", "router.instruments", "rollout.reply_timeout_s",
-    "rollout.patience_s", "rollout.reply_threads", "sandbox.",
+    "rollout.patience_s", "rollout.reply_threads", "rollout.max_lost_frac", "sandbox.",
     # the same sums, in other microbatches
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",

@@ -121,6 +121,9 @@ class RolloutConfig:
     reply_timeout_s: float = 60.0  # until a reply that is missing ends its episode; 0: no limit
     patience_s: float = 0.0  # the other episodes wait this long for a late reply; 0: they all wait
     reply_threads: int = 256  # replies that are computed at once
+    # a run stops if more of a batch than this share has no reward by a fault: of the environment,
+    # a sandbox, or a reward function
+    max_lost_frac: float = 0.5
     overlong_buffer: int = 0  # answers that end in the last tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's forward; or "vllm", or "module:function" of your own
@@ -139,6 +142,11 @@ class RolloutConfig:
             n > 0 and n % r == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
             f"({r}). Try --set rollout.sequences_per_step={max(1, n // r) * r}.",
+        )
+        require(
+            0 <= self.max_lost_frac <= 1,
+            f"rollout.max_lost_frac must be from 0 to 1, got {self.max_lost_frac}. "
+            "Try --set rollout.max_lost_frac=0.5.",
         )
         require(
             self.max_parallel_sequences > 0,

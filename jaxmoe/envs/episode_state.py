@@ -10,8 +10,10 @@ from typing import Any
 from jaxmoe.data.rows import Message
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment
+from jaxmoe.envs.sandbox.process import SandboxError
 from jaxmoe.envs.step_check import EnvironmentFault, StepResult, check_numbers, check_step
 from jaxmoe.envs.user_code import user_code
+from jaxmoe.records import StopReason
 
 
 @dataclass
@@ -22,10 +24,11 @@ class EpisodeState:
     environment is closed when it returns: an object is never in two threads at once.
     """
 
-    environment: Environment
+    environment: Environment | None  # None: its reset failed
     context: Sequence[int]  # the tokens before the policy's next turn, which open its message
     counts: dict[str, float] = field(default_factory=dict)  # metrics before the first step
-    fault: str = ""
+    cause: str = ""  # why the episode is lost: "reset", "env_error" or "sandbox"
+    fault: str = ""  # what was raised
     steps: list[tuple[Mapping[str, float], Mapping[str, float]]] = field(default_factory=list)
     closing_rewards: dict[str, float] = field(default_factory=dict)
     closing_fault: str = ""
@@ -37,7 +40,7 @@ class EpisodeState:
     def step(self, messages: list[Message]) -> StepResult:
         """Step the environment; raises what it raises, or EnvironmentFault."""
         with self._lock:
-            if self._is_closed:  # the turn was late before it came here
+            if self._is_closed or self.environment is None:  # the turn was late before it came here
                 raise EnvironmentFault("the environment is closed")
             self._is_stepping = True
         try:
@@ -53,12 +56,14 @@ class EpisodeState:
                     wait_for_result(self.environment.close())
 
     def close(self) -> None:
-        """Close the environment; a fault is recorded, and loses no reward of a step."""
+        """Close the environment; a fault is recorded, since a reward may be lost with it."""
         with self._lock:
             if self._is_stepping:
                 self._is_left = True
                 return
             self._is_closed = True
+        if self.environment is None:
+            return
         try:
             with user_code():
                 result = wait_for_result(self.environment.close())
@@ -70,7 +75,12 @@ class EpisodeState:
         """The result of the episode as JSON values, for the other processes."""
         return asdict(
             EpisodeResult(
-                list(self.steps), self.closing_rewards, self.closing_fault, self.counts, self.fault
+                list(self.steps),
+                self.closing_rewards,
+                self.closing_fault,
+                self.counts,
+                self.cause,
+                self.fault,
             )
         )
 
@@ -83,19 +93,28 @@ class EpisodeResult:
     closing_rewards: Mapping[str, float]
     closing_fault: str
     counts: Mapping[str, float]
+    cause: str
     fault: str
+
+    def find_loss(self, stop: StopReason) -> tuple[str, str]:
+        """(cause, fault) if the infrastructure spoilt an episode that stopped so; else ("", "")."""
+        if self.cause == "reset":
+            return self.cause, self.fault
+        if stop is StopReason.ENV_ERROR:
+            return self.cause or "env_error", self.fault
+        if stop is StopReason.ENV_TIMEOUT:
+            return "env_timeout", "its reply took longer than rollout.reply_timeout_s"
+        return ("close", self.closing_fault) if self.closing_fault else ("", "")
 
     def rewards(self, n_steps: int) -> dict[str, float]:
         """The rewards of the first steps and of the end, added up by part."""
         return add_numbers(*(rewards for rewards, _ in self.steps[:n_steps]), self.closing_rewards)
 
     def metrics(self, n_steps: int) -> dict[str, float]:
-        """The metrics of the first steps, added up; and faults of the end."""
+        """The metrics of the first steps, added up."""
         metrics = add_numbers(self.counts, *(metrics for _, metrics in self.steps[:n_steps]))
         if (calls := metrics.get("tool/calls")) is not None:
             metrics["tool/used_frac"] = float(calls > 0)
-        if self.closing_fault:
-            metrics["env/close_faults"] = 1.0
         return metrics
 
 
@@ -106,6 +125,12 @@ def add_numbers(*parts: Mapping[str, float]) -> dict[str, float]:
         for name, value in values.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
+
+
+def find_cause(error: BaseException) -> str:
+    """The cause of an episode that is lost by an exception of a step."""
+    errors = (error, error.__cause__)
+    return "sandbox" if any(isinstance(e, SandboxError) for e in errors) else "env_error"
 
 
 def describe_fault(error: BaseException) -> str:

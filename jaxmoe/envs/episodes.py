@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import read_turn
 from jaxmoe.data.harmony_render import write_messages
 from jaxmoe.data.rows import Message, Row, Source, prompt_messages
@@ -24,7 +24,7 @@ from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, EnvironmentFactory
-from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault
+from jaxmoe.envs.episode_state import EpisodeResult, EpisodeState, describe_fault, find_cause
 from jaxmoe.envs.step_check import check_reset
 from jaxmoe.envs.transcripts import read_last_turn
 from jaxmoe.envs.user_code import user_code
@@ -56,8 +56,8 @@ def sample_rollouts(
 
     All samples of a prompt begin in the same state: `reset` gets a seed that depends on `seed` and
     the row alone.
-    Raises: ConfigError if samples of a prompt get different prompts, EngineError if an environment
-    cannot be reset.
+    An episode whose reset fails is lost (`Rollout.lost`), as others are whose environment fails.
+    Raises: ConfigError if samples of a prompt get different prompts.
     """
     if settings is None:
         return engine.generate(prompts, sampling, seed=seed, samples=samples)
@@ -112,17 +112,22 @@ class Episodes:
             share: dict[str, Any] = {}
             for i, result in zip(local, opened, strict=True):
                 if isinstance(result, TimeoutError):
-                    raise EngineError(f"data.environment: reset must return in time: {result}.")
+                    result = self._lose_reset(i, str(result))
                 if isinstance(result, Exception):
                     raise result
-                share[str(i)] = list(result)
+                share[str(i)] = result and list(result)
             return share
 
-        by_episode: dict[int, list[Any]] = {}
+        by_episode: dict[int, list[Any] | None] = {}  # None: its reset failed
         for share in self._channel.gather_results(open_share):
             by_episode |= {int(i): value for i, value in share.items()}
         for i, prompt in enumerate(prompts):
-            group = [by_episode[i * self._samples + j] for j in range(self._samples)]
+            group = [
+                opened for j in range(self._samples)
+                if (opened := by_episode[i * self._samples + j]) is not None
+            ]  # fmt: skip
+            if not group:  # lost: the engine answers the row's own prompt, for nothing
+                continue
             # A text may spell a special token, so equal texts may have other tokens.
             different = {(text, tuple(tokens)) for text, tokens in group}
             if len(different) > 1:
@@ -143,6 +148,11 @@ class Episodes:
             state.context = self._prompts[i // self._samples].tokens
         return self._prompts
 
+    @property
+    def reset_faults(self) -> list[str]:
+        """Why episodes of this process could not begin."""
+        return [s.fault for s in self._states.values() if s.environment is None]
+
     def reply(self, episode: int, turn: Sequence[int]) -> Reply:
         """Step the episode's environment with the policy's turn; see TokenEnvironment."""
         state = self._states.get(episode)
@@ -150,6 +160,8 @@ class Episodes:
             self._open_episode(episode)
             state = self._states[episode]
             state.context = self._prompts[episode // self._samples].tokens
+        if state.environment is None:
+            return StopReason.ENV_ERROR
         parsed = read_turn(state.context, turn, self._tokenizer)
         if parsed.problem:
             return StopReason.PARSE_ERROR
@@ -173,7 +185,7 @@ class Episodes:
             )
         # Code of the user: whatever it raises ends this episode, and not the run.
         except Exception as error:
-            state.fault = describe_fault(error)
+            state.cause, state.fault = find_cause(error), describe_fault(error)
             return StopReason.ENV_ERROR
         state.context = reply
         return reply
@@ -199,10 +211,11 @@ class Episodes:
         n_steps = len(rollout.turns) - 1 if is_late else len(result.steps)
         # A message in the name of another role ends its episode, so it is in the last turn.
         is_forged = read_last_turn(rollout, self._tokenizer).is_forged
+        lost, fault = result.find_loss(rollout.stop)
         return replace(
             rollout, env_rewards=result.rewards(n_steps),
             env_metrics=result.metrics(n_steps) | {"hack/forged_turn": float(is_forged)},
-            env_fault=result.fault if rollout.stop is StopReason.ENV_ERROR else "",
+            lost=lost, env_fault=fault,
         )  # fmt: skip
 
     def abandon(self) -> None:
@@ -226,18 +239,27 @@ class Episodes:
         self._close_all()
         return {str(i): state.report() for i, state in self._states.items()}
 
-    def _open_episode(self, episode: int) -> tuple[str, list[int]]:
-        """Reset an episode's environment; return the text and the tokens of its prompt."""
+    def _lose_reset(self, episode: int, fault: str) -> None:
+        """Remember that an episode never began: it is lost, and its row is not at fault."""
+        state = EpisodeState(None, (), cause="reset", fault=fault)
+        with self._states_lock:
+            self._states[episode] = state
+
+    def _open_episode(self, episode: int) -> tuple[str, list[int]] | None:
+        """Reset an episode's environment; return the text and the tokens of its prompt.
+
+        None if the reset failed in all tries.
+        """
         prompt = self._prompts[episode // self._samples]
         row = self._rows[episode // self._samples]
         seed = int(np.random.SeedSequence([self._seed, prompt.id]).generate_state(1)[0])
         for tries_left in reversed(range(RESET_TRIES)):
-            with user_code():
-                environment = self._settings.make_environment()
+            environment: Environment | None = None
             # An environment may change its row, which the other samples and the scorer read too.
             own_row = replace(row, columns=copy.deepcopy(dict(row.columns)))
             try:
                 with user_code():
+                    environment = self._settings.make_environment()
                     reset = wait_for_result(environment.reset(own_row, seed=seed))
                 messages, _ = check_reset(reset)
                 break
@@ -246,20 +268,16 @@ class Episodes:
                 if isinstance(error, ConfigError):
                     raise
                 if not tries_left:
-                    raise EngineError(
-                        "data.environment: reset must return the prompt's messages; it failed "
-                        f"{RESET_TRIES} times on row {prompt.id}: {describe_fault(error)}."
-                    ) from error
+                    return self._lose_reset(episode, f"reset failed: {describe_fault(error)}")
         else:
             raise AssertionError("unreachable")
         state = EpisodeState(environment, prompt.tokens)
         with self._states_lock:
-            is_late = self._is_closed
+            is_late = self._is_closed or episode in self._states
             if not is_late:
                 self._states[episode] = state
         if is_late:  # nobody waits for it any more
-            _close_quietly(environment)
-            raise EngineError(f"data.environment: the reset of row {prompt.id} came too late.")
+            return _close_quietly(environment)
         if tools := environment.tools:
             state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:
@@ -274,7 +292,9 @@ class Episodes:
         return prompt.text, list(prompt.tokens)
 
 
-def _close_quietly(environment: Environment) -> None:
+def _close_quietly(environment: Environment | None) -> None:
+    if environment is None:
+        return
     with suppress(Exception), user_code():
         wait_for_result(environment.close())
 

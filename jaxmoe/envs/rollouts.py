@@ -17,11 +17,11 @@ import numpy as np
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
+from jaxmoe.envs.lost_episodes import check_lost, describe_lost
 from jaxmoe.envs.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, mean_part_metrics
 from jaxmoe.envs.scores import print_fault, select_scored
 from jaxmoe.envs.tasks import Task
-from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.records import Rollout
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import (
@@ -74,7 +74,9 @@ def collect_rollouts(
         check_masks(rollouts)
         check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
-        _print_faults(rollouts)
+        check_lost(rollouts, task.train, task.max_lost_frac)
+        if (lost := describe_lost(rollouts, task.train)) and jax.process_index() == 0:
+            print(f"! {lost}", flush=True)
         answered = time.perf_counter()
         scores = score_across_processes(
             rollouts, task, report, rollout_cfg.samples_per_prompt, step
@@ -97,17 +99,6 @@ def collect_rollouts(
     # The state is taken at once, because with asynchronous rollouts the stream is further ahead
     # when this step is saved.
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
-
-
-def _print_faults(rollouts: Sequence[Rollout]) -> None:
-    """Print one line if environments raised; their episodes are trained on as truncated ones."""
-    faulty = [rollout for rollout in rollouts if rollout.env_fault]
-    if faulty and jax.process_index() == 0:
-        print(
-            f"! the environment failed in {len(faulty)} of {len(rollouts)} episodes; on row "
-            f"{faulty[0].prompt.id}: {escape_unprintable(faulty[0].env_fault)}",
-            flush=True,
-        )
 
 
 def open_rollouts(

@@ -92,7 +92,8 @@ def score_rollouts(
 ) -> BatchRewards:
     """Reward of each rollout, by `data.rewards`, else by the environment, else by the source.
 
-    What an environment or a tool pays is added. The source's rewards are from 0 to 1.
+    What an environment or a tool pays is added. The source's rewards are from 0 to 1. A lost
+    episode has the reward NaN.
 
     step: the step of the run: trainer_state.global_step of reward functions.
 
@@ -133,7 +134,9 @@ def score_rollouts(
             metrics["hack/several_answers"] = float(has_several)
     if task.episodes is None:
         return scores
-    paid = np.array([math.fsum(r.env_rewards.values()) for r in rollouts], np.float32)
+    paid = np.array(
+        [math.nan if r.lost else math.fsum(r.env_rewards.values()) for r in rollouts], np.float32
+    )
     return replace(scores, rewards=scores.rewards + paid)
 
 
@@ -142,8 +145,9 @@ def select_scored(rewards: np.ndarray, task: Task) -> np.ndarray:
     scored_rewards = rewards[~np.isnan(rewards)]
     if not scored_rewards.size:
         raise ConfigError(
-            f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
-            f"returned None for all {len(rewards)} answers, or timed out. Try other rows, or add "
-            "a function for these."
+            "data.rewards must score some answers; "
+            f"{', '.join(r.name for r in task.rewards) or 'the environment'} returned None for all "
+            f"{len(rewards)} answers, failed, or timed out. Try other rows, or add a function for "
+            "these."
         )
     return scored_rewards

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmoe.checkpoint.same_run import weights_digest
-from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.file_split import SplitRequest
 from jaxmoe.data.files import FileSource
@@ -60,6 +60,7 @@ class Task:
     rewards: tuple[Reward, ...] = ()  # empty: the source scores
     overlong: PromptLengthFilter | None = None  # None: a prompt that is too long is an error
     run_rewards: Runner = run_inline  # calls the functions of data.rewards
+    max_lost_frac: float = 0.5  # of the episodes of a batch, and of the answers without a reward
     steps: int = 0  # total steps of the run: trainer_state.max_steps of reward functions
     shuffle: bool = True  # reorder the training rows in each epoch
     episodes: EpisodeSettings | None = None  # None: single answers
@@ -181,7 +182,8 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
     task = Task(
         tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong, steps=cfg.steps, shuffle=cfg.data.shuffle, episodes=_open_episodes(cfg, tools),
+        overlong, max_lost_frac=r.max_lost_frac, steps=cfg.steps,
+        shuffle=cfg.data.shuffle, episodes=_open_episodes(cfg, tools),
         run_rewards=RewardProcess(limit_s) if rewards and limit_s else run_inline,
         demonstrate=read_demonstrations(cfg.warmup.demonstrations),
         swapped_share=cfg.data.swapped_share, second_grader=second_grader,
@@ -230,7 +232,7 @@ def check_rewards(task: Task) -> None:
 
 
 def check_episode_start(task: Task) -> None:
-    """Begin one episode on the first row, so that what cannot work is refused before a run.
+    """Begin one episode, so that what cannot work is refused before a run.
 
     Raises: ConfigError if the environment does not find what it needs in a row, if its prompt does
     not fit, or if the prompt does not end where a turn of harmony begins.
@@ -239,20 +241,33 @@ def check_episode_start(task: Task) -> None:
         return
     rows = [source[0] for source in (task.train, task.held_out)]
     check_rows(task.episodes.make_environment, rows)
-    prompt = task.make_prompt(task.train, 0, limit=sys.maxsize)
-    episodes = Episodes(task.episodes, task.train, task.template, task.tokenizer, samples=1, seed=0)
-    try:
-        (prompt,) = episodes.open_prompts([prompt], task.max_prompt_tokens)
-    except EngineError as error:
-        raise ConfigError(str(error)) from error
-    finally:
-        episodes.abandon()
+    prompt = _open_one_episode(task)
     if not opens_message(prompt.tokens, task.tokenizer):
         raise ConfigError(
             "data.environment and data.tools need prompts in harmony format, which end in "
             f"<|start|>assistant; with data.template={task.template.text!r:.60} they end in "
             f"{prompt.text[-20:]!r}. Try --set data.template=harmony."
         )
+
+
+def _open_one_episode(task: Task) -> Prompt:
+    """The prompt of an episode of the first row whose reset works, among the first three."""
+    settings, fault = task.episodes, ""
+    assert settings is not None
+    for row in range(min(3, len(task.train))):
+        prompt = task.make_prompt(task.train, row, limit=sys.maxsize)
+        episodes = Episodes(settings, task.train, task.template, task.tokenizer, samples=1, seed=0)
+        try:
+            (prompt,) = episodes.open_prompts([prompt], task.max_prompt_tokens)
+            if not episodes.reset_faults:
+                return prompt
+            fault = fault or f"{episodes.reset_faults[0]}, on {task.train[row].location or row}"
+        finally:
+            episodes.abandon()
+    raise ConfigError(
+        f"data.environment must begin an episode on one of the first three rows; {fault}. "
+        "Correct its reset()."
+    )
 
 
 def digest_contents(cfg: Config, task: Task) -> dict[str, str]:

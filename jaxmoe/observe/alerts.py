@@ -73,10 +73,9 @@ RULES = (
          "python -m jaxmoe.samples: the policy stops almost at once"),
     Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",
          "rollout.max_new_tokens: most answers are truncated, and scored unfinished"),
-    Rule("stop/env_error_frac", lambda x: x > 0.05, "> 0.05",
-         "python -m jaxmoe.samples: the environment raised, or replied what no reply can be"),
-    Rule("stop/env_timeout_frac", lambda x: x > 0.05, "> 0.05",
-         "rollout.reply_timeout_s and the load of this machine: replies come too late"),
+    Rule("lost/frac", lambda x: x > 0.05, "> 0.05 of the episodes",
+         "lost/CAUSE_frac and python -m jaxmoe.samples: the environment, a sandbox or a machine "
+         "failed. These episodes have no reward"),
     Rule("hack/forged_turn", lambda x: x > 0.05, "> 0.05 an episode",
          "python -m jaxmoe.samples: the policy writes messages in the name of another role"),
     *(

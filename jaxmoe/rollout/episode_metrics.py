@@ -25,9 +25,11 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     turns/mean and turns/max: turns of the policy, if a rollout has more than one.
     episode_len/mean and episode_len/max: tokens of the policy and the environment, if there are
         any of the environment.
-    reward/env/PART and the environment's own metrics: means over all rollouts. A rollout without
-        the number counts as 0, since an episode that ended early earned and did nothing. A name
-        outside of env/, tool/ and hack/ becomes env/NAME, so that none replaces the run's own.
+    lost/frac and lost/CAUSE_frac: share of the episodes that the infrastructure spoilt, if any.
+    reward/env/PART and the environment's own metrics: means over the rollouts that are not lost. A
+        rollout without the number counts as 0, since an episode that ended early earned and did
+        nothing. A name outside of env/, tool/ and hack/ becomes env/NAME, so that none replaces
+        the run's own.
     """
     stops = Counter(r.stop for r in rollouts)
     metrics: Metrics = {
@@ -41,10 +43,15 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
             "turns/mean": float(np.mean(turns)), "turns/max": max(turns),
             "episode_len/mean": float(np.mean(lengths)), "episode_len/max": max(lengths),
         }  # fmt: skip
+    causes = Counter(r.lost for r in rollouts if r.lost)
+    if causes:
+        metrics["lost/frac"] = causes.total() / len(rollouts)
+        metrics |= {f"lost/{cause}_frac": n / len(rollouts) for cause, n in sorted(causes.items())}
     numbers = [
         {f"reward/env/{part}": value for part, value in r.env_rewards.items()}
         | {_prefix_name(name): value for name, value in r.env_metrics.items()}
         for r in rollouts
+        if not r.lost
     ]
     names = dict.fromkeys(name for values in numbers for name in values)
     means = {name: float(np.mean([v.get(name, 0.0) for v in numbers])) for name in names}

@@ -18,6 +18,7 @@ _ARRAYS = (
     "tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts", "policy_mask"
 )  # fmt: skip
 _NUMBERS = ("env_rewards", "env_metrics")
+_TEXTS = ("lost", "env_fault")
 
 
 def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
@@ -29,8 +30,9 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
         "prompts": [asdict(p) for p in prompts.values()],
         "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
         "stop": [r.stop.value for r in rollouts],
-        "env_fault": [r.env_fault for r in rollouts],
-    } | {name: [dict(getattr(r, name)) for r in rollouts] for name in _NUMBERS}
+    }
+    head |= {name: [dict(getattr(r, name)) for r in rollouts] for name in _NUMBERS}
+    head |= {name: [getattr(r, name) for r in rollouts] for name in _TEXTS}
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
@@ -56,7 +58,7 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
             prompts[n],
             stop=StopReason(stop),
             **{name: split[name][i] for name in _ARRAYS},
-            **{name: head[name][i] for name in (*_NUMBERS, "env_fault")},
+            **{name: head[name][i] for name in (*_NUMBERS, *_TEXTS)},
         )  # fmt: skip
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]

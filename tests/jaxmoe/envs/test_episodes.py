@@ -17,6 +17,9 @@ from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.episodes import EpisodeSettings, sample_rollouts, shorten_message
+from jaxmoe.envs.lost_episodes import check_lost, describe_lost
+from jaxmoe.envs.sandbox.process import SandboxError
+from jaxmoe.envs.step_check import EnvironmentFault
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import read_tools
 from jaxmoe.records import Prompt, Sampling, StopReason
@@ -182,12 +185,57 @@ def test_a_prompt_that_is_too_long_with_the_environments_text_is_refused():
         sample(make_echo(), FINAL, limit=100)
 
 
-def test_a_reset_that_fails_three_times_ends_the_run_with_one_line():
+def test_a_row_whose_reset_fails_is_lost_and_no_other():
     def reset(self, row, *, seed):
-        raise OSError("no route to host")
+        if row.question == "question 1":
+            raise OSError("no route to host")
+        return [Message("user", row.question)], {}
 
-    with pytest.raises(EngineError, match="failed 3 times on row 0: OSError: no route to host"):
-        sample(make_echo(reset=reset), FINAL)
+    rollouts = sample(make_echo(reset=reset), FINAL)
+    assert [r.lost for r in rollouts] == ["", "", "reset", "reset", "", ""]
+    assert {r.env_fault for r in rollouts} == {"", "reset failed: OSError: no route to host"}
+    assert describe_lost(rollouts, Rows()) == (
+        "2 of 6 episodes are lost and have no reward (2 reset); the first is of row 1: reset "
+        "failed: OSError: no route to host"
+    )
+    check_lost(rollouts, Rows(), 0.34)
+    with pytest.raises(EngineError, match=r"max_lost_frac \(0.33\) .* 2 of 6 episodes are lost"):
+        check_lost(rollouts, Rows(), 0.33)
+
+
+def test_an_environment_that_cannot_be_made_is_lost():
+    def make_environment():
+        raise OSError("no image")
+
+    assert {r.lost for r in sample(make_environment, FINAL)} == {"reset"}
+
+
+def test_one_lost_reset_leaves_its_group():
+    opened = []
+
+    def reset(self, row, *, seed):
+        opened.append(row.question)
+        # all three tries of the episode that comes first in its group
+        if row.question == "question 2" and opened.count("question 2") <= 3:
+            raise OSError("no route to host")
+        return [Message("user", row.question)], {}
+
+    rollouts = sample(make_echo(reset=reset), FINAL, threads=ReplyThreads(1))
+    assert [r.lost for r in rollouts] == ["", "", "", "", "reset", ""]
+    assert rollouts[4].prompt == rollouts[5].prompt
+
+
+def test_a_sandbox_that_does_not_start_is_named():
+    def step(self, messages):
+        raise EnvironmentFault("no sandbox") from SandboxError("fork failed")
+
+    assert {r.lost for r in sample(make_echo(step=step), FINAL)} == {"sandbox"}
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_the_environments_own_ends_lose_nothing(truncated):
+    rollouts = sample(make_echo(step_result=([], 0.0, not truncated, truncated, {})), FINAL)
+    assert {r.lost for r in rollouts} == {""}
 
 
 def test_a_reset_that_fails_once_is_tried_again():
@@ -237,8 +285,8 @@ def test_an_async_method_that_exits_ends_neither_run_nor_event_loop(where):
         sys.exit(3)
 
     if where == "reset":
-        with pytest.raises(EngineError, match=r"SystemExit\(3\) would have ended the run"):
-            sample(make_echo(reset=leave), FINAL)
+        (fault,) = {r.env_fault for r in sample(make_echo(reset=leave), FINAL)}
+        assert "SystemExit(3) would have ended the run" in fault
     else:
         stops = {r.stop for r in sample(make_echo(step=leave), FINAL)}
         assert stops == {StopReason.ENV_ERROR}
@@ -251,12 +299,12 @@ def test_the_runs_own_stop_passes_through_an_environment():
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3)])
-def test_a_close_that_raises_loses_no_reward(error):
+def test_an_episode_whose_close_raises_is_lost(error):
     def close(self):
         raise error
 
     (r, *_) = sample(make_echo(close=close), FINAL)
-    assert r.env_rewards == {"env": 2.0} and r.env_metrics["env/close_faults"] == 1.0
+    assert r.lost == "close" and type(error).__name__ in r.env_fault
 
 
 def test_a_reply_that_hangs_ends_its_own_episode_and_its_thread_is_counted():

@@ -37,8 +37,7 @@ CASES = [
     ("reward/faulty_frac", 0.0, 0.05, UP, "> 0.05 of the answers", "reward/NAME/late_frac and"),
     ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
     ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
-    ("stop/env_error_frac", 0.0, 0.05, UP, "> 0.05", "python -m jaxmoe.samples: the environment"),
-    ("stop/env_timeout_frac", 0.0, 0.05, UP, "> 0.05", "rollout.reply_timeout_s and the load"),
+    ("lost/frac", 0.0, 0.05, UP, "> 0.05 of the episodes", "lost/CAUSE_frac and python -m jax"),
     ("hack/forged_turn", 0.0, 0.05, UP, "> 0.05 an episode", "python -m jaxmoe.samples: the poli"),
     *(
         (

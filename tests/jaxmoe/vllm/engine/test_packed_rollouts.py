@@ -48,15 +48,16 @@ def test_masks_and_numbers_of_an_environment_come_back():
     plain = rollout(prompt, 4, StopReason.MAX_TURNS, True, True)
     episode = replace(
         plain, policy_mask=np.array([True, False, False, True]), env_rewards={"format": 0.5},
-        env_metrics={"tool/calls": 2.0}, env_fault="ValueError: x",
+        env_metrics={"tool/calls": 2.0}, lost="env_error", env_fault="ValueError: x",
     )  # fmt: skip
     restored, _ = deserialize_rollouts(serialize_rollouts([episode, plain]))
     assert restored[0].policy_mask.tolist() == [True, False, False, True]
     assert restored[0].policy_mask.dtype == bool and restored[0].stop is StopReason.MAX_TURNS
     assert restored[0].env_rewards == {"format": 0.5}
     assert restored[0].env_metrics == {"tool/calls": 2.0}
-    assert [r.env_fault for r in restored] == ["ValueError: x", ""]
+    assert [(r.lost, r.env_fault) for r in restored] == [("env_error", "ValueError: x"), ("", "")]
     # A field that another process does not get would be its default there.
-    packed = {*packed_rollouts._ARRAYS, *packed_rollouts._NUMBERS, "prompt", "stop", "env_fault"}
+    packed = {*packed_rollouts._ARRAYS, *packed_rollouts._NUMBERS, *packed_rollouts._TEXTS,
+              "prompt", "stop"}  # fmt: skip
     assert packed == {field.name for field in fields(Rollout)}
     assert restored[1].policy_mask is None and restored[1].env_metrics == {}
