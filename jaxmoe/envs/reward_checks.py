@@ -69,11 +69,11 @@ def choose_evenly(count: int, share: float, samples: int) -> set[int]:
 
 def score_and_check(
     checked: Sequence[CheckedRollout], source: Source, task: Task,
-    report: ReportProgress = ignore_progress, *, step: int = 0,
+    report: ReportProgress = ignore_progress, *, step: int = 0, count_errors: bool = False,
 ) -> BatchRewards:  # fmt: skip
     """`score_rollouts`, with the metrics of the measurements among the parts of each rollout."""
     rollouts = [item.rollout for item in checked]
-    scores = score_rollouts(rollouts, source, task, report, step=step)
+    scores = score_rollouts(rollouts, source, task, report, step=step, count_errors=count_errors)
     parts = [dict(metrics) for metrics in scores.parts]
     if task.swapped_share:
         chosen = [i for i, item in enumerate(checked) if item.other_row != NO_ROW]

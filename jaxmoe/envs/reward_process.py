@@ -18,10 +18,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.envs.reward_worker import Outcome, run_calls
+from jaxmoe.observe.printable import escape_unprintable
 
 _IMPORT_LIMIT_S = 600.0  # importing torch from a cold disk takes a minute
 _GRACE_S = 5.0  # extra time in which the process itself cancels late async calls
@@ -40,15 +41,19 @@ def run_inline(
     calls: list[dict[str, Any]], rows: Sequence[str],
 ) -> list[Outcome]:  # fmt: skip
     """A Runner that calls the function in this process and thread, without a time limit."""
-    try:
-        return run_calls(function, calls, None)
-    except Exception as error:
-        error.add_note(f"{label} raised this on {rows[getattr(error, 'call_number', 0)]}.")
-        raise
+    outcomes = run_calls(function, calls, None)
+    for (kind, value), row in zip(outcomes, rows, strict=True):
+        if kind == "raised":
+            value.add_note(f"{label} raised this on {row}.")
+    return outcomes
 
 
 class LateError(ConfigError):
     """A reward function was late too often to go on."""
+
+
+class CrashError(ConfigError):
+    """A reward function ended its process, or answered twice."""
 
 
 def call_limit_s(function: Callable[..., Any]) -> float:
@@ -65,7 +70,7 @@ class RewardProcess:
     """A Runner that calls functions in a separate process, with a time limit.
 
     A call that takes longer than timeout_s is killed, and its outcome is ("late", None). The
-    third late call in a row raises LateError, and a crash of the process ConfigError. If a
+    third late call in a row raises LateError, and a crash of the process CrashError. If a
     function sets a shorter limit itself, late calls are expected, and any number is accepted.
     """
 
@@ -80,6 +85,7 @@ class RewardProcess:
         self._connection: Connection | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_process: Callable[[], Any] = lambda: None
+        self._n_requests = 0  # the number of a request comes back with its answer
 
     def __call__(
         self, label: str, path: str, options: dict[str, Any], function: Callable[..., Any],
@@ -98,8 +104,11 @@ class RewardProcess:
         else:
             kind, content = answer
             if kind == "raised":
-                raise self._rebuild_error(label, content, rows)
-            outcomes = content
+                raise _rebuild_error(label, content, rows[0])
+            outcomes = [
+                (kind, _rebuild_error(label, value, row) if kind == "raised" else value)
+                for (kind, value), row in zip(content, rows, strict=True)
+            ]
         if timeout_s < self._timeout_s:
             return outcomes
         counter = (label, key)
@@ -151,7 +160,8 @@ class RewardProcess:
         try:
             # Pickled before it is sent, so that an error of pickling is not taken for one of the
             # connection.
-            content = pickle.dumps(message)
+            self._n_requests += 1
+            content = pickle.dumps((self._n_requests, message))
         except Exception as error:
             raise ConfigError(
                 f"{label} must be called with values that can be sent to a separate process; "
@@ -163,15 +173,24 @@ class RewardProcess:
             if not connection.poll(limit_s):
                 self.close()
                 return None
-            return pickle.loads(connection.recv_bytes())
+            number, pid, answer = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
             status = child.wait()
             self.close()
             name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            raise ConfigError(
+            raise CrashError(
                 f"{label} must not end its process; it ended with {name} on {rows[0]}. Correct "
                 f"the function. {_OR_CALL_INLINE}, to find the cause."
             ) from error
+        # Otherwise each later answer would be paid what the one before it earned.
+        if (number, pid) != (self._n_requests, child.pid):
+            self.close()
+            raise CrashError(
+                f"{label} must answer each call once, in its own process; on {rows[0]} came answer "
+                f"{number} of process {pid}, not answer {self._n_requests} of {child.pid}. Let the "
+                "function fork no process that returns."
+            )
+        return pickle.loads(answer)
 
     def _start_process(self) -> None:
         trainer_end, worker_end = socket.socketpair()
@@ -184,9 +203,14 @@ class RewardProcess:
                 pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL,
                 # The trainer alone handles Ctrl-C.
                 start_new_session=True,
+                # What it prints may be of an answer, and control a terminal.
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 # The trainer owns the accelerator.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
+        threading.Thread(
+            target=_print_escaped, args=(self._child.stdout,), name="jaxmoe-rewards", daemon=True
+        ).start()
         self._connection = Connection(trainer_end.detach())
         # finalize also runs when the interpreter exits, so that the process does not outlive the
         # run.
@@ -195,12 +219,21 @@ class RewardProcess:
         # the same modules.
         self._connection.send(list(sys.path))
 
-    def _rebuild_error(self, label: str, content: Any, rows: Sequence[str]) -> BaseException:
-        pickled, text, trace, number = content
-        error = RuntimeError(text) if pickled is None else pickle.loads(pickled)
-        error.add_note(f"{label} raised this on {rows[number]}.")
-        error.add_note(f"Traceback in the reward process:\n{trace}")
-        return error
+
+def _print_escaped(output: IO[bytes]) -> None:
+    """Print the lines of a process, in which no control character has an effect."""
+    with output:
+        for line in output:
+            text = line.rstrip(b"\n").decode(errors="replace")
+            print(escape_unprintable(text.replace("\t", "    ")), flush=True)
+
+
+def _rebuild_error(label: str, content: Any, row: str) -> Exception:
+    pickled, text, trace = content
+    error = RuntimeError(text) if pickled is None else pickle.loads(pickled)
+    error.add_note(f"{label} raised this on {row}.")
+    error.add_note(f"Traceback in the reward process:\n{trace}")
+    return error
 
 
 def _kill_process(child: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -7,11 +7,13 @@ Next: jaxmoe/envs/reward_process.py is the other end of the connection.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -21,7 +23,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-Outcome = tuple[str, Any]  # ("value", what it returned), or ("late", None)
+# ("value", what it returned), ("late", None), or ("raised", the error)
+Outcome = tuple[str, Any]
+_MAX_FRACTION_OF_MEMORY = 0.5  # of this machine, for the process and for each that it starts
 
 
 def run_calls(
@@ -29,50 +33,48 @@ def run_calls(
 ) -> list[Outcome]:
     """Call a function once for each set of arguments; async calls run concurrently.
 
-    limit_s: time limit of an async call; None for no limit.
-    Raises: the error of the function, with the number of the call as `call_number`.
+    limit_s: time limit of an async call; None for no limit. An error of one call is its outcome.
     """
-    results: list[Any] = []
-    for number, arguments in enumerate(calls):
-        try:
-            results.append(function(**arguments))
-        # BaseException, because sys.exit() in a reward function must not end the process without an
-        # answer.
-        except BaseException as error:
-            raise _set_call_number(error, number) from error.__cause__
-    if any(inspect.isawaitable(result) for result in results):
-        return asyncio.run(_await_all(results, limit_s))
-    return [("value", result) for result in results]
+    outcomes = [_call(function, arguments) for arguments in calls]
+    if any(inspect.isawaitable(value) for _, value in outcomes):
+        return asyncio.run(_await_all(outcomes, limit_s))
+    return outcomes
 
 
-async def _await_all(results: list[Any], limit_s: float | None) -> list[Outcome]:
-    outcomes = await asyncio.gather(
-        *(_await_result(result, limit_s) for result in results), return_exceptions=True
-    )
-    for number, outcome in enumerate(outcomes):
-        if isinstance(outcome, BaseException):
-            raise _set_call_number(outcome, number)
-    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        return "value", function(**arguments)
+    except KeyboardInterrupt:  # the run's own stop
+        raise
+    # BaseException, because sys.exit() in a reward function must not end the process without an
+    # answer.
+    except BaseException as error:
+        return "raised", _as_exception(error)
 
 
-async def _await_result(result: Any, limit_s: float | None) -> Outcome:
-    if not inspect.isawaitable(result):
-        return "value", result
+async def _await_all(outcomes: list[Outcome], limit_s: float | None) -> list[Outcome]:
+    return list(await asyncio.gather(*(_await_result(*outcome, limit_s) for outcome in outcomes)))
+
+
+async def _await_result(kind: str, value: Any, limit_s: float | None) -> Outcome:
+    if not inspect.isawaitable(value):
+        return kind, value
     clock = asyncio.timeout(limit_s)
     try:
         async with clock:
-            return "value", await result
-    except TimeoutError:
-        if clock.expired():
+            return "value", await value
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and clock.expired():
             return "late", None
-        raise  # the function's own TimeoutError
+        return "raised", _as_exception(error)
 
 
-def _set_call_number(error: BaseException, number: int) -> BaseException:
+def _as_exception(error: BaseException) -> Exception:
     if isinstance(error, SystemExit):
-        error = RuntimeError(f"it called sys.exit({error.code!r})")
-    error.call_number = number  # type: ignore[attr-defined]
-    return error
+        return RuntimeError(f"it called sys.exit({error.code!r})")
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def main() -> None:
@@ -81,21 +83,46 @@ def main() -> None:
     # The trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    functions: dict[Any, Callable[..., Any]] = {}
-    sys.path[:] = connection.recv()
-    while True:
-        try:
-            key, path, options, calls, limit_s = connection.recv()
-        except EOFError:
-            return
-        try:
-            if key not in functions:
-                functions[key] = _import_function(path, options)
-            answer = ("returned", run_calls(functions[key], calls, limit_s) if calls else [])
-            message = _pickle_answer(answer)
-        except BaseException as error:
-            message = pickle.dumps(_describe_error(error))
-        connection.send_bytes(message)
+    _limit_memory()
+    own_pid = os.getpid()
+    try:
+        sys.path[:] = connection.recv()
+        functions: dict[Any, Callable[..., Any]] = {}
+        while True:
+            number, request = connection.recv()
+            message = _answer(functions, *request)
+            # A function that forked returns here twice, and the copy must not answer.
+            if os.getpid() != own_pid:
+                os._exit(1)
+            connection.send((number, own_pid, message))
+    except (EOFError, OSError):  # the trainer is gone
+        return
+
+
+def _limit_memory() -> None:
+    """Let the kernel end this process, and not the trainer, where memory ends."""
+    with contextlib.suppress(OSError):
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit_bytes = int(total_bytes * _MAX_FRACTION_OF_MEMORY)
+        hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        if hard_bytes == resource.RLIM_INFINITY or limit_bytes < hard_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard_bytes))
+
+
+def _answer(
+    functions: dict[Any, Callable[..., Any]], key: Any, path: str, options: dict[str, Any],
+    calls: list[dict[str, Any]], limit_s: float | None,
+) -> bytes:  # fmt: skip
+    """The pickled answer to a request: the outcomes of its calls, or the error of its import."""
+    try:
+        if key not in functions:
+            functions[key] = _import_function(path, options)
+        outcomes = run_calls(functions[key], calls, limit_s)
+        return pickle.dumps(("returned", [_as_sendable(outcome) for outcome in outcomes]))
+    except BaseException as error:
+        return pickle.dumps(("raised", _describe_error(error)))
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -114,27 +141,29 @@ def _import_function(path: str, options: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(function, **options) if options else function
 
 
-def _pickle_answer(answer: Any) -> bytes:
-    """Pickle an answer; generators are replaced by lists of their items first."""
-    kind, outcomes = answer
-    lists = [
-        (kind_of_outcome, list(value) if inspect.isgenerator(value) else value)
-        for kind_of_outcome, value in outcomes
-    ]
-    return pickle.dumps((kind, lists))
+def _as_sendable(outcome: Outcome) -> Outcome:
+    """An outcome that can be pickled; a generator becomes a list of its items."""
+    kind, value = outcome
+    try:
+        if kind == "raised":
+            return kind, _describe_error(value)
+        value = list(value) if inspect.isgenerator(value) else value
+        pickle.dumps(value)
+        return kind, value
+    except BaseException as error:
+        return "raised", _describe_error(error)
 
 
-def _describe_error(error: BaseException) -> tuple[str, Any]:
-    """("raised", (pickled error or None, its text, its traceback, number of the call))."""
-    text = "".join(traceback.format_exception(error)).rstrip()
-    number = getattr(error, "call_number", 0)
+def _describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
+    """(pickled error or None, its text, its traceback)."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         pickled = pickle.dumps(error)
         # Some exceptions can be pickled and not be rebuilt.
         pickle.loads(pickled)
     except BaseException:
         pickled = None
-    return "raised", (pickled, f"{type(error).__name__}: {error}", text, number)
+    return pickled, f"{type(error).__name__}: {error}", trace
 
 
 if __name__ == "__main__":

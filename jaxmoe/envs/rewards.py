@@ -8,7 +8,7 @@ Next: jaxmoe/envs/tasks.py calls this.
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from jaxmoe.envs.conventions import (
     detect_convention,
     is_undecided,
 )
-from jaxmoe.envs.reward_process import LateError, Runner, run_inline
+from jaxmoe.envs.reward_process import CrashError, LateError, Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
 from jaxmoe.shapes import Metrics
 
@@ -35,8 +35,9 @@ ReportProgress = Callable[..., None]  # (activity, number done, total)
 FAULTS = ("late", "bad_value", "raised", "undecided")
 # Only the samples of batches with something to count have these.
 _COUNT = re.compile(
-    r"reward/([^/]+/(none|late|bad_value)|left_out|faulty)_frac|hack/several_answers"
+    r"reward/([^/]+/(none|late|raised|bad_value)|left_out|faulty)_frac|hack/several_answers"
 )
+_MAX_CRASHES = 3  # in a row
 _WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*(.*)", re.DOTALL)
 
 
@@ -128,21 +129,27 @@ def score_samples(
 
     A sample for which a call was late, or a value is not a finite number, has no reward: a policy
     can cause both, and must be neither paid nor punished for them. They are counted by function.
-    Nor has one for which a function returned a dict with the score None, which cannot tell.
+    Nor has one for which a function returned a dict with the score None, which cannot tell, and one
+    on which a function raised or ended its process.
     run: calls a function.
-    count_errors: True to count errors of a function too, and never to raise one.
+    count_errors: True to raise nothing.
 
-    Raises: ConfigError that names function and row if a function returned no finite number at all.
+    Raises: the error of a function that failed on all samples; ConfigError that names function and
+        row if a function returned no finite number at all.
     """
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
     faults, first_fault = [""] * len(samples), ""
     for reward in rewards:
         values, kinds, error = _call_reward(
-            reward, samples, report, run, state or SimpleNamespace(), count_errors
+            reward, samples, report, run, state or SimpleNamespace()
         )
         if error is not None:
-            first_fault = first_fault or f"{reward.label} failed: {error}"
+            if all(kinds) and not count_errors:
+                raise error
+            text = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            row = samples[[kind in ("late", "raised") for kind in kinds].index(True)].label
+            first_fault = first_fault or f"{reward.label} failed on {row}: {text}"
         is_none = [not x or is_undecided(x) for x in values]
         leaves_out = reward.convention is TRL_CONVENTION or any(is_none)
         is_bad = [False] * len(samples)
@@ -151,8 +158,8 @@ def score_samples(
             metrics = parts[i]
             if leaves_out:
                 metrics[f"reward/{reward.name}/none_frac"] = float(is_none[i])
-            if "late" in kinds:
-                metrics[f"reward/{reward.name}/late_frac"] = float(kinds[i] == "late")
+            for kind in {"late", "raised"} & set(kinds):
+                metrics[f"reward/{reward.name}/{kind}_frac"] = float(kinds[i] == kind)
             if kinds[i]:
                 faults[i] = faults[i] or kinds[i]
                 first_fault = first_fault or f"{reward.label}: {kinds[i]} on {sample.label}"
@@ -206,12 +213,9 @@ def score_samples(
 
 def _call_reward(
     reward: Reward, samples: Sequence[Sample], report: ReportProgress, run: Runner,
-    state: SimpleNamespace, count_errors: bool,
+    state: SimpleNamespace,
 ) -> tuple[list[dict[str, Any]], list[str], Exception | None]:  # fmt: skip
-    """(parts that a function returned for each sample, "" or the fault of each, the first error).
-
-    An error is returned only if errors are counted.
-    """
+    """(parts that a function returned for each sample, its fault or "", the first error)."""
     names = [sample.label for sample in samples]
     label, name, is_batch = reward.label, reward.name, reward.convention.batch
     calls = reward.convention.make_calls(reward.function, samples, state)
@@ -224,14 +228,19 @@ def _call_reward(
                     f"{label} must return within data.reward_timeout_s seconds; it did not, on "
                     f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
                 )
+            if is_batch and outcomes[0][0] == "raised":
+                raise outcomes[0][1]
             if is_batch:
                 # Parsed here, because a list of another length is an error of the call.
                 returned = [value for _, value in outcomes]
                 return [("parsed", reward.convention.parse_values(label, returned, samples))]
             return outcomes
+        except CrashError as error:
+            if len(calls) == 1:
+                return [("raised", error)]
+            # One of the calls ended the process, which had all of them.
+            return _call_one_by_one(calls, rows, run_calls)
         except Exception as error:
-            if not count_errors:
-                raise
             return [("late" if isinstance(error, LateError) else "raised", error)] * len(calls)
 
     # All async calls at once, because they wait for I/O.
@@ -240,14 +249,10 @@ def _call_reward(
         suffix = f" and the {len(samples) - 1} rows with it" if len(samples) > 1 else ""
         outcomes = run_calls(calls, [names[0] + suffix] if is_batch else names)
     else:
-        outcomes = []
-        for call, row in iterate_with_progress(
-            list(zip(calls, names, strict=True)), f"scoring by {name}", report
-        ):
-            # A function that ends its process, or is late three times in a row, costs too much to
-            # be tried on the rest.
-            gave_up = bool(outcomes) and isinstance(outcomes[-1][1], ConfigError)
-            outcomes += outcomes[-1:] if gave_up else run_calls([call], [row])
+        outcomes = _call_one_by_one(
+            calls, names, run_calls,
+            lambda pairs: iterate_with_progress(pairs, f"scoring by {name}", report),
+        )  # fmt: skip
     errors = [value for kind, value in outcomes if isinstance(value, Exception) and kind in FAULTS]
     error = errors[0] if errors else None
     kinds = [kind if kind in FAULTS else "" for kind, _ in outcomes]
@@ -257,6 +262,40 @@ def _call_reward(
         return values, kinds * len(samples), error
     returned = [None if kind in FAULTS else value for kind, value in outcomes]
     return reward.convention.parse_values(label, returned, samples), kinds, error
+
+
+def _call_one_by_one(
+    calls: Sequence[dict[str, Any]], rows: Sequence[str],
+    run_calls: Callable[[list[dict[str, Any]], list[str]], list[tuple[str, Any]]],
+    iterate: Callable[[list[tuple[dict[str, Any], str]]], Iterable[Any]] = lambda pairs: pairs,
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """The outcomes of calls. A function that costs too much to be tried on the rest is given up:
+
+    one that was late or ended its process three times in a row, or that cannot be called at all.
+    """
+    outcomes: list[tuple[str, Any]] = []
+    for call, row in iterate(list(zip(calls, rows, strict=True))):
+        last = [value for _, value in outcomes[-_MAX_CRASHES:]]
+        crashed = len(last) == _MAX_CRASHES and all(isinstance(x, CrashError) for x in last)
+        failed = bool(last) and isinstance(last[-1], ConfigError)
+        gave_up = crashed or (failed and not isinstance(last[-1], CrashError))
+        outcomes += outcomes[-1:] if gave_up else run_calls([call], [row])
+    return outcomes
+
+
+def check_faulty(scores: BatchRewards, limit: float) -> None:
+    """Raise ConfigError if functions failed on more than this share of the answers.
+
+    A function fails on an answer if it is late, raises, ends its process, or returns no number.
+    """
+    failed = [fault for fault in scores.faults if fault and fault != "undecided"]
+    if len(failed) > limit * len(scores.rewards):
+        raise ConfigError(
+            f"reward functions may fail on at most rollout.max_lost_frac ({limit:g}) of the "
+            f"answers; they failed on {len(failed)} of {len(scores.rewards)}. "
+            f"{scores.first_fault.rstrip('.')}. Correct the function, then start the same command "
+            "again, or try --set rollout.max_lost_frac=1."
+        )
 
 
 def mean_part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:

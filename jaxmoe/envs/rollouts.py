@@ -19,7 +19,13 @@ from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
 from jaxmoe.envs.lost_episodes import check_lost, describe_lost
 from jaxmoe.envs.reward_checks import CheckedRollout, plan_checks, score_and_check
-from jaxmoe.envs.rewards import BatchRewards, ReportProgress, ignore_progress, mean_part_metrics
+from jaxmoe.envs.rewards import (
+    BatchRewards,
+    ReportProgress,
+    check_faulty,
+    ignore_progress,
+    mean_part_metrics,
+)
 from jaxmoe.envs.scores import print_fault, select_scored
 from jaxmoe.envs.tasks import Task
 from jaxmoe.records import Rollout
@@ -81,6 +87,7 @@ def collect_rollouts(
         scores = score_across_processes(
             rollouts, task, report, rollout_cfg.samples_per_prompt, step
         )
+        check_faulty(scores, task.max_lost_frac)
         print_fault(scores)
         parts.extend(scores.parts)
         seconds["time/rollout_s"] += answered - start
@@ -130,9 +137,11 @@ def score_across_processes(
     checked = plan_checks(rollouts, task.train, task, samples=samples)
 
     def score_share(share: Sequence[CheckedRollout]) -> dict[str, Any]:
-        scores = score_and_check(share, task.train, task, report, step=step)
+        # An error on all answers of a share may be one on few answers of the batch.
+        scores = score_and_check(share, task.train, task, report, step=step, count_errors=True)
         return {
-            "rewards": scores.rewards.tolist(), "parts": scores.parts, "fault": scores.first_fault
+            "rewards": scores.rewards.tolist(), "parts": scores.parts, "fault": scores.first_fault,
+            "faults": scores.faults or [""] * len(share),
         }  # fmt: skip
 
     if jax.process_count() == 1:
@@ -142,5 +151,6 @@ def score_across_processes(
     faults = [share["fault"] for share in shares if share["fault"]]
     return BatchRewards(
         rewards, [part for share in shares for part in share["parts"]],
+        [fault for share in shares for fault in share["faults"]],
         first_fault=faults[0] if faults else "",
     )  # fmt: skip

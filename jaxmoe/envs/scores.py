@@ -89,6 +89,7 @@ def score_rollouts(
     report: ReportProgress = ignore_progress,
     *,
     step: int = 0,
+    count_errors: bool = False,
 ) -> BatchRewards:
     """Reward of each rollout, by `data.rewards`, else by the environment, else by the source.
 
@@ -96,6 +97,7 @@ def score_rollouts(
     episode has the reward NaN.
 
     step: the step of the run: trainer_state.global_step of reward functions.
+    count_errors: True to raise no error of a reward function, for a part of a batch.
 
     The answer of an episode is the last turn of the policy.
     If the prompt uses channels, the final one is the answer. Without a final channel, the source
@@ -108,7 +110,14 @@ def score_rollouts(
     if task.rewards:
         samples = make_samples(rollouts, responses, numbers, source)
         state = trainer_state(task, step)
-        scores = score_samples(task.rewards, samples, report, run=task.run_rewards, state=state)
+        scores = score_samples(
+            task.rewards,
+            samples,
+            report,
+            run=task.run_rewards,
+            state=state,
+            count_errors=count_errors,
+        )
     elif task.episodes is not None and task.episodes.earns:
         scores = BatchRewards(np.zeros(len(rollouts), np.float32), [{} for _ in rollouts])
     else:

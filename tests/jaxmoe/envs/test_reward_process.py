@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.reward_process import RewardProcess
-from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
+from jaxmoe.envs.rewards import check_faulty, mean_part_metrics, read_rewards, score_samples
 
 CODE = '''
 import asyncio, os, signal, sys, time
@@ -48,6 +49,29 @@ class Limited:
         return hangs(response)
 
 limited = Limited()
+
+def fragile(response):
+    if response == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "exit":
+        os._exit(3)
+    if response == "memory":
+        bytearray(1 << 50)
+    return float(response)
+
+async def fragile_async(response):
+    await asyncio.sleep(0.01)
+    return fragile(response)
+
+def forks(response):
+    """Returns twice."""
+    if response == "fork":
+        os.fork()
+    return float(response) if response != "fork" else 7.0
+
+def writes(response):
+    print("\\x1b[2J" + response, flush=True)
+    return 1.0
 
 def batch(completions, **columns):
     time.sleep(60)
@@ -197,6 +221,50 @@ def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_anoth
     assert score_in_process(run, "alarmed", "1").rewards.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("name", ["fragile", "fragile_async"])
+@pytest.mark.parametrize("answer", ["crash", "exit", "memory", "no number"])
+def test_an_answer_that_breaks_a_function_alone_has_no_reward(run, name, answer):
+    scores = score_in_process(run, name, "1", answer, "2", "3")
+    np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan, 2.0, 3.0]))
+    assert scores.faults == ["", "raised", "", ""]
+    assert mean_part_metrics(scores.parts)[f"reward/{name}/raised_frac"] == 0.25
+    assert f"data.rewards: {name} failed on row 1 (a:1)" in scores.first_fault
+    check_faulty(scores, 0.25)
+    with pytest.raises(ConfigError, match=r"max_lost_frac \(0.24\) .* on 1 of 4.*row 1 \(a:1\)"):
+        check_faulty(scores, 0.24)
+
+
+def test_a_function_that_always_crashes_is_given_up(run):
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="fragile must not end its process"):
+        score_in_process(run, "fragile", *["crash"] * 500)
+    assert time.monotonic() - start < 20.0
+
+
+def test_a_function_that_forks_shifts_no_answer(run):
+    for _ in range(2):
+        scores = score_in_process(run, "forks", "1", "fork", "2", "3", "fork", "4")
+        assert scores.rewards.tolist() == [1.0, 7.0, 2.0, 3.0, 7.0, 4.0]
+
+
+def test_an_answer_of_another_process_is_refused(run, tmp_path, monkeypatch):
+    """The protocol's own check, where a copy answers all the same."""
+    monkeypatch.setattr(run, "_n_requests", 0)
+    score_in_process(run, "forks", "1")
+    run._child = SimpleNamespace(pid=-1, wait=run._child.wait)
+    with pytest.raises(ConfigError, match="must answer each call once, in its own process"):
+        score_in_process(run, "forks", "1")
+
+
+def test_what_a_function_prints_controls_no_terminal(run, capfd):
+    score_in_process(run, "writes", "hello")
+    deadline, output = time.monotonic() + 10, ""
+    while "hello" not in output and time.monotonic() < deadline:
+        output += capfd.readouterr().out
+        time.sleep(0.01)
+    assert "hello" in output and "\x1b" not in output
+
+
 def test_an_error_comes_back_with_its_kind_its_row_and_its_traceback(run):
     with pytest.raises(KeyError, match="key") as caught:
         score_in_process(run, "raises", "key")
@@ -260,10 +328,11 @@ def test_a_killed_trainer_leaves_no_function_running(tmp_path):
         run("f", "worker_rewards:hangs", {}, None, [{"response": "hang"}], ["row"])
     """)
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", script], cwd=tmp_path, text=True,
+        capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
     )  # fmt: skip
-    assert result.returncode == -9
+    assert result.returncode == -9 and "Traceback" not in result.stderr
     deadline = time.monotonic() + 20.0
     while psutil.pid_exists(int(result.stdout)) and time.monotonic() < deadline:
         time.sleep(0.1)
