@@ -109,7 +109,9 @@ def _git_commit() -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        # git needs its settings (safe.directory), and none of the run's keys.
+        needed = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, env=needed)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None

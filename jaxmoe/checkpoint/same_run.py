@@ -40,6 +40,7 @@ LENGTH_KEYS = (
     "data.map_rows",
     "data.template",
     "data.system",
+    "data.keep_analysis",
     "init.tokenizer",
 )
 

@@ -25,6 +25,8 @@ class DataConfig:
     # "module:function(option=1)": from a row of the task to the row that is asked; empty: as it is
     map_rows: str = ""
     system: str = ""  # system prompt of rows without one; the template's {system}
+    # True: prompts in harmony keep the analysis of earlier answers, which served chats leave out
+    keep_analysis: bool = False
     reasoning_effort: str = "medium"  # harmony's: low, medium or high
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's scorer
     # limit of one call of the rewards, in a separate process; 0: in this process, without a limit

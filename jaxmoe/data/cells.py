@@ -13,6 +13,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_turns import EXAMPLE_CHAT, is_text, parse_chat
 from jaxmoe.data.json_columns import CHAT_COLUMNS, decode_columns
+from jaxmoe.data.row_tools import parse_tools
 from jaxmoe.data.rows import Message, Row
 
 # In TRL's data sets that have both, `answer` is short and `solution` has the complete derivation.
@@ -31,6 +32,8 @@ def read_row(location: str, record: Any, *, answers: bool) -> Row:
     reward_model.ground_truth (verl), else answer, ground_truth or solution: the answer, which is
         a text, a number, a boolean, or a list of these, each of which is correct.
 
+    tools, or `tools` of the first turn: tools in OpenAI's format, which the prompt declares.
+
     location: "file:line", for error messages.
     answers: True if a row must have an answer. If False, a missing or unreadable answer becomes
         None: the reward functions decide.
@@ -46,12 +49,13 @@ def read_row(location: str, record: Any, *, answers: bool) -> Row:
     if name is None:
         raise _missing_column_error(location, record, CHAT_COLUMNS)
     chat = _parse_prompt(location, name, record[name])
+    tools = parse_tools(location, _find_tools(location, record, record[name]))
     *earlier, last = chat
     return Row(
         last.content, *_parse_answers(location, record, answers),
         system=_find_system_prompt(location, record, earlier),
         earlier=tuple(m for m in earlier if m.role not in ("system", "developer")),
-        columns=record, location=location, chat=isinstance(record[name], list),
+        columns=record, location=location, tools=tools, chat=isinstance(record[name], list),
     )  # fmt: skip
 
 
@@ -90,6 +94,19 @@ def _find_system_prompt(location: str, record: Mapping[str, Any], earlier: list[
             f"{earlier[0].role} turn. Drop one of them."
         )
     return prompts[0] if prompts else column
+
+
+def _find_tools(location: str, record: Mapping[str, Any], chat: Any) -> Any:
+    """The column of tools, or the tools of the chat's first turn."""
+    first = chat[0] if isinstance(chat, list) and chat else None
+    stored = [record.get("tools"), first.get("tools") if isinstance(first, dict) else None]
+    values = [value for value in stored if value]
+    if len(values) > 1:
+        raise ConfigError(
+            f"{location} must declare its tools once; it has a column tools and a first turn with "
+            "tools. Drop one of them."
+        )
+    return values[0] if values else None
 
 
 def _parse_answers(

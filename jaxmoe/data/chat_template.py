@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json
-from jaxmoe.data.rows import Message
+from jaxmoe.data.rows import Message, ToolDescription
 
 _MAX_TEMPLATE_BYTES = 1_000_000  # bytes of a template; published ones have up to 30,000
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
@@ -41,15 +41,20 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     time: datetime.datetime = field(default_factory=datetime.datetime.now)
 
-    def render(self, chat: Sequence[Message], **variables: Any) -> str:
+    def render(
+        self, chat: Sequence[Message], tools: Sequence[ToolDescription] = (), **variables: Any
+    ) -> str:
         """The prompt of a chat, up to the start of the assistant's turn.
+
+        tools: given to the template in OpenAI's format.
 
         Raises: ConfigError if the template fails or refuses the chat.
         """
         turns = [{"role": turn.role, "content": turn.content} for turn in chat]
         try:
             return self._compiled_template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True,
+                messages=turns, tools=[_openai_tool(tool) for tool in tools] or None,
+                documents=None, add_generation_prompt=True,
                 **{**self.tokens, **variables},
             )  # fmt: skip
         except Exception as error:  # the template is foreign code and may raise anything
@@ -64,6 +69,12 @@ class ChatTemplate:
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
         return _make_environment(self.time).from_string(self.text)
+
+
+def _openai_tool(tool: ToolDescription) -> dict[str, Any]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def load_chat_template(spec: str) -> ChatTemplate | None:

@@ -11,13 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.json_object import parse_json
 from jaxmoe.data.harmony_tools import tool_recipient
+from jaxmoe.data.row_tools import drop_nulls
 from jaxmoe.data.rows import Message
 
 EXAMPLE_CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
 _EXAMPLE_CALL = '{"id": "1", "function": {"name": "add", "arguments": "{}"}}'
 _EXAMPLE_TOOL = '{"role": "tool", "name": "add", "content": "4"}'
 _NO_CALLS = ", and no tool calls (an assistant's turn may have tool_calls)"
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CHANNELS = ("analysis", "commentary", "final")
 
 
@@ -30,7 +33,9 @@ def parse_chat(location: str, name: str, turns: list[Any]) -> list[Message]:
     """The messages of a chat that ends with a user turn.
 
     An assistant turn with `tool_calls` becomes a message for its content, on the commentary
-    channel, and one for each call. A tool turn names its tool, or the id of an earlier call.
+    channel, and one for each call. Its `reasoning_content`, `reasoning` or `thinking` becomes a
+    message before it, on the analysis channel. A tool turn names its tool, or the id of an
+    earlier call.
 
     location, name: "file:line" and the column, for error messages.
     Raises: ConfigError for turns that cannot be written as messages.
@@ -79,14 +84,15 @@ def _parse_turn(
             f"{label} must have the channel {', '.join(_CHANNELS[:-1])} or {_CHANNELS[-1]}, got "
             f"{channel!r:.40}. Leave it out for final."
         )
+    thought = _parse_thought(label, fields)
     kind = kind.removeprefix("<|constrain|>").strip()
     message = replace(message, channel=channel, recipient=recipient, content_type=kind)
     if role == "tool":
         return [replace(message, name=_find_tool_name(label, fields, tools_by_id))]
     if not calls:
-        return [message]
+        return [*thought, message]
     preamble = [replace(message, channel=channel or "commentary")] if is_text(content) else []
-    return preamble + _parse_calls(label, calls, tools_by_id)
+    return thought + preamble + _parse_calls(label, calls, tools_by_id)
 
 
 def _parse_calls(label: str, calls: Any, tools_by_id: dict[str, str]) -> list[Message]:
@@ -101,9 +107,11 @@ def _parse_calls(label: str, calls: Any, tools_by_id: dict[str, str]) -> list[Me
                 f"{label} must have tool_calls with names and arguments, got {calls!r:.60}. "
                 f"Write {_EXAMPLE_CALL}"
             )
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False, default=str)
         recipient = _complete_name(str(name))
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(drop_nulls(arguments), ensure_ascii=False, default=str)
+        elif recipient != tool_recipient("python"):  # whose arguments are code
+            arguments = _decode_arguments(label, arguments)
         tools_by_id[str(fields.get("id"))] = recipient
         messages.append(
             Message(
@@ -112,6 +120,30 @@ def _parse_calls(label: str, calls: Any, tools_by_id: dict[str, str]) -> list[Me
             )
         )  # fmt: skip
     return messages
+
+
+def _decode_arguments(label: str, text: str) -> str:
+    """The JSON object of a call's arguments, which exports may have encoded twice."""
+    value: Any = text if text.strip() else "{}"
+    decoded = value
+    while isinstance(decoded, str):
+        value = decoded
+        try:
+            decoded = parse_json(value)
+        except ValueError:
+            break
+    if not isinstance(decoded, dict):
+        raise ConfigError(
+            f"{label} must have tool_calls whose arguments are a JSON object, got {text!r:.60}. "
+            f"Write {_EXAMPLE_CALL}"
+        )
+    return value
+
+
+def _parse_thought(label: str, fields: Mapping[str, Any]) -> list[Message]:
+    """The message of a stored chain of thought, which servers and TRL keep beside the content."""
+    texts = [_parse_text_field(label, fields, key) for key in _THOUGHT_KEYS]
+    return [Message("assistant", text, channel="analysis") for text in filter(None, texts)][:1]
 
 
 def _find_tool_name(label: str, fields: Mapping[str, Any], tools_by_id: dict[str, str]) -> str:

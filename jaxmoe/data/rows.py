@@ -57,6 +57,7 @@ class Row:
     earlier: tuple[Message, ...] = ()  # turns of a chat before the question
     columns: Mapping[str, Any] = field(default_factory=dict)  # the complete record of its file
     location: str = ""  # "file:line" of a row that was read from a file
+    tools: tuple[ToolDescription, ...] = ()  # that the row declares
     chat: bool = False  # True if the file stores a chat, not a plain text
 
     @property

@@ -38,7 +38,10 @@ class Template:
     system: system prompt of rows without their own.
     reasoning_effort: low, medium or high, for harmony and for chat templates that use it.
     chat: the tokenizer's chat template; None if it has none.
-    tools: declared in harmony prompts. A format string is its author's, who declares them.
+    tools: declared in harmony prompts, with those of the row. A format string is its author's, who
+        declares them.
+    keep_analysis: False to leave the analysis channel out before the last final message of a
+        prompt, as vLLM does when it serves GPT-OSS.
 
     Raises: ConfigError for a text without the required fields, and for "chat" without a template.
     """
@@ -48,6 +51,7 @@ class Template:
     reasoning_effort: str = "medium"
     chat: ChatTemplate | None = None
     tools: tuple[ToolDescription, ...] = ()
+    keep_analysis: bool = False
 
     def __post_init__(self) -> None:
         if self.tools and self.text in (AUTO, CHAT):
@@ -82,13 +86,21 @@ class Template:
         """
         if self.text == CHAT or (self.text == AUTO and row.chat):
             return self._render_chat_template(row, tokenizer)
-        if self.text == AUTO:
+        if self.text == AUTO and not row.tools:
             if self.system and not row.system:
                 raise _no_system_field_error(_QUESTION_FIELD)
             plain = replace(self, text=_QUESTION_FIELD, system="")
             return plain.render(row, tokenizer)
         if self.text == HARMONY:
-            return self.render_messages(prompt_messages(row), tokenizer, self.tools)
+            return self.render_messages(
+                prompt_messages(row), tokenizer, add_tools(self.tools, row.tools)
+            )
+        if row.tools:
+            raise ConfigError(
+                f"data.template must be harmony or chat for a row with tools, such as "
+                f"{_describe_row(row)}; a format string declares none. "
+                "Try --set data.template=harmony."
+            )
         pieces = self._render_text(row)
         return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
 
@@ -103,8 +115,7 @@ class Template:
         A first message of the role system or developer is the developer's instructions; without
         one they are `system`. The system message is the model's standard text. The date is
         omitted, so that a prompt is the same each time it is read. A message of the assistant
-        without a channel is a final one. All messages are retained: oss-harmony would leave out
-        analysis before the first final message of a conversation that ends in a final one.
+        without a channel is a final one.
 
         Raises: ConfigError for a template other than harmony, without messages, for tools and
         messages that cannot be written, and if the tokenizer lacks harmony's special tokens.
@@ -172,7 +183,7 @@ class Template:
     def _render_chat(self, chat: list[Message], row: Row) -> str:
         assert self.chat is not None
         try:
-            return self.chat.render(chat, reasoning_effort=self.reasoning_effort)
+            return self.chat.render(chat, row.tools, reasoning_effort=self.reasoning_effort)
         except ConfigError as error:
             raise ConfigError(
                 f"the tokenizer's chat template must render {_describe_row(row)}; it raised: "
@@ -215,10 +226,22 @@ class Template:
         for message in conversation:
             is_answer = message.role == "assistant" and not (message.channel or message.recipient)
             prompt.append(replace(message, channel="final") if is_answer else message)
+        if not self.keep_analysis:
+            finals = [i for i, message in enumerate(prompt) if message.channel == "final"]
+            last = finals[-1] if finals else 0
+            prompt = [m for i, m in enumerate(prompt) if i >= last or m.channel != "analysis"]
         pieces = [*message_pieces(prompt), *ASSISTANT_OPENING]
         for name in ("<|channel|>", *(piece for piece, markup in pieces if markup)):
             tokenizer.special(name)  # raises ConfigError if the tokenizer lacks it
         return "".join(piece for piece, _ in pieces), encode_pieces(pieces, tokenizer)
+
+
+def add_tools(
+    tools: Sequence[ToolDescription], others: Sequence[ToolDescription]
+) -> tuple[ToolDescription, ...]:
+    """The tools, then those of the others whose names are not among them."""
+    names = {tool.name for tool in tools}
+    return (*tools, *(tool for tool in others if tool.name not in names))
 
 
 def _restore_specials(text: str, name_of: dict[str, str]) -> str:

@@ -11,7 +11,13 @@ from jaxmoe.data.rows import Message
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment
 from jaxmoe.envs.sandbox.process import SandboxError
-from jaxmoe.envs.step_check import EnvironmentFault, StepResult, check_numbers, check_step
+from jaxmoe.envs.step_check import (
+    EnvironmentFault,
+    StepResult,
+    add_numbers,
+    check_numbers,
+    check_step,
+)
 from jaxmoe.envs.user_code import user_code
 from jaxmoe.records import StopReason
 
@@ -116,15 +122,6 @@ class EpisodeResult:
         if (calls := metrics.get("tool/calls")) is not None:
             metrics["tool/used_frac"] = float(calls > 0)
         return metrics
-
-
-def add_numbers(*parts: Mapping[str, float]) -> dict[str, float]:
-    """The sums of values of the same name."""
-    totals: dict[str, float] = {}
-    for values in parts:
-        for name, value in values.items():
-            totals[name] = totals.get(name, 0.0) + value
-    return totals
 
 
 def find_cause(error: BaseException) -> str:

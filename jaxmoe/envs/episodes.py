@@ -20,7 +20,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import read_turn
 from jaxmoe.data.harmony_render import write_messages
 from jaxmoe.data.rows import Message, Row, Source, prompt_messages
-from jaxmoe.data.templates import HARMONY, Template
+from jaxmoe.data.templates import HARMONY, Template, add_tools
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, EnvironmentFactory
@@ -281,7 +281,8 @@ class Episodes:
         if tools := environment.tools:
             state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:
-            text, tokens = self._template.render_messages(messages, self._tokenizer, tools)
+            declared = add_tools(tools, row.tools)
+            text, tokens = self._template.render_messages(messages, self._tokenizer, declared)
             return text, list(tokens)
         # A format string renders the row alone. It cannot declare tools: its author does.
         if list(messages) != prompt_messages(row, self._template.system):

@@ -108,6 +108,15 @@ def check_numbers(values: Any, label: str) -> dict[str, float]:
     }
 
 
+def add_numbers(*parts: Mapping[str, float]) -> dict[str, float]:
+    """The sums of values of the same name."""
+    totals: dict[str, float] = {}
+    for values in parts:
+        for name, value in values.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
 def check_number(value: Any, label: str) -> float:
     """Return a number of Python, numpy or torch, at most MAX_NUMBER in size.
 

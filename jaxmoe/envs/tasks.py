@@ -146,6 +146,7 @@ def open_task(cfg: Config) -> Task:
     template = Template(
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
         load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
+        cfg.data.keep_analysis,
     )  # fmt: skip
     # An environment, or reward functions, need no answer in the row.
     pays_itself = bool(cfg.data.environment.strip())

@@ -13,18 +13,19 @@ from jaxmoe.data.harmony_tools import called_tool, tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.environment import Environment, Unchecked
-from jaxmoe.envs.step_check import check_numbers
-from jaxmoe.envs.tools import Tool, answer_unknown, call_tool, reply_message
+from jaxmoe.envs.step_check import add_numbers, check_numbers, check_step
+from jaxmoe.envs.tools import Tool, ToolResult, answer_unknown, call_tool, reply_message
 from jaxmoe.envs.user_code import user_code
 
 
 class ToolEnvironment:
     """One episode with tools.
 
-    A turn whose last message has a recipient is a call. The tool's text is the reply, and the
-    metrics tool/calls, tool/errors (calls that got an error text) and tool/unknown (those among
-    them that named no tool) count it. Other turns, and calls of tools that the inner environment
-    declares, are the inner environment's; without one, the episode terminates there.
+    Each message with a recipient is a call. The calls of a turn are answered in order by the text
+    of the tool, and the metrics tool/calls, tool/errors (calls that got an error text) and
+    tool/unknown (those among them that named no tool) count them. Turns that end in no call, or in
+    a call of a tool that the inner environment declares, are the inner environment's; without
+    one, the episode terminates there.
     """
 
     def __init__(
@@ -62,6 +63,33 @@ class ToolEnvironment:
         return messages, info
 
     def step(self, messages: list[Message]) -> Unchecked:
+        earlier = [
+            check_step(self._answer_earlier_call(message))
+            for message in messages[:-1] if message.recipient
+        ]  # fmt: skip
+        result = self._answer_end(messages)
+        if not earlier:
+            return result
+        last = check_step(result)
+        parts = [*earlier, last]
+        info = {
+            "rewards": add_numbers(*(part.rewards for part in parts)),
+            "metrics": add_numbers(*(part.metrics for part in parts)),
+        }
+        replies = [message for part in parts for message in part.messages]
+        reward = sum(part.reward for part in parts)
+        return replies, reward, last.terminated, last.truncated, info
+
+    def _answer_earlier_call(self, call: Message) -> Unchecked:
+        """Answer a call that is not the last message of its turn."""
+        if not self._is_inner_call(call.recipient):
+            return self._answer_call(call)
+        text = "Error: this call was not made, since other messages follow it. End the turn with it"
+        result = ToolResult(text, is_error=True)
+        counts = {"tool/calls": 1.0, "tool/errors": 1.0}
+        return [reply_message(call, result)], 0.0, False, False, {"metrics": counts, "rewards": {}}
+
+    def _answer_end(self, messages: list[Message]) -> Unchecked:
         call = messages[-1] if messages else None
         if call is not None and call.recipient and not self._is_inner_call(call.recipient):
             return self._answer_call(call)

@@ -248,6 +248,38 @@ def test_other_turns_are_the_inner_environments():
     assert inner.turns == ["north", "42"] and environment.close() == {"end": 2.0}
 
 
+def test_two_calls_of_one_turn_are_answered_in_order():
+    environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
+    environment.reset(ROW, seed=0)
+    calls = [*make_call('{"a": 6, "b": 7}'), *make_call("print(3)", "python", "analysis")]
+    result = run_step(environment, calls)
+    assert [(m.name, m.content) for m in result.messages] == [
+        ("functions.multiply", "42"), ("python", "3"),
+    ]  # fmt: skip
+    assert result.metrics["tool/calls"] == 2 and result.metrics["tool/errors"] == 0
+    result = run_step(environment, [*make_call("{", "functions.multiply"), calls[-1]])
+    assert result.messages[0].content.startswith("Error") and result.messages[1].content == "3"
+    assert result.metrics["tool/calls"] == 2 and result.metrics["tool/errors"] == 1
+
+
+def test_a_call_before_the_answer_is_counted():
+    environment = ToolEnvironment([tool_from_function(multiply)])
+    environment.reset(ROW, seed=0)
+    turn = [*make_call('{"a": 6, "b": 7}'), Message("assistant", "42", channel="final")]
+    result = run_step(environment, turn)
+    assert result.terminated and result.metrics["tool/calls"] == 1
+
+
+def test_a_call_before_the_last_reaches_no_inner_tool_in_silence():
+    inner = Inner()
+    environment = ToolEnvironment([tool_from_function(multiply)], inner)
+    environment.reset(ROW, seed=5)
+    turn = [*make_call("north", "functions.look"), *make_call("south", "functions.look")]
+    result = run_step(environment, turn)
+    assert inner.turns == ["south"] and result.metrics["tool/errors"] == 1
+    assert [m.content[:5] for m in result.messages] == ["Error", "more"] and result.reward == 0.5
+
+
 def test_a_tool_ends_the_episode_by_a_fault():
     def crash() -> str:
         """Crash."""
