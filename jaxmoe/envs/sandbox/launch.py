@@ -20,7 +20,7 @@ from jaxmoe.envs.sandbox.process import MAX_OUTPUT_CHARS, Sandbox, SandboxError
 
 _PACKAGE = "jaxmoe.envs.sandbox.inside"
 # In the order in which they import each other.
-_MODULES = ("seccomp", "landlock", "plain_data", "limits", "worker")
+_MODULES = ("system_calls", "seccomp", "landlock", "plain_data", "limits", "worker")
 _START = f"""
 import json, os, sys, types
 line = b""

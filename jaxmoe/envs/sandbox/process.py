@@ -86,6 +86,7 @@ class Sandbox:
         self._buffer = b""
         self.worker_pid = 0 if info_fd is not None else child.pid
         self._is_ready = False
+        self._pauses = "pause" not in setup["removed"]
         # The pipe holds most of it, and the process reads the rest or ends: this waits for neither.
         try:
             content = memoryview(json.dumps(setup).encode() + b"\n")
@@ -176,12 +177,11 @@ class Sandbox:
         if self.worker_pid and self.worker_pid != self._child.pid and self._child.poll() is None:
             # The worker first: bubblewrap waits for it. An orphan would stay a zombie where the
             # container's first process reaps none.
-            if _read_parent(self.worker_pid) == self._child.pid:
-                os.kill(self.worker_pid, signal.SIGKILL)
-                try:
-                    self._child.wait(1.0)
-                except subprocess.TimeoutExpired:
-                    pass
+            self._signal_worker(signal.SIGKILL)
+            try:
+                self._child.wait(1.0)
+            except subprocess.TimeoutExpired:
+                pass
         self._child.kill()
         self._child.wait()
         for file in (self._child.stdin, self._child.stdout, self._child.stderr):
@@ -210,8 +210,13 @@ class Sandbox:
                     raise EOFError
                 if self._buffer or self._has_unread_bytes():
                     raise _Forged
+                self._signal_worker(signal.SIGCONT)
                 self._send(line, deadline)
-                return self._await_reply(request_id, deadline, functions)
+                result = self._await_reply(request_id, deadline, functions)
+                if result.is_alive and self._pauses:
+                    # A timer's handler would use a processor until the next call.
+                    self._signal_worker(signal.SIGSTOP)
+                return result
             except TimeoutError:
                 self.kill()
                 return CallResult(CallStatus.TIMEOUT)
@@ -266,6 +271,13 @@ class Sandbox:
         except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
             pass
         return self.kill()
+
+    def _signal_worker(self, number: signal.Signals) -> None:
+        """Send a signal, if the worker still runs: another process may have its id later."""
+        if self.worker_pid == self._child.pid:
+            self._child.send_signal(number)
+        elif _read_parent(self.worker_pid) == self._child.pid:
+            os.kill(self.worker_pid, number)
 
     def _send(self, content: bytes, deadline: float) -> None:
         view = memoryview(content)

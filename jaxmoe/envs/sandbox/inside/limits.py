@@ -9,6 +9,7 @@ import struct
 
 MAX_TASKS = 16  # threads of a program
 MAX_OPEN_FILES = 64
+MAX_PENDING_SIGNALS = 64  # also of timers; the kernel counts them for all processes of a user
 NOBODY = 65534
 _SET_DEATH_SIGNAL, _DROP_BOUNDING, _SET_SECUREBITS = 1, 24, 28
 _SECUREBITS_LOCKED = 0x2F  # no capability for user id 0, and no change of this
@@ -28,7 +29,11 @@ def set_limits(memory_mb: int, disk_mb: int, removed: frozenset[str]) -> None:
         "tasks": (resource.RLIMIT_NPROC, MAX_TASKS),
         "file_size": (resource.RLIMIT_FSIZE, disk_mb << 20),
         "open_files": (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        "core_dumps": (resource.RLIMIT_CORE, 0),
+        # At 1 byte the kernel starts no program that collects core dumps either; at 0 it does.
+        "core_dumps": (resource.RLIMIT_CORE, 1),
+        "pending_signals": (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
+        "real_time": (resource.RLIMIT_RTPRIO, 0),
+        "niceness": (resource.RLIMIT_NICE, 0),
         "locked_memory": (resource.RLIMIT_MEMLOCK, 0),
         "queues": (resource.RLIMIT_MSGQUEUE, 0),
     }

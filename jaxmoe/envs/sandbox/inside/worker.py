@@ -67,8 +67,8 @@ def _give_up_rights(setup: dict[str, Any]) -> None:
     if setup["kind"] == "landlock" and "landlock" not in removed:
         restrict_files(setup["readable"])
     if setup["kind"] != "unsafe_local":
-        # A mount namespace has only files of the program, whose attributes it may change.
-        allowed = {"attributes"} if setup["kind"] == "bubblewrap" else set()
+        # A mount namespace has only files of the program, whose attributes and links are its own.
+        allowed = {"attributes", "links"} if setup["kind"] == "bubblewrap" else set()
         allowed |= {"threads"} if setup["counts_tasks"] else set()
         install_filter(frozenset(GROUPS) - allowed - removed)
 

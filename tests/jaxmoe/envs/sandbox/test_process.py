@@ -160,7 +160,7 @@ def test_junk_and_forged_lines_cost_milliseconds_and_not_the_time_limit(name):
 def test_a_line_that_follows_the_reply_ends_the_sandbox_before_the_next_call():
     second = """
 line = json.dumps({"id": frame.f_locals["request"]["id"], "output": "first", "error": ""})
-os.write(pipe, (line + "\\n").encode())
+os.write(pipe, (line + "\\n").encode() * 2)
 """
     with open_sandbox() as sandbox:
         # A reply whose id was read from memory is taken: what a sandbox reports proves nothing.
@@ -241,6 +241,25 @@ def test_files_of_a_program_stay_for_its_calls_and_for_no_other_sandbox():
         assert first.run("open('a', 'w').write('text')", 5.0).output == "4\n"
         assert first.run("open('/tmp/a').read()", 5.0).output == "'text'\n"
         assert second.run("open('a')", 5.0).error == "FileNotFoundError"
+
+
+def test_a_forger_s_own_reply_is_refused_as_the_next_one():
+    """It comes after the forged one, when the process goes on: at the next call."""
+    first = 'line = json.dumps({"id": frame.f_locals["request"]["id"], "output": "", "error": ""})'
+    with open_sandbox() as sandbox:
+        forged = FIND_PIPE + first + "\nos.write(pipe, (line + chr(10)).encode())"
+        assert sandbox.run(forged, 5.0).status is CallStatus.OK
+        assert sandbox.run("1", 60.0).status is CallStatus.FORGED
+
+
+def test_a_timer_burns_no_processor_between_calls(sandbox):
+    burn = "def burn(*_):\n    while True: pass\nsignal.signal(signal.SIGALRM, burn)\n"
+    timer = "signal.setitimer(signal.ITIMER_REAL, 0.01)"
+    assert sandbox.run(f"import signal\n{burn}{timer}", 5.0).status is CallStatus.OK
+    before = sandbox.read_cpu_s()
+    time.sleep(0.3)
+    assert sandbox.read_cpu_s() - before < 0.1
+    assert sandbox.run("1", 0.3).status is CallStatus.TIMEOUT
 
 
 def test_cpu_time_is_read_from_outside(sandbox):
