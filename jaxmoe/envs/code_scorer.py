@@ -15,20 +15,23 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row
+from jaxmoe.envs.code_tests import find_fault
 from jaxmoe.envs.grading import Grade, GradeStatus, grade_code
 from jaxmoe.envs.reward_specs import checked_by
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.probe import choose_sandbox
+from jaxmoe.envs.sandbox.process import SandboxError
 from jaxmoe.envs.suspicious_code import KINDS, find_suspicious_code, parse_code
 
 # Spaces are matched once, so that a long line of them takes no more than its length.
 _FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
+_PARTS = ("no_code", "no_sandbox", *(status.value for status in _COUNTED))
 
 
 def check_tests(rows: Sequence[Row], *, timeout_s: Any = 10.0, **_options: Any) -> None:
-    """Raise ConfigError for a row without tests, and for a time in which no answer can pass."""
+    """Raise ConfigError for tests or a time in which no answer can pass, or none can fail."""
     if type(timeout_s) not in (int, float) or not 0.0 < timeout_s < 1e6:
         raise ConfigError(
             f"score_code(timeout_s=…) must be a number of seconds above 0, got {timeout_s!r}. "
@@ -36,7 +39,9 @@ def check_tests(rows: Sequence[Row], *, timeout_s: Any = 10.0, **_options: Any) 
         )
     for number, row in enumerate(rows):
         try:
-            read_tests(row.columns)
+            tests, entry_point = read_tests(row.columns)
+            if fault := find_fault(tests, entry_point, _read_setup(row.columns)):
+                raise ConfigError(f"score_code's {fault}, or drop the row.")
         except ConfigError as error:
             raise ConfigError(f"{row.location or f'row {number}'}: {error}") from error
 
@@ -52,34 +57,44 @@ def read_tests(columns: Mapping[str, Any]) -> tuple[str, str]:
     return tests, entry_point
 
 
+def _read_setup(columns: Mapping[str, Any]) -> str:
+    """The prompt of a row if it is a program, which both the code and the tests may need."""
+    prompt = columns.get("prompt")
+    return prompt if isinstance(prompt, str) and parse_code(prompt) is not None else ""
+
+
 @checked_by(check_tests)
 async def score_code(
     prompt: Any, response: str, row: Mapping[str, Any], *, timeout_s: float = 10.0,
     sandbox: Mapping[str, Any] | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> Mapping[str, float | None]:  # fmt: skip
     """1.0 if the function that the row asks for passes the row's tests, else 0.0.
 
     The code is the response's last block in ```, or all of it; a response that continues the
     prompt's function is read behind the prompt. Each way to fail is counted by name, and so are
-    signs of cheating in its text (`hack/KIND`), which cost nothing.
+    signs of cheating in its text (`hack/KIND`), which cost nothing. If a sandbox does not start,
+    the score is None: the answer has no reward.
 
     timeout_s: for one answer, all tests together.
     sandbox: fields of SandboxConfig; a run passes those of its config.
-    Raises: ConfigError for a row without tests, and if no sandbox starts.
+    Raises: ConfigError for a row without tests, and without `sandbox` if none starts here.
     """
     tests, entry_point = read_tests(row)
-    setup = row["prompt"] if isinstance(row.get("prompt"), str) else ""
-    setup = setup if parse_code(setup) is not None else ""
+    setup = _read_setup(row)
     code = extract_code(response, entry_point, str(row.get("prompt") or ""))
-    pool = open_pool(tuple(sorted((sandbox or {}).items())))
     if code is None:
         no_signs = {f"hack/{kind}": 0.0 for kind in KINDS}
         return _count_grade(Grade(GradeStatus.RAISED, "SyntaxError"), has_code=False) | no_signs
-    # In threads: a grade waits for other processes.
-    grade = await asyncio.to_thread(
-        grade_code, pool, code, entry_point, tests, setup=setup, timeout_s=timeout_s
-    )
-    return _count_grade(grade) | find_signs(code, setup)
+    signs = find_signs(code, setup)
+    try:
+        pool = open_pool_of_run(sandbox)
+        # In threads: a grade waits for other processes.
+        grade = await asyncio.to_thread(
+            grade_code, pool, code, entry_point, tests, setup=setup, timeout_s=timeout_s
+        )
+    except SandboxError:
+        return {**dict.fromkeys(_PARTS, 0.0), "score": None, "no_sandbox": 1.0} | signs
+    return _count_grade(grade) | signs
 
 
 def find_signs(code: str, setup: str) -> dict[str, float]:
@@ -135,16 +150,27 @@ def _list_statements(tree: ast.Module) -> list[ast.stmt]:
 
 
 def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:
-    counts = {status.value: float(has_code and status is grade.status) for status in _COUNTED}
+    ending = grade.status.value if has_code else "no_code"
     passed = float(grade.status is GradeStatus.PASSED)
-    return {"score": passed, "no_code": float(not has_code)} | counts
+    return {"score": passed} | {name: float(name == ending) for name in _PARTS}
+
+
+def open_pool_of_run(fields: Mapping[str, Any] | None) -> SandboxPool:
+    """The pool of this process for a config's fields; an answer need not wait for a start.
+
+    fields: of SandboxConfig, by a run; None for a caller that has no run.
+    Raises: ConfigError for wrong fields, and without any if no sandbox starts. SandboxError in a
+        run, where one started before: then the machine is at fault, for now.
+    """
+    config = SandboxConfig(**(fields or {}))
+    try:
+        return _open_pool(config)
+    except ConfigError as error:
+        if fields is None:
+            raise
+        raise SandboxError(str(error)) from error
 
 
 @functools.lru_cache(maxsize=2)
-def open_pool(fields: tuple[tuple[str, Any], ...]) -> SandboxPool:
-    """The pool of this process for a config's fields; an answer need not wait for a start.
-
-    Raises: ConfigError if no sandbox starts.
-    """
-    config = SandboxConfig(**dict(fields))
+def _open_pool(config: SandboxConfig) -> SandboxPool:
     return SandboxPool(choose_sandbox(config), config.warm)

@@ -7,12 +7,12 @@ Next: jaxmoe/envs/code_scorer.py is the reward function.
 """
 
 import enum
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmoe.envs.code_tests import PREPARE_TESTS, add_calls
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.process import CallResult, CallStatus, Sandbox
 
@@ -51,12 +51,13 @@ def grade_code(
     pool: SandboxPool, code: str, entry_point: str, tests: str, *, setup: str = "",
     timeout_s: float = 10.0,
 ) -> Grade:  # fmt: skip
-    """Grade the function `entry_point` of a program by tests in the form of HumanEval's.
+    """Grade the function `entry_point` of a program by tests that call it, or `candidate`.
 
-    tests: assertions that call `candidate` or the function by its name, or a `check(candidate)`
-        that does.
+    tests: in a form of jaxmoe/envs/code_tests.py: assertions, `check(candidate)`, test functions,
+        or cases of unittest.
     setup: code for both sides, such as imports and helpers of the prompt.
     timeout_s: for all of it, without the start of sandboxes.
+    Raises: SandboxError if no sandbox starts.
     """
     candidate = pool.acquire()
     deadline = time.monotonic() + timeout_s
@@ -97,14 +98,13 @@ def _run_tests(
 
     last_raised: list[Grade] = []
     setup, tests = programs
-    nonce = os.urandom(16).hex()
-    call = "check(candidate)\n" if "def check(" in tests else ""
     outside = {"candidate": call_candidate, entry_point: call_candidate}
     examiner.run(setup, _remaining(deadline))
-    result = examiner.run(f"{tests}\n{call}'{nonce}'", _remaining(deadline), outside)
+    examiner.run(PREPARE_TESTS, _remaining(deadline))
+    result = examiner.run(add_calls(tests), _remaining(deadline), outside)
     if faults:
         return faults[0]
-    if result.status is CallStatus.OK and result.output.endswith(f"'{nonce}'\n"):
+    if result.status is CallStatus.OK:  # nothing of the answer ran there
         return Grade(GradeStatus.PASSED if n_calls else GradeStatus.BAD_TEST)
     if result.status is CallStatus.TIMEOUT:
         return Grade(GradeStatus.TIMEOUT)

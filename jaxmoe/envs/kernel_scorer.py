@@ -17,11 +17,11 @@ from typing import Any
 
 from jaxmoe.config import ConfigError, require
 from jaxmoe.data.rows import Row
-from jaxmoe.envs.code_scorer import extract_code, open_pool
+from jaxmoe.envs.code_scorer import extract_code, open_pool_of_run
 from jaxmoe.envs.kernel_rules import REFUSALS, find_refusals
 from jaxmoe.envs.kernel_timing import KernelStatus, measure_kernel
 from jaxmoe.envs.reward_specs import checked_by
-from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS
+from jaxmoe.envs.sandbox.process import MAX_REQUEST_CHARS, SandboxError
 from jaxmoe.envs.suspicious_code import parse_code
 
 ENTRY_POINT = "matmul"
@@ -91,7 +91,7 @@ async def score_kernel(
     prompt: Any, response: str, row: Mapping[str, Any], *, repetitions: int = 5,
     timeout_s: float = 10.0, max_speedup: float = 10.0, correct_share: float = 0.1,
     sandbox: Mapping[str, Any] | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> Mapping[str, float | None]:  # fmt: skip
     """Reward from 0 to 1 for the speed of the response's `matmul`; 0 if a product is incorrect.
 
         correct_share + (1 − correct_share) · log(speedup) / log(max_speedup), its fraction in 0…1
@@ -106,23 +106,28 @@ async def score_kernel(
     correct_share: what a right product earns however slow it is, so that there is a way from wrong
         answers to fast ones.
     sandbox: fields of SandboxConfig; a run passes those of its config.
-    Raises: ConfigError for a row without matrices, and if no sandbox starts; SandboxError if one
-        fails later.
+    If a sandbox does not start, the score is None: the answer has no reward.
+    Raises: ConfigError for a row without matrices, and without `sandbox` if none starts here.
     """
     sizes, bound = read_matrices(row)
-    pool = open_pool(tuple(sorted((sandbox or {}).items())))
-    counts = dict.fromkeys(("correct", "no_code", *REFUSALS.values(), *_COUNTED), 0.0)
+    names = ("correct", "no_code", "no_sandbox", *REFUSALS.values(), *_COUNTED)
+    counts = dict.fromkeys(names, 0.0)
     code = extract_code(response, ENTRY_POINT)
     if code is None:
         return {"score": 0.0} | counts | {"no_code": 1.0}
     if refused := find_refusals(parse_code(code) or ast.Module([], [])):
         return {"score": 0.0} | counts | {REFUSALS[kind]: 1.0 for kind in refused}
-    measured = await asyncio.get_running_loop().run_in_executor(
-        _open_threads(),
-        functools.partial(
-            measure_kernel, pool, code, sizes, bound, repetitions=repetitions, timeout_s=timeout_s
-        ),
-    )
+    try:
+        pool = open_pool_of_run(sandbox)
+        measured = await asyncio.get_running_loop().run_in_executor(
+            _open_threads(),
+            functools.partial(
+                measure_kernel, pool, code, sizes, bound, repetitions=repetitions,
+                timeout_s=timeout_s,
+            ),
+        )  # fmt: skip
+    except SandboxError:
+        return {"score": None} | counts | {"no_sandbox": 1.0}
     counts[measured.status.value] = 1.0
     if measured.status is not KernelStatus.CORRECT:
         return {"score": 0.0} | counts

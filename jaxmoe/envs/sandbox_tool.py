@@ -13,7 +13,8 @@ from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row, ToolDescription
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.sandbox.probe import choose_sandbox
-from jaxmoe.envs.sandbox.process import CallResult, CallStatus, Sandbox
+from jaxmoe.envs.sandbox.process import CallResult, CallStatus, Sandbox, SandboxError
+from jaxmoe.envs.step_check import EnvironmentFault
 from jaxmoe.envs.tools import Tool, ToolResult
 
 _RESTART = "The next call starts a new interpreter: variables and files are lost."
@@ -65,8 +66,14 @@ class SandboxSession:
         self._is_closed = False
 
     def run(self, code: str) -> ToolResult:
-        """Run a program; the result is the text for the policy."""
-        sandbox = self._sandbox or self._pool.acquire()
+        """Run a program; the result is the text for the policy.
+
+        Raises: EnvironmentFault if no sandbox starts, which is not the policy's doing.
+        """
+        try:
+            sandbox = self._sandbox or self._pool.acquire()
+        except SandboxError as error:
+            raise EnvironmentFault(f"a sandbox must start for python_sandbox; {error}") from error
         with self._lock:
             self._sandbox = sandbox
             is_closed = self._is_closed

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from jaxmoe.envs.code_scorer import open_pool
+from jaxmoe.envs.code_scorer import open_pool_of_run
 from jaxmoe.envs.kernel_rows import BOUND
 from jaxmoe.envs.kernel_timing import (
     REFERENCE,
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=0, help="processes that keep it busy")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    pool = open_pool(())
+    pool = open_pool_of_run(None)
     rank_once(pool, repetitions=1)  # the first sandboxes start
     start, own_start = time.perf_counter(), time.process_time()
     with busy_processes(args.busy):

@@ -10,7 +10,9 @@ import pytest
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.config_file import load_config, override
+from jaxmoe.envs import code_scorer
 from jaxmoe.envs.code_scorer import check_tests, extract_code, score_code
+from jaxmoe.envs.conventions import _parse_score, is_undecided
 from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
@@ -109,6 +111,36 @@ def test_an_answer_cannot_delay_or_end_the_search_for_its_code():
     start = time.process_time()
     assert extract_code("```" + " " * 30_000 + "x", "f") is None
     assert time.process_time() - start < 1  # 7 s by a search of quadratic time
+
+
+class BrokenLauncher(Launcher):
+    """A launcher on a machine where a sandbox ends before it has started."""
+
+    def _python_command(self, executable):
+        return ["/bin/false"]
+
+
+def test_a_sandbox_that_does_not_start_leaves_the_answer_out(monkeypatch):
+    fields = {"kind": first_kind(), "disk_mb": 0}
+    monkeypatch.setattr(code_scorer, "choose_sandbox", lambda c: BrokenLauncher(c.kind, c))
+    row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
+    lost = score(HONEST, row, sandbox=fields)
+    assert lost["score"] is None and lost["no_sandbox"] == 1.0 and lost["timeout"] == 0.0
+    assert is_undecided(_parse_score(lost))  # it leaves its group
+
+
+def test_a_run_whose_sandbox_no_longer_starts_goes_on(monkeypatch):
+    def fail(_):
+        raise ConfigError("sandbox.kind=auto must start on this machine")
+
+    monkeypatch.setattr(code_scorer, "choose_sandbox", fail)
+    row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
+    assert score(HONEST, row, sandbox={"disk_mb": 1})["score"] is None
+    with pytest.raises(ConfigError, match="must start"):  # no run, where one started before
+        code_scorer._open_pool.cache_clear()
+        score(HONEST, row)
+    with pytest.raises(ConfigError, match="sandbox.memory_mb"):
+        score(HONEST, row, sandbox={"memory_mb": 1})
 
 
 def score(response, row, **options):

@@ -6,6 +6,9 @@ import pytest
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Message, Row
+from jaxmoe.envs import sandbox_tool
+from jaxmoe.envs.sandbox.launch import Launcher
+from jaxmoe.envs.step_check import EnvironmentFault
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import read_tools
 from tests.jaxmoe.envs.sandbox.kinds import first_kind
@@ -75,3 +78,20 @@ def test_the_tool_takes_no_options_and_stands_for_python():
         read_tools("python + python_sandbox")
     with pytest.raises(ConfigError, match="Did you mean python_sandbox"):
         read_tools("python_sandbx")
+
+
+class BrokenLauncher(Launcher):
+    """A launcher on a machine where a sandbox ends before it has started."""
+
+    def _python_command(self, executable):
+        return ["/bin/false"]
+
+
+def test_a_sandbox_that_does_not_start_ends_the_episode(monkeypatch):
+    first_kind()
+    monkeypatch.setattr(sandbox_tool, "choose_sandbox", lambda c: BrokenLauncher(first_kind(), c))
+    environment = ToolEnvironment(read_tools("python_sandbox", SandboxConfig(disk_mb=0, warm=0)))
+    environment.reset(Row("1+1", "2"), seed=0)
+    with pytest.raises(EnvironmentFault, match="a sandbox must start for python_sandbox"):
+        call_tool(environment, "1")
+    environment.close()

@@ -166,7 +166,9 @@ def _make_outside_function(
         if answer["error"]:
             kind = getattr(__import__("builtins"), answer["error"], RuntimeError)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else RuntimeError)(answer["error"])
+            # These end a loop without a word, as they would the `map` or `zip` of a test.
+            ends_loop = is_error and issubclass(kind, StopIteration | StopAsyncIteration)
+            raise (kind if is_error and not ends_loop else RuntimeError)(answer["error"])
         return decode_value(answer["value"])
 
     return call_outside
