@@ -57,7 +57,8 @@ def make_arguments(
         arguments += ["--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--new-session", "--info-fd", str(info_fd)]
     if "capabilities" not in removed:
-        arguments += ["--cap-drop", "ALL"]
+        # The worker limits the number of files with this one, and gives it up.
+        arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     if "private_root" in removed:
         arguments += ["--bind", "/", "/host"]
     arguments += _list_mounts(interpreter, removed)

@@ -11,12 +11,10 @@ from jaxmoe.envs.code_tests import find_fault
 from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
-from tests.jaxmoe.code_cheats import HONEST, PROMPT, TESTS
+from tests.jaxmoe.code_cheats import HONEST, PROMPT
 from tests.jaxmoe.envs.sandbox.kinds import first_kind
 
 FORMS = {
-    "assertions": "assert f(2) == 4\nassert candidate(5) == 10",
-    "check": TESTS,
     "check without a parameter": "def check():\n    assert f(2) == 4",
     "much output": "print('x' * 30_000)\nassert f(2) == 4",
     "output sent elsewhere": "import io, sys\nsys.stdout = io.StringIO()\nassert f(2) == 4",

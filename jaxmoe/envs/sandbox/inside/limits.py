@@ -9,11 +9,13 @@ import struct
 
 MAX_TASKS = 16  # threads of a program
 MAX_OPEN_FILES = 64
+MAX_FILES = 10_000  # each takes a kilobyte of the kernel's memory, beside what is in it
 MAX_PENDING_SIGNALS = 64  # also of timers; the kernel counts them for all processes of a user
 NOBODY = 65534
 _SET_DEATH_SIGNAL, _DROP_BOUNDING, _SET_SECUREBITS = 1, 24, 28
 _SECUREBITS_LOCKED = 0x2F  # no capability for user id 0, and no change of this
 _CAPABILITY_VERSION = 0x20080522
+_REMOUNT, _NO_SUID, _NO_DEVICES = 32, 2, 4
 
 
 def set_limits(memory_mb: int, disk_mb: int, removed: frozenset[str]) -> None:
@@ -44,6 +46,14 @@ def set_limits(memory_mb: int, disk_mb: int, removed: frozenset[str]) -> None:
         if name not in ("memory", "file_size") and hard != resource.RLIM_INFINITY:
             value = min(value, hard)
         resource.setrlimit(limit, (value, value))
+
+
+def limit_files(folder: str) -> None:
+    """Limit the number of files, folders and links below a mount in memory. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = ctypes.c_ulong(_REMOUNT | _NO_SUID | _NO_DEVICES)
+    if libc.mount(b"tmpfs", folder.encode(), None, flags, f"nr_inodes={MAX_FILES}".encode()):
+        raise OSError(ctypes.get_errno(), "the number of files cannot be limited", folder)
 
 
 def die_with_parent(parent: int | None) -> None:

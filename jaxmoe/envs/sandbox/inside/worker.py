@@ -17,7 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmoe.envs.sandbox.inside.landlock import restrict_files
-from jaxmoe.envs.sandbox.inside.limits import die_with_parent, drop_privileges, set_limits
+from jaxmoe.envs.sandbox.inside.limits import (
+    die_with_parent,
+    drop_privileges,
+    limit_files,
+    set_limits,
+)
 from jaxmoe.envs.sandbox.inside.plain_data import NotPlainData, decode_value, encode_value
 from jaxmoe.envs.sandbox.inside.seccomp import GROUPS, install_filter
 
@@ -57,6 +62,8 @@ def main(setup: dict[str, Any]) -> None:
 
 def _give_up_rights(setup: dict[str, Any]) -> None:
     removed = frozenset(setup["removed"])
+    if setup["kind"] == "bubblewrap" and setup["disk_mb"] and "files" not in removed:
+        limit_files(os.getcwd())
     if setup["kind"] != "unsafe_local" and "capabilities" not in removed:
         drop_privileges()
     die_with_parent(setup["parent"])

@@ -2,14 +2,16 @@
 """A trainer that is attacked: `python -m tests.jaxmoe.envs.sandbox.run_attacks KIND USER WHICH`.
 
 It has a secret in its environment, in its arguments and in an open file; files, sockets and shared
-memory that can be reached; and runs every attack in sandboxes of its own. WHICH is "contained", or
-"controls": then the measures that stop an attack are left out. Prints {attack: what it printed}.
+memory that can be reached; and a Python of its own, which it owns, for its sandboxes: a lease on
+another one would stop all who use it. WHICH is "contained", or "controls": then the measures that
+stop an attack are left out. Prints {attack: what it printed}.
 """
 
 import ctypes
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -22,12 +24,20 @@ import jaxmoe
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.envs.sandbox.bubblewrap import find_bubblewrap
 from jaxmoe.envs.sandbox.inside.limits import NOBODY
+from jaxmoe.envs.sandbox.interpreter import PACKAGE_FOLDERS, Interpreter, find_interpreter
 from jaxmoe.envs.sandbox.launch import Launcher
 from tests.jaxmoe.envs.sandbox.attacks import ATTACKS, PRELUDE, Attack
+from tests.jaxmoe.envs.sandbox.kernel_attacks import KERNEL_ATTACKS, KERNEL_PRELUDE
 
 SECRET, ARGUMENT = "trainer-secret-8151", "argument-secret-2342"
 _SHM_KEY = 0x5B0C5
+ALL_ATTACKS = [*ATTACKS, *KERNEL_ATTACKS]
+_UNUSED = (
+    "test", "tests", "idlelib", "lib2to3", "ensurepip", "tkinter", "config-*", "pydoc_data",
+    "turtledemo", "distutils", "*.opt-?.pyc",
+)  # fmt: skip
 _libc = ctypes.CDLL(None, use_errno=True)
+_signals: list[int] = []  # that reached the trainer
 
 
 @contextmanager
@@ -38,6 +48,8 @@ def open_victim() -> Iterator[dict[str, str]]:
     for name in ("gold.txt", "b"):
         (base / name).write_text("GOLD")
         (base / name).chmod(0o666)
+    os.setxattr(base / "gold.txt", "user.answer", b"GOLD")
+    (base / "pointer").symlink_to("GOLD")
     secret = tempfile.TemporaryFile()
     secret.write(SECRET.encode())
     secret.flush()
@@ -74,23 +86,48 @@ def fill_code(attack: Attack, victim: dict[str, str]) -> str:
     return code
 
 
+@contextmanager
+def copy_interpreter() -> Iterator[Interpreter]:
+    """A copy of the interpreter, which belongs to this user and is closed to all others."""
+    source = find_interpreter()
+    assert source is not None
+    folder = Path(tempfile.mkdtemp(prefix="attacked-python-"))
+    copy = Interpreter(folder, folder / "bin" / source.executable.name, source.version)
+    ignored = shutil.ignore_patterns(*PACKAGE_FOLDERS, *_UNUSED)
+    try:
+        shutil.copytree(source.standard_library, copy.standard_library, True, ignored)
+        for path in [source.executable, *source.prefix.glob("lib/libpython*.so*")]:
+            target = folder / path.relative_to(source.prefix)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(path, target, follow_symlinks=False)
+        yield copy
+    finally:
+        shutil.rmtree(folder)
+
+
 class Runner:
     """Runs attacks in a sandbox that is started again when an attack ends it."""
 
-    def __init__(self, kind: str, removed: frozenset[str]) -> None:
+    def __init__(self, kind: str, python: Interpreter, removed: frozenset[str]) -> None:
         config = SandboxConfig(disk_mb=8, memory_mb=512, call_s=20.0)
         self._launcher = Launcher(kind, config, removed)
+        vars(self._launcher)["interpreter"] = python  # what it would find by itself
         self._sandbox = None
 
     def run(self, code: str) -> str:
         if self._sandbox is None:
             self._sandbox = self._launcher.start()
             self._sandbox.wait_ready()
-            prepared = self._sandbox.run(PRELUDE, 20.0)
+            prepared = self._sandbox.run(PRELUDE + KERNEL_PRELUDE, 20.0)
             assert prepared.output == "", prepared
+        cleaned = self._sandbox.run("clean()", 20.0)
+        assert cleaned.output == "", cleaned
         result = self._sandbox.run(code, 20.0)
         if not result.is_alive:
             self.close()
+        if _signals:
+            _signals.clear()
+            return "TAKEN: a signal reached the trainer"
         return result.output or result.status.value
 
     def close(self) -> None:
@@ -99,23 +136,25 @@ class Runner:
             self._sandbox = None
 
 
-def run_contained(kind: str, victim: dict[str, str]) -> dict[str, str]:
-    runner = Runner(kind, frozenset())
-    outputs = {attack.name: runner.run(fill_code(attack, victim)) for attack in ATTACKS}
+def run_contained(kind: str, python: Interpreter, victim: dict[str, str]) -> dict[str, str]:
+    runner = Runner(kind, python, frozenset())
+    outputs = {attack.name: runner.run(fill_code(attack, victim)) for attack in ALL_ATTACKS}
     runner.close()
     return outputs
 
 
-def run_controls(kind: str, victim: dict[str, str], user: str) -> dict[str, str]:
+def run_controls(
+    kind: str, python: Interpreter, victim: dict[str, str], user: str
+) -> dict[str, str]:
     """The outputs without the measures that stop each attack."""
     outputs = {}
     groups: dict[frozenset[str], list[Attack]] = {}
-    for attack in ATTACKS:
+    for attack in ALL_ATTACKS:
         stops = getattr(attack, kind)
         if not isinstance(stops, str) and user in attack.control_as.split():
             groups.setdefault(frozenset(stops), []).append(attack)
     for removed, attacks in groups.items():
-        runner = Runner(kind, removed)
+        runner = Runner(kind, python, removed)
         for attack in attacks:
             outputs[attack.name] = runner.run(fill_code(attack, victim))
         runner.close()
@@ -136,15 +175,17 @@ def main() -> None:
     find_bubblewrap()  # imports what nobody may be unable to read
     if user == "nobody":
         become_nobody()
-    with open_victim() as victim:
+    with open_victim() as victim, copy_interpreter() as python:
         if which == "contained":
-            outputs = run_contained(kind, victim)
+            outputs = run_contained(kind, python, victim)
         else:
-            outputs = run_controls(kind, victim, "nobody" if os.getuid() else "root")
+            outputs = run_controls(kind, python, victim, "nobody" if os.getuid() else "root")
     print(json.dumps(outputs))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGWINCH, lambda number, _: _signals.append(number))
     thread = threading.Thread(target=main)  # the sandboxes live as long as this thread
     thread.start()
-    thread.join()
+    while thread.is_alive():  # signals are handled here
+        thread.join(0.05)
