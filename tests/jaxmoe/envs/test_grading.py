@@ -5,20 +5,24 @@ import asyncio
 import json
 import time
 
+import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.config_file import load_config, override
+from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.rows import Row
 from jaxmoe.envs import code_scorer
 from jaxmoe.envs.code_scorer import check_tests, extract_code, score_code
-from jaxmoe.envs.conventions import _parse_score, is_undecided
+from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.grading import GradeStatus, grade_code
+from jaxmoe.envs.rewards import read_rewards, score_samples
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
 from jaxmoe.envs.tasks import open_task
 from tests.jaxmoe.code_cheats import CODE_CHEATS, FORGE, HONEST, PROMPT, TESTS, WEAK_TESTS
-from tests.jaxmoe.envs.sandbox.kinds import first_kind
+from tests.jaxmoe.envs.sandbox.kinds import BrokenLauncher, first_kind
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +117,16 @@ def test_an_answer_cannot_delay_or_end_the_search_for_its_code():
     assert time.process_time() - start < 1  # 7 s by a search of quadratic time
 
 
-class BrokenLauncher(Launcher):
-    """A launcher on a machine where a sandbox ends before it has started."""
-
-    def _python_command(self, executable):
-        return ["/bin/false"]
-
-
 def test_a_sandbox_that_does_not_start_leaves_the_answer_out(monkeypatch):
     fields = {"kind": first_kind(), "disk_mb": 0}
     monkeypatch.setattr(code_scorer, "choose_sandbox", lambda c: BrokenLauncher(c.kind, c))
-    row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
-    lost = score(HONEST, row, sandbox=fields)
-    assert lost["score"] is None and lost["no_sandbox"] == 1.0 and lost["timeout"] == 0.0
-    assert is_undecided(_parse_score(lost))  # it leaves its group
+    rewards = read_rewards(f"jaxmoe.envs.code_scorer:score_code(sandbox={fields})", ["prompt"])
+    row = Row(PROMPT, "", columns={"prompt": PROMPT, "test": TESTS, "entry_point": "f"})
+    scores = score_samples(rewards, [Sample(0, row, ParsedResponse(HONEST), [1])])
+    assert np.isnan(scores.rewards).all()
+    parts = scores.parts[0]
+    assert parts["reward/score_code/no_sandbox/mean"] == 1.0
+    assert parts["reward/score_code/timeout/mean"] == 0.0 == parts["hack/exits"]
 
 
 def test_a_run_whose_sandbox_no_longer_starts_goes_on(monkeypatch):

@@ -13,13 +13,13 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Row
-from jaxmoe.envs import kernel_scorer
+from jaxmoe.envs import code_scorer, kernel_scorer
 from jaxmoe.envs.kernel_rows import list_kernel_rows, make_kernel_row
 from jaxmoe.envs.kernel_rules import BUILTIN_NAMES, find_refusals
 from jaxmoe.envs.kernel_scorer import check_kernel_task, read_matrices, score_kernel
 from jaxmoe.envs.kernel_timing import KernelMeasurement, KernelStatus, draw_matrices
 from tests.bench.kernel_ranking import KERNELS, is_ranked, rank_once
-from tests.jaxmoe.envs.sandbox.kinds import first_kind, open_sandbox
+from tests.jaxmoe.envs.sandbox.kinds import BrokenLauncher, first_kind, open_sandbox
 
 ROOT = Path(__file__).parents[3]
 ROW = make_kernel_row((36, 40, 44))
@@ -144,6 +144,13 @@ def test_the_parts_are_the_same_for_all_outcomes_but_the_speedup():
     for parts, part in ((wrong, "incorrect"), (right, "correct"), (none, "no_code")):
         counts = {k: v for k, v in parts.items() if k not in ("score", "speedup")}
         assert [name for name, count in counts.items() if count] == [part]
+
+
+def test_a_sandbox_that_does_not_start_leaves_the_answer_out(monkeypatch):
+    fields = {"kind": first_kind(), "disk_mb": 0, "warm": 2}
+    monkeypatch.setattr(code_scorer, "choose_sandbox", lambda c: BrokenLauncher(c.kind, c))
+    lost = score(KERNELS["triple loop"], sandbox=fields)
+    assert lost["score"] is None and lost["no_sandbox"] == 1.0 and lost["timeout"] == 0.0
 
 
 def test_the_time_of_threads_is_counted():

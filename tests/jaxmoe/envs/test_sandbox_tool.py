@@ -7,11 +7,10 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.envs import sandbox_tool
-from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.step_check import EnvironmentFault
 from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.envs.tool_specs import read_tools
-from tests.jaxmoe.envs.sandbox.kinds import first_kind
+from tests.jaxmoe.envs.sandbox.kinds import BrokenLauncher, first_kind
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +77,6 @@ def test_the_tool_takes_no_options_and_stands_for_python():
         read_tools("python + python_sandbox")
     with pytest.raises(ConfigError, match="Did you mean python_sandbox"):
         read_tools("python_sandbx")
-
-
-class BrokenLauncher(Launcher):
-    """A launcher on a machine where a sandbox ends before it has started."""
-
-    def _python_command(self, executable):
-        return ["/bin/false"]
 
 
 def test_a_sandbox_that_does_not_start_ends_the_episode(monkeypatch):

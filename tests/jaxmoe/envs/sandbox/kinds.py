@@ -14,6 +14,13 @@ KINDS = ("bubblewrap", "landlock")
 CONFIG = SandboxConfig(disk_mb=8)
 
 
+class BrokenLauncher(Launcher):
+    """A launcher on a machine where a sandbox ends before it has started."""
+
+    def _python_command(self, executable):
+        return ["/bin/false"]
+
+
 @functools.cache
 def find_problem(kind):
     return probe_sandbox(Launcher(kind, CONFIG))

@@ -3,8 +3,8 @@
 
 It has a secret in its environment, in its arguments and in an open file; files, sockets and shared
 memory that can be reached; and a Python of its own, which it owns, for its sandboxes: a lease on
-another one would stop all who use it. WHICH is "contained", or "controls": then the measures that
-stop an attack are left out. Prints {attack: what it printed}.
+another one would stop all who use it. WHICH is "contained"; "controls", then the measures that
+stop an attack are left out; or "without_landlock". Prints {attack: what it printed}.
 """
 
 import ctypes
@@ -136,8 +136,10 @@ class Runner:
             self._sandbox = None
 
 
-def run_contained(kind: str, python: Interpreter, victim: dict[str, str]) -> dict[str, str]:
-    runner = Runner(kind, python, frozenset())
+def run_contained(
+    kind: str, python: Interpreter, victim: dict[str, str], removed: frozenset[str]
+) -> dict[str, str]:
+    runner = Runner(kind, python, removed)
     outputs = {attack.name: runner.run(fill_code(attack, victim)) for attack in ALL_ATTACKS}
     runner.close()
     return outputs
@@ -176,10 +178,11 @@ def main() -> None:
     if user == "nobody":
         become_nobody()
     with open_victim() as victim, copy_interpreter() as python:
-        if which == "contained":
-            outputs = run_contained(kind, python, victim)
-        else:
+        if which == "controls":
             outputs = run_controls(kind, python, victim, "nobody" if os.getuid() else "root")
+        else:
+            removed = frozenset({"landlock"} if which == "without_landlock" else ())
+            outputs = run_contained(kind, python, victim, removed)
     print(json.dumps(outputs))
 
 

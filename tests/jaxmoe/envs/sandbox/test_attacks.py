@@ -76,6 +76,15 @@ def test_every_attack_succeeds_without_the_measures_that_stop_it(kind, user):
     assert not {name: x for name, x in outputs.items() if "TAKEN" not in x}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("user", USERS)
+def test_no_signal_leaves_where_landlock_restricts_none(user):
+    """Before its version 6, as Linux 6.2 to 6.11 have it, Landlock lets signals out."""
+    outputs = run_attacks("landlock", user, "without_landlock")
+    signals = [name for name in outputs if "signal" in name]
+    assert len(signals) > 10 and not [name for name in signals if "TAKEN" in outputs[name]]
+
+
 def test_an_attack_without_a_control_says_why():
     for attack in ALL_ATTACKS:
         for stops in (attack.bubblewrap, attack.landlock):
