@@ -15,7 +15,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row
-from jaxmoe.envs.code_tests import find_fault
+from jaxmoe.envs.code_tests import find_test_fault
 from jaxmoe.envs.grading import Grade, GradeStatus, grade_code
 from jaxmoe.envs.reward_specs import checked_by
 from jaxmoe.envs.sandbox.pool import SandboxPool
@@ -40,7 +40,7 @@ def check_tests(rows: Sequence[Row], *, timeout_s: Any = 10.0, **_options: Any) 
     for number, row in enumerate(rows):
         try:
             tests, entry_point = read_tests(row.columns)
-            if fault := find_fault(tests, entry_point, _read_setup(row.columns)):
+            if fault := find_test_fault(tests, entry_point, _read_setup(row.columns)):
                 raise ConfigError(f"score_code's {fault}, or drop the row.")
         except ConfigError as error:
             raise ConfigError(f"{row.location or f'row {number}'}: {error}") from error

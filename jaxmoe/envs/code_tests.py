@@ -61,8 +61,8 @@ def add_calls(tests: str) -> str:
     return "\n".join([tests, *_list_calls(tree), *calls])
 
 
-def find_fault(tests: str, entry_point: str, setup: str = "") -> str:
-    """Why tests would fail every answer, or pass every answer, with advice; "" if they need not.
+def find_test_fault(tests: str, entry_point: str, setup: str = "") -> str:
+    """The reason why tests fail every answer, or pass every answer, with advice; "" without one.
 
     setup: code that runs before them.
     """
@@ -84,8 +84,8 @@ def find_fault(tests: str, entry_point: str, setup: str = "") -> str:
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if names.isdisjoint({entry_point, "candidate", *arguments}):
         return f"tests must call {entry_point} or candidate, and never name them. {_FORMS}"
-    both = [tree, parse_code(setup) or ast.Module([], [])]
-    if not any(_can_fail(node) for part in both for node in ast.walk(part)):
+    programs = [tree, parse_code(setup) or ast.Module([], [])]
+    if not any(_can_fail(node) for program in programs for node in ast.walk(program)):
         return f"tests must fail some answer, and have no assertion. {_FORMS}"
     return ""
 
@@ -108,7 +108,7 @@ def _list_calls(tree: ast.Module) -> list[str]:
 
 
 def _find_uncalled(tree: ast.Module) -> str:
-    """What pytest would run and this does not; "" if there is nothing."""
+    """The name of what pytest would run and this does not, and why; "" if there is nothing."""
     used = _list_used_names(tree)
     if not all(_can_call(x, 1) for x in _find_checks(tree)):
         return "check needs more than one argument"

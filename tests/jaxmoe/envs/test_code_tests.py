@@ -7,7 +7,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.code_scorer import check_tests
-from jaxmoe.envs.code_tests import find_fault
+from jaxmoe.envs.code_tests import find_test_fault
 from jaxmoe.envs.grading import GradeStatus, grade_code
 from jaxmoe.envs.sandbox.launch import Launcher
 from jaxmoe.envs.sandbox.pool import SandboxPool
@@ -64,7 +64,7 @@ def test_each_form_pays_right_code_alone(pool, name):
     def grade(code):
         return grade_code(pool, code, "f", FORMS[name], setup=PROMPT, timeout_s=20.0).status
 
-    assert find_fault(FORMS[name], "f", PROMPT) == ""
+    assert find_test_fault(FORMS[name], "f", PROMPT) == ""
     assert grade(HONEST) is GradeStatus.PASSED
     wrong = "ends a loop" if "(map(" in FORMS[name] else "wrong"
     assert grade(WRONG[wrong]) in (GradeStatus.FAILED, GradeStatus.RAISED)
@@ -105,7 +105,7 @@ def test_tests_that_decide_nothing_are_refused_by_line(tests):
 
 def test_tests_that_may_decide_are_accepted():
     optional = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert f(2) == 4"
-    assert find_fault(optional, "f") == ""
-    assert find_fault("def check(g):\n    assert g(2) == 4", "f") == ""
+    assert find_test_fault(optional, "f") == ""
+    assert find_test_fault("def check(g):\n    assert g(2) == 4", "f") == ""
     helper = "def expect(x, y):\n    assert x == y\n"
-    assert find_fault("expect(f(2), 4)", "f", setup=helper) == ""
+    assert find_test_fault("expect(f(2), 4)", "f", setup=helper) == ""
