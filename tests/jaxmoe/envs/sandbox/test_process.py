@@ -243,15 +243,6 @@ def test_files_of_a_program_stay_for_its_calls_and_for_no_other_sandbox():
         assert second.run("open('a')", 5.0).error == "FileNotFoundError"
 
 
-def test_a_forger_s_own_reply_is_refused_as_the_next_one():
-    """It comes after the forged one, when the process goes on: at the next call."""
-    first = 'line = json.dumps({"id": frame.f_locals["request"]["id"], "output": "", "error": ""})'
-    with open_sandbox() as sandbox:
-        forged = FIND_PIPE + first + "\nos.write(pipe, (line + chr(10)).encode())"
-        assert sandbox.run(forged, 5.0).status is CallStatus.OK
-        assert sandbox.run("1", 60.0).status is CallStatus.FORGED
-
-
 def test_a_timer_burns_no_processor_between_calls(sandbox):
     burn = "def burn(*_):\n    while True: pass\nsignal.signal(signal.SIGALRM, burn)\n"
     timer = "signal.setitimer(signal.ITIMER_REAL, 0.01)"
