@@ -177,11 +177,12 @@ class Sandbox:
         if self.worker_pid and self.worker_pid != self._child.pid and self._child.poll() is None:
             # The worker first: bubblewrap waits for it. An orphan would stay a zombie where the
             # container's first process reaps none.
-            self._signal_worker(signal.SIGKILL)
-            try:
-                self._child.wait(1.0)
-            except subprocess.TimeoutExpired:
-                pass
+            if _read_parent(self.worker_pid) == self._child.pid:
+                os.kill(self.worker_pid, signal.SIGKILL)
+                try:
+                    self._child.wait(1.0)
+                except subprocess.TimeoutExpired:
+                    pass
         self._child.kill()
         self._child.wait()
         for file in (self._child.stdin, self._child.stdout, self._child.stderr):
@@ -273,11 +274,15 @@ class Sandbox:
         return self.kill()
 
     def _signal_worker(self, number: signal.Signals) -> None:
-        """Send a signal, if the worker still runs: another process may have its id later."""
-        if self.worker_pid == self._child.pid:
-            self._child.send_signal(number)
-        elif _read_parent(self.worker_pid) == self._child.pid:
-            os.kill(self.worker_pid, number)
+        """Send a signal, if the worker still runs: another process may have its id later.
+
+        bubblewrap ends as soon as its worker does, and to ask for that takes a microsecond.
+        """
+        if self._child.poll() is None:
+            try:
+                os.kill(self.worker_pid, number)
+            except ProcessLookupError:
+                pass  # the next look at the pipe finds its end
 
     def _send(self, content: bytes, deadline: float) -> None:
         view = memoryview(content)
