@@ -7,6 +7,10 @@ the complete text must be a number. Next: jaxmoe/data/scoring.py compares the va
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
+
+from jaxmoe.data.number_words import NUMBER_WORDS, changes_next, changes_previous, is_plain_name
+from jaxmoe.data.units import SHORT_UNITS, spell_unit
 
 _MAX_DIGITS = 4000  # of a number, and largest power of ten: bounds time and memory
 _WINDOW_CHARS = 1000  # read on each side of the last digit of a text without a marked answer
@@ -21,8 +25,8 @@ _FRAC = re.compile(
     rf"\\frac ?(?:\{{ ?(-?{_DECIMAL}) ?\}}|([0-9])) ?(?:\{{ ?({_DECIMAL}) ?\}}|([0-9]))"
 )
 _MIXED = re.compile(r"([0-9]+) ?(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
-_SIGNED = re.compile(r"([-+]?) ?[$€£¥]? ?([-+]?)(.*?) ?[%$€£¥]?", re.DOTALL)
-_NAMED = re.compile(r"(?:[A-Za-z][\w{} ]*)?= ?(.*)", re.DOTALL)
+_SIGNED = re.compile(r"([-+]?) ?([$€£¥]?) ?([-+]?)(.*?) ?([%$€£¥]?)", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z][\w{} ]*)?= ?(.*)", re.DOTALL)
 
 _PLAIN_FORMS = {
     "\N{MINUS SIGN}": "-", "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "\\dfrac": "\\frac",
@@ -35,28 +39,14 @@ _WRAPPERS = (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "
              ("{", "}"), ("\\text{", "}"), ("\\mathbf{", "}"), ("\\textbf{", "}"))  # fmt: skip
 
 _UNIT = re.compile(r"([^\W\d_]|[°'µ-])+(/[^\W\d_]+)?(\^\{?[23]\}?|[²³])?")
-_SHORT_UNITS = frozenset("m g s h l L W V A N J K F C °".split())  # x and n are variables
-# Words after a number that change its value: "5 million", "2 thirds".
-_SCALES = frozenset(
-    (
-        "hundred hundreds thousand thousands million millions billion billions trillion trillions "
-        "dozen dozens gross mille mil milliard milliarden tausend millionen lakh lakhs crore "
-        "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths "
-        "seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
-        "thousandth thousandths millionth millionths squared cubed factorial pi root times plus "
-        "minus over divided multiplied mod modulo k bn tn"
-    ).split()
-)
-_NUMBER_WORDS = _SCALES | frozenset(
-    (
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy "
-        "eighty ninety sqrt log ln exp sin cos tan power and or to nor but either not remainder "
-        "less more than"
-    ).split()
-)
 _MAX_UNIT_WORDS = 6  # longer texts after a number are sentences, not units
-_OPERATOR = re.compile(r"[-+*/^÷x]|\\(?:div|over)")
+
+
+class Quantity(NamedTuple):
+    """A number and the words of its unit (`jaxmoe.data.units.spell_unit`), empty without one."""
+
+    value: Fraction
+    unit: str
 
 
 def read_number(text: str, *, units: bool = False) -> Fraction | None:
@@ -65,28 +55,47 @@ def read_number(text: str, *, units: bool = False) -> Fraction | None:
     It reads "1,234.50", "1 000", "-$3", "12%", "5e6", "2 \\times 10^{3}", "10^5", "3/4",
     "\\frac{3}{4}" and "2 1/2", also in bold, between dollar signs, or with a dot at the end.
 
-    units: True to accept a unit after the number, as in "18 dollars a day", and a name before
-        it, as in "x = 18". Words that change the number ("5 million", "5 or six") are never
-        accepted.
+    units: True to accept what `read_quantity` accepts.
     """
+    quantity = _read(text, words=units)
+    return None if quantity is None else quantity.value
+
+
+def read_quantity(text: str) -> Quantity | None:
+    """The number that a text is, with its unit; None for any other text.
+
+    A unit may follow, as in "18 dollars a day", and a name may stand before it, as in "x = 18".
+    Words that change the number ("5 million", "5 or six", "ln x = 5") are never accepted.
+    """
+    return _read(text, words=True)
+
+
+def _read(text: str, *, words: bool) -> Quantity | None:
     if len(text) > 2 * _MAX_DIGITS:
         return None
-    text = _strip_wrappers(_normalize_notation(text))
-    if units:
+    text, unit = _strip_wrappers(_normalize_notation(text)), ""
+    if words:
         named = _NAMED.fullmatch(text)
-        text = _drop_unit(_strip_wrappers(named[1]) if named else text)
+        if named and not is_plain_name(named[1] or ""):
+            return None
+        text, unit = _split_unit(_strip_wrappers(named[2]) if named else text)
     signed = _SIGNED.fullmatch(text)
-    if signed is None or (signed[1] and signed[2]):
+    if signed is None or (signed[1] and signed[3]):
         return None
-    value = _parse_unsigned(signed[3])
-    return -value if value is not None and "-" in (signed[1], signed[2]) else value
+    value = _parse_unsigned(signed[4])
+    if value is None:
+        return None
+    sign = spell_unit(signed[2] or signed[5])
+    is_negative = "-" in (signed[1], signed[3])
+    return Quantity(-value if is_negative else value, sign or spell_unit(unit))
 
 
-def read_last_number(text: str) -> Fraction | None:
-    """The value of the last number of a text; None if it belongs to a larger expression.
+def read_last_quantity(text: str) -> Quantity | None:
+    """The last number of a text; None if it belongs to a larger expression.
 
-    The last word with a digit must be a complete number, and neither an operator nor another
-    number may stand next to it. An equals sign separates: the last number of "2 + 3 = 5" is 5.
+    The last word with a digit must be a complete number, and nothing that changes it may stand
+    next to it. An equals sign separates: the last number of "2 + 3 = 5" is 5. The unit is all
+    that follows up to the end of the clause, be it a unit or not.
     """
     end = max(text.rfind(digit) for digit in "0123456789") + 1
     if not end:
@@ -103,11 +112,18 @@ def read_last_number(text: str) -> Fraction | None:
         start_word -= 1
     if start_word == end_word and end_word and re.fullmatch(r"[0-9]+/[0-9]+\W*", words[end_word]):
         start_word -= words[end_word - 1].isdecimal()
-    preceding = ["", "", *words[:start_word]][-2:]
-    following = [*words[end_word + 1 :], "", ""][:2]
-    if _is_joined(*preceding) or _is_continued(*following):
+    is_clause_end = words[end_word].rstrip("*\"')$").endswith((".", ";", ":", "?"))
+    following = [] if is_clause_end else words[end_word + 1 :]
+    if changes_next(words[:start_word]) or changes_previous(following):
         return None
-    return read_number(_strip_punctuation(" ".join(words[start_word : end_word + 1])))
+    number = _read(_strip_punctuation(" ".join(words[start_word : end_word + 1])), words=False)
+    return number and Quantity(number.value, number.unit or _read_clause(following))
+
+
+def _read_clause(words: list[str]) -> str:
+    """The first words, up to a punctuation mark, as the words of a unit."""
+    text = _TEXT.sub(r"\1", " ".join(words[:_MAX_UNIT_WORDS]))
+    return spell_unit(re.split(r"[.,;:!?()\[\]$=\"|]|\\(?=[)\]])", text, maxsplit=1)[0])
 
 
 def _normalize_notation(text: str) -> str:
@@ -138,21 +154,21 @@ def _drop_braced(text: str) -> str:
     return re.sub(r"\{[^{}]*\}", "", text)
 
 
-def _drop_unit(text: str) -> str:
-    """The text without the unit after its number; unchanged if what follows is not a unit."""
+def _split_unit(text: str) -> tuple[str, str]:
+    """The number and the unit after it; the whole text if what follows is not a unit."""
     plain = _TEXT.sub(r" \1", text)
     if any(not re.search("[A-Za-z]", words[1]) for words in _TEXT.finditer(text)):
-        return text
+        return text, ""
     number, *unit = re.split(r" +(?=[^\W\d_]|°)", plain, maxsplit=1)
     words = [word for word in re.split(r"[ ,.;:]+", " ".join(unit)) if word]
     is_unit = len(words) <= _MAX_UNIT_WORDS and all(map(_is_unit, words)) and words[-1:] != ["a"]
-    return number.strip() if is_unit else text
+    return (number.strip(), " ".join(words)) if is_unit else (text, "")
 
 
 def _is_unit(word: str) -> bool:
     bare = re.match(r"[^\d^²³]*", word)
-    short = bare is None or (len(bare[0]) == 1 and bare[0] not in _SHORT_UNITS | {"a"})
-    is_number = bool(set(word.lower().split("-")) & _NUMBER_WORDS)
+    short = bare is None or (len(bare[0]) == 1 and bare[0] not in SHORT_UNITS | {"a"})
+    is_number = bool(set(word.lower().split("-")) & NUMBER_WORDS)
     return not is_number and not short and _UNIT.fullmatch(word) is not None
 
 
@@ -195,21 +211,6 @@ def _split_words(line: str) -> list[str]:
     """
     line = re.sub(r"(<<|>>|[=≈\[\]\"“”|]|(?<![^\s=\"*])\(|\)(?![^\s.,;:!?\"*]))", r" \1 ", line)
     return re.sub(r"(?<=[A-Za-z]:)(?=\S)", " ", line.replace("\\boxed{", " ")).split()
-
-
-def _is_joined(further: str, before: str) -> bool:
-    """True if the words before a number make it a part of a larger expression."""
-    if _OPERATOR.fullmatch(before):
-        return before in "/^÷" or bool(re.search(r"[0-9)}]", further))
-    return bool(re.search(r"([0-9]%?|[\^_√]|\\sqrt)$", before))
-
-
-def _is_continued(following: str, further: str) -> bool:
-    """True if the words after a number change its value."""
-    word = following.rstrip(".,;:!?*").lower()
-    if word == "and":
-        return further.lower() in ("a", "one", "two", "three", "half")
-    return word in _SCALES or bool(re.fullmatch(r"[+*/^÷!]|\\(div|over|pi|sqrt).*", following))
 
 
 def _strip_punctuation(word: str) -> str:

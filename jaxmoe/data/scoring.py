@@ -14,12 +14,18 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jaxmoe.data.exact_number import read_last_number, read_number
+from jaxmoe.data.exact_number import Quantity, read_last_quantity, read_number, read_quantity
+from jaxmoe.data.marked_answer import (
+    find_marked_answer,
+    find_stated_answer,
+    read_box,
+    text_after_hashes,
+)
+from jaxmoe.data.units import is_same_unit
 
 PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
 # None of these is a correct answer to any question; a scorer that accepts one is unreliable.
 GARBAGE = ("zzz", "qwx vjk 7#?", "None", "0 zzz 1 [", "{}")
-_BOX = "\\boxed{"
 _MAX_MARKS = 100  # marked answers of a response that are counted
 _MAX_RESPONSE_CHARS = 10_000  # characters of a response that an evaluating scorer may see
 # Bounds on a formula that sympy may expand and simplify. They were determined by attacks on the
@@ -30,14 +36,6 @@ _MAX_VARIABLES = 3
 _MAX_DEGREE = 32
 _MAX_NUMBER = 10**18
 
-# "the answer is …", "Answer: …", in bold or not
-_ANSWER_PHRASE = re.compile(
-    r"\banswer[*_]*\s*(?:[:=]|is\b(?:\s+(?:therefore|thus|then|simply|just|indeed|equal to)\b)?"
-    r"\s*:?)[\s*_]*",
-    re.IGNORECASE,
-)
-_CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
-_SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
 _FUNCTIONS = frozenset(
     ("sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log ln").split()
     + ["sqrt", "Abs"]
@@ -67,23 +65,28 @@ def score_text(response: str, gold: str) -> float:
     stated = find_stated_answer(response) if marked is None else None
     if gold in (response.strip(), marked, stated):
         return 1.0
-    value = read_number(gold)
-    # A unit may be left out, but another one is wrong: 5 cm are not 5 m.
-    units = value is not None
-    value = read_number(gold, units=True) if value is None else value
-    if value is None:
+    expected = read_quantity(gold)
+    if expected is None:
         return 0.0
     if marked is not None:
-        return float(read_number(marked, units=units) == value)
+        return float(_is_same(read_quantity(marked), expected))
     if stated is not None and any(digit in stated for digit in "0123456789"):
         _, _, last = stated.rpartition("=")
-        return float(read_number(last, units=units) == value)
-    return float(read_last_number(response) == value)
+        return float(_is_same(read_quantity(last), expected))
+    return float(_is_same(read_last_quantity(response), expected, in_sentence=True))
+
+
+def _is_same(given: Quantity | None, expected: Quantity, *, in_sentence: bool = False) -> bool:
+    return (
+        given is not None
+        and given.value == expected.value
+        and is_same_unit(given.unit, expected.unit, in_sentence=in_sentence)
+    )
 
 
 def strip_gold(gold: str) -> str:
     """The stored answer without the solution before it: the text after "####", if it has that."""
-    return _text_after_hashes(gold) if "####" in gold else gold.strip()
+    return text_after_hashes(gold) if "####" in gold else gold.strip()
 
 
 def answer_key(gold: str) -> Fraction | str:
@@ -99,7 +102,7 @@ def marks_several_answers(response: str) -> bool:
     Only the last one is graded, so it cannot pay here; but other graders may take any.
     """
     boxes = [match.end() for match in re.finditer(r"\\boxed\{", response[:_MAX_RESPONSE_CHARS])]
-    texts = [_read_box(response, start) for start in boxes[:_MAX_MARKS]]
+    texts = [read_box(response, start) for start in boxes[:_MAX_MARKS]]
     texts += [text.strip().partition("\n")[0].strip() for text in response.split("####")[1:]]
     return len({answer_key(text) for text in texts[: 2 * _MAX_MARKS] if text}) > 1
 
@@ -231,43 +234,3 @@ def _is_accepted(check: Callable[[str], float], answer: str) -> bool:
         return float(check(answer)) >= PASS
     except Exception:  # a scorer that fails on a response has not accepted it
         return False
-
-
-def _text_after_hashes(text: str) -> str:
-    return text.rpartition("####")[2].strip().partition("\n")[0].strip()
-
-
-def find_marked_answer(response: str) -> str | None:
-    """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked."""
-    if "####" in response:
-        return _text_after_hashes(response)
-    marked, position = None, 0
-    while (start := response.find(_BOX, position)) >= 0:
-        text = _read_box(response, start + len(_BOX))
-        if text is None:  # an unclosed box marks nothing, and a closed one inside it does
-            return _read_box(response, response.rfind(_BOX) + len(_BOX))
-        marked, position = text, start + len(_BOX) + len(text)
-    # A box around another one and nothing else marks the same answer.
-    is_nested = marked is not None and marked.startswith(_BOX) and marked.endswith("}")
-    return (
-        find_marked_answer(marked) if marked and is_nested and marked.count(_BOX) == 1 else marked
-    )
-
-
-def _read_box(response: str, start: int) -> str | None:
-    """The text from `start` to the brace that closes the box."""
-    depth = 1
-    for end in range(start, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[end], 0)
-        if depth == 0:
-            return response[start:end].strip()
-    return None  # an unclosed box marks nothing
-
-
-def find_stated_answer(response: str) -> str | None:
-    """The text after the last "the answer is", to the end of its sentence; None without it."""
-    ends = [match.end() for match in _ANSWER_PHRASE.finditer(response)]
-    if not ends:
-        return None
-    sentence = _CALCULATOR_NOTE.sub("", response[ends[-1] : ends[-1] + _MAX_RESPONSE_CHARS])
-    return _SENTENCE_END.split(sentence, maxsplit=1)[0].strip().removesuffix("**").strip()

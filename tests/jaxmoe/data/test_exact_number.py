@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.data.exact_number import read_last_number, read_number
+from jaxmoe.data.exact_number import read_last_quantity, read_number
+
+
+def read_last_number(text):
+    quantity = read_last_quantity(text)
+    return None if quantity is None else quantity.value
 
 
 @pytest.mark.parametrize(
