@@ -19,7 +19,7 @@ _SIGN = r"[-+/÷×·*]|\\(?:cdot|times|div|over|choose|pm|mp)(?![A-Za-z])"
 _TERM = r"[0-9({]|\\[A-Za-z]|[A-Za-z](?![A-Za-z])"
 
 _MATH_END = re.compile(r"(?<!\\)\$|\\\)|\\\]|\\end\b|\\\\")
-_CLOSING = re.compile(rf"{_SPACE}(?:[)}}\]]|\\right|{_SPACE})*")
+_CLOSING = re.compile(r"(?:[\s~)}\]]|\\[,;:! ]|\\right)*")
 _UNIT = re.compile(
     rf"{_SPACE}(\\(?:text|textrm|mathrm|mbox)\{{[A-Za-z ]+\}}(?:\^\{{?[23]\}}?)?"
     r"|\^\{?\\circ\}?|\\?%|[A-Za-z]+(?:\^\{?[23]\}?|[²³])?(?![A-Za-z]))"
@@ -54,14 +54,14 @@ def join_formula(before: str, marked: str, after: str) -> str:
     formula = after[: end.start()] if end else after
     if "\\text" in marked or "\\mbox" in marked:  # the letter of a choice, or words
         return marked
-    left = _read_left(before, in_math, formula)
-    if left is None or _continues(formula, in_math):
+    prefix = _read_sign(before, in_math, formula)
+    if prefix is None or _is_continued(formula, in_math):
         start = re.split(r"(?<!\\)\$|\\\(|\\\[|[=:&]", before)[-1].strip()
         return f"{start}({marked}){formula.strip()}".strip() + ("" if start or formula else "?")
     unit = _UNIT.match(formula)
-    if left == "" and unit and read_number(marked) is not None and _is_unit(unit[1]):
+    if prefix == "" and unit and read_number(marked) is not None and _is_unit(unit[1]):
         return f"{marked} {unit[1]}"
-    return left + (marked if left == "" or read_number(marked) is not None else f"({marked})")
+    return prefix + (marked if prefix == "" or read_number(marked) is not None else f"({marked})")
 
 
 def _ends_in_math(before: str) -> bool:
@@ -74,38 +74,42 @@ def _is_unit(text: str) -> bool:
     return not text[0].isalpha() or is_known_unit(text)
 
 
-def _continues(after: str, in_math: bool) -> bool:
+def _is_continued(after: str, in_math: bool) -> bool:
     """True if the text after a box makes it a part of a formula."""
     closed = after[_CLOSING.match(after).end() :]  # pyright: ignore[reportOptionalMemberAccess]
     if _POWER_AFTER.match(closed) or _SIGN_AFTER.match(after) or _SCALE_AFTER.match(after):
         return True
     if in_math and closed.startswith("!"):
         return True
-    near = closed if in_math else after
-    product = _PRODUCT_AFTER.match(near)
-    unit = _UNIT.match(near)
+    adjacent = closed if in_math else after
+    product = _PRODUCT_AFTER.match(adjacent)
+    unit = _UNIT.match(adjacent)
     return product is not None and not (unit and is_known_unit(unit[1]))
 
 
-def _read_left(before: str, in_math: bool, after: str) -> str | None:
+def _read_sign(before: str, in_math: bool, after: str) -> str | None:
     """The sign before a box, "" for none; None if the box is a part of what stands before it."""
     opened = _find_open_brace(before)
     if opened >= 0:
         outer, before = before[:opened], before[opened + 1 :]
         if _GROUP_BEFORE.search(outer) and not _COLOR_BEFORE.search(outer):
             return None
-    near = re.sub(rf"{_SPACE}$", "", before) if in_math else before
-    if _FUNCTION_BEFORE.search(near) or _CALL_BEFORE.search(near) or _PRODUCT_BEFORE.search(near):
+    adjacent = re.sub(rf"{_SPACE}$", "", before) if in_math else before
+    if (
+        _FUNCTION_BEFORE.search(adjacent)
+        or _CALL_BEFORE.search(adjacent)
+        or _PRODUCT_BEFORE.search(adjacent)
+    ):
         return None
-    sign = _SIGN_BEFORE.search(near)
+    sign = _SIGN_BEFORE.search(adjacent)
     if sign is None:
         return ""
-    left = near[: sign.start()].rstrip("*").rstrip()
-    follows_term = re.search(r"[0-9)}]$|(?<![A-Za-z\\])[A-Za-z]$", left) is not None
-    if sign[1] == "_" and not near[: sign.start()][-1:].strip():
+    further = adjacent[: sign.start()].rstrip("*").rstrip()
+    follows_term = re.search(r"[0-9)}]$|(?<![A-Za-z\\])[A-Za-z]$", further) is not None
+    if sign[1] == "_" and not adjacent[: sign.start()][-1:].strip():
         return ""  # the mark of italics
     if sign[1] == "*":  # of bold text or a list, or a product
-        is_bold = after.lstrip().startswith("*") or not near[: sign.start()].rstrip("*")
+        is_bold = after.lstrip().startswith("*") or not adjacent[: sign.start()].rstrip("*")
         return None if follows_term and not is_bold else ""
     if sign[1] not in "-+":
         return None

@@ -57,7 +57,7 @@ def read_number(text: str, *, units: bool = False) -> Fraction | None:
 
     units: True to accept what `read_quantity` accepts.
     """
-    quantity = _read(text, words=units)
+    quantity = _parse_quantity(text, words=units)
     return None if quantity is None else quantity.value
 
 
@@ -67,10 +67,10 @@ def read_quantity(text: str) -> Quantity | None:
     A unit may follow, as in "18 dollars a day", and a name may stand before it, as in "x = 18".
     Words that change the number ("5 million", "5 or six", "ln x = 5") are never accepted.
     """
-    return _read(text, words=True)
+    return _parse_quantity(text, words=True)
 
 
-def _read(text: str, *, words: bool) -> Quantity | None:
+def _parse_quantity(text: str, *, words: bool) -> Quantity | None:
     if len(text) > 2 * _MAX_DIGITS:
         return None
     text, unit = _strip_wrappers(_normalize_notation(text)), ""
@@ -114,9 +114,13 @@ def read_last_quantity(text: str) -> Quantity | None:
         start_word -= words[end_word - 1].isdecimal()
     is_clause_end = words[end_word].rstrip("*\"')$").endswith((".", ";", ":", "?"))
     following = [] if is_clause_end else words[end_word + 1 :]
-    if changes_next(words[:start_word]) or changes_previous(following):
+    # "- **4**" is a list's line; a sign would stand in front of the 4.
+    is_listed = words[start_word].startswith("**") and words[:start_word][-1:] == ["-"]
+    if (not is_listed and changes_next(words[:start_word])) or changes_previous(following):
         return None
-    number = _read(_strip_punctuation(" ".join(words[start_word : end_word + 1])), words=False)
+    number = _parse_quantity(
+        _strip_punctuation(" ".join(words[start_word : end_word + 1])), words=False
+    )
     return number and Quantity(number.value, number.unit or _read_clause(following))
 
 

@@ -19,6 +19,8 @@ _ANSWER_PHRASE = re.compile(
 )
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
 _SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
+
+
 def text_after_hashes(text: str) -> str:
     return text.rpartition("####")[2].strip().partition("\n")[0].strip()
 

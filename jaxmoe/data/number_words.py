@@ -38,60 +38,75 @@ NUMBER_WORDS = (
         ).split()
     )
 )
-_OPERATOR = re.compile(r"[-+*/^÷x]|\\(?:div|over)")
+_OPERATOR = re.compile(r"[-+/^÷x]|\*\*?|\\(?:div|over)")
+_ENDS_IN_OPERATOR = re.compile(r"([0-9]%?|[\^_√±∓≠≤≥<]|(?<![=-])>|!=|[<>]=|\\sqrt)$")
+# Letters that may be units ("5m = 500 cm") are no unknowns here.
+_UNSOLVED = re.compile(r"(?<!\\)(?:[0-9)}][a-fi-kn-rt-z]|(?<![A-Za-z])[A-Za-z](?:\^\S+|[²³]))$")
 _CHANGES_NEXT = FUNCTIONS | frozenset(
-    "minus plus negative times over not or nor modulo mod base twice thrice double triple root than "
-    "power half".split()
+    "minus plus negative times over not or nor modulo mod base twice thrice double triple root "
+    "than power half".split()
 )
 # Pairs of words before a number: "half of 4" and "divided by 4" are not 4, "a total of 4" is.
 _CHANGED_BY_OF = SCALES | FUNCTIONS | frozenset(
-    "square cube logarithm sine cosine tangent percent multiple factor power % inverse reciprocal "
-    "negative opposite".split()
+    "square cube logarithm sine cosine tangent percent multiple factor power out inverse "
+    "reciprocal negative opposite".split()
 )  # fmt: skip
 _CHANGED_BY_BY = frozenset("divided multiplied divide multiply divisible".split())
 _OPERATIONS = (FUNCTIONS - set("max min gcd lcm det floor ceil".split())) | frozenset(
     "minus negative twice thrice".split()
 )
 _MULTIPLES = frozenset("half double triple square cube root".split())
-_CHANGING_COMMANDS = frozenset("\\" + name for name in (*FUNCTIONS, "pm", "mp", "not", "lnot"))
+_CHANGING_COMMANDS = frozenset("\\" + name for name in (
+    *FUNCTIONS, *"pm mp not ne neq le leq lt ge geq gt cdot times".split()))  # fmt: skip
 
 
 def changes_next(words: list[str]) -> bool:
     """True if the last of these words make the number after them a part of something larger."""
-    further, before = ["", "", *words][-2:]
+    further, before = (word.strip("$") for word in ["", "", *words][-2:])
+    if before == "=":
+        return further[-1:] in ("<", ">", "!") or is_unsolved(further)
+    if (further, before) == ("=", ">"):  # an arrow
+        return False
     if _OPERATOR.fullmatch(before):
         # A lone "-" is a sign, a dash or the mark of a list; which one cannot be decided.
-        return before in "/^÷-" or before[0] == "\\" or bool(re.search(r"[0-9)}]", further))
-    if re.search(r"([0-9]%?|[\^_√±∓]|\\sqrt)$", before) or before in _CHANGING_COMMANDS:
+        return before in "/^÷-x" or before[0] == "\\" or bool(re.search(r"[0-9)}]$", further))
+    if _ENDS_IN_OPERATOR.search(before) or before in _CHANGING_COMMANDS:
         return True
     word, previous = (text.strip("*(\"'").lower() for text in (before, further))
-    is_letter = re.fullmatch(r"[^\W\d]", word) is not None and word not in ("a", "i")
+    ends_in_number = re.search("[0-9%]$", previous) is not None
     return (
-        is_letter
+        _is_variable(word)
         or word in _CHANGES_NEXT
         or word.endswith("n't")
-        or (word == "of" and previous in _CHANGED_BY_OF)
+        or (word == "of" and (previous in _CHANGED_BY_OF or ends_in_number))
         or (word == "by" and previous in _CHANGED_BY_BY)
         # "3 to 4", "3 and 4": two numbers, of which none is stated.
-        or (word in ("to", "and") and bool(re.search("[0-9]$", previous)))
+        or (word in ("to", "and") and ends_in_number)
     )
 
 
 def changes_previous(words: list[str]) -> bool:
     """True if the first of these words change the number before them."""
-    following, further = [*words, "", ""][:2]
-    word = following.rstrip(".,;:!?*").lower()
-    if word == "and":
-        return further.lower() in ("a", "one", "two", "three", "half")
-    if word in ("or", "to"):
-        return further.rstrip(".,;:!?*").lower() in NUMBER_WORDS
-    bare = following.rstrip(".,;:!?*)")
-    is_letter = re.fullmatch(r"[^\W\d]", bare) is not None and bare not in SHORT_UNITS | {"a", "I"}
+    bare, further = (word.rstrip(".,;:?*$)") for word in [*words, "", ""][:2])
+    following, further = bare.lower(), further.lower()
+    if following == "and":
+        return further in ("a", "one", "two", "three", "half")
+    if following in ("or", "to"):
+        return further in NUMBER_WORDS
     return (
-        is_letter
-        or word in SCALES | FUNCTIONS
-        or bool(re.fullmatch(r"[+*/^÷!]|\\(div|over|pi|sqrt).*", following))
+        (_is_variable(bare) and bare not in SHORT_UNITS)
+        or following in SCALES | FUNCTIONS
+        or re.fullmatch(r"[+*/^÷!]|\\(div|over|pi|sqrt).*", following) is not None
     )
+
+
+def _is_variable(word: str) -> bool:
+    return re.fullmatch(r"[^\W\d]", word) is not None and word not in ("a", "A", "I")
+
+
+def is_unsolved(text: str) -> bool:
+    """True if the end of a text, before an equals sign, is more than a variable: "2x", "x^2"."""
+    return _UNSOLVED.search(text.rstrip(" $")) is not None
 
 
 def is_plain_name(name: str) -> bool:

@@ -21,6 +21,7 @@ from jaxmoe.data.marked_answer import (
     read_box,
     text_after_hashes,
 )
+from jaxmoe.data.number_words import is_unsolved
 from jaxmoe.data.units import is_same_unit
 
 PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
@@ -71,16 +72,16 @@ def score_text(response: str, gold: str) -> float:
     if marked is not None:
         return float(_is_same(read_quantity(marked), expected))
     if stated is not None and any(digit in stated for digit in "0123456789"):
-        _, _, last = stated.rpartition("=")
-        return float(_is_same(read_quantity(last), expected))
+        equation, _, last = stated.rpartition("=")
+        return 0.0 if is_unsolved(equation) else float(_is_same(read_quantity(last), expected))
     return float(_is_same(read_last_quantity(response), expected, in_sentence=True))
 
 
-def _is_same(given: Quantity | None, expected: Quantity, *, in_sentence: bool = False) -> bool:
+def _is_same(answered: Quantity | None, expected: Quantity, *, in_sentence: bool = False) -> bool:
     return (
-        given is not None
-        and given.value == expected.value
-        and is_same_unit(given.unit, expected.unit, in_sentence=in_sentence)
+        answered is not None
+        and answered.value == expected.value
+        and is_same_unit(answered.unit, expected.unit, in_sentence=in_sentence)
     )
 
 

@@ -47,14 +47,14 @@ def _spell_word(word: str) -> str:
     return _SPELLINGS.get(word, word)
 
 
-def is_same_unit(given: str, expected: str, *, in_sentence: bool = False) -> bool:
+def is_same_unit(answered: str, expected: str, *, in_sentence: bool = False) -> bool:
     """True if a unit is the stored one, or one of both is left out.
 
-    in_sentence: the given words may go on after the unit, as in "5 cm long", but not to a rate.
+    in_sentence: the words may go on after the unit, as in "5 cm long", but not to a rate.
     """
-    if not given or not expected or given == expected:
+    if not answered or not expected or answered == expected:
         return True
     if expected in CURRENCIES.values():  # "$18" may be "18 dollars a day"
-        return given.split()[0] == expected
-    more = given.removeprefix(expected + " ")
-    return in_sentence and more != given and more.split()[0] not in _RATES
+        return answered.split()[0] == expected
+    following = answered.removeprefix(expected + " ")
+    return in_sentence and following != answered and following.split()[0] not in _RATES

@@ -11,10 +11,14 @@ Next: jaxmoe/data/scoring.py finds the marked answer; jaxmoe/envs/reward_process
 import importlib
 import logging
 import re
+from math import comb
 from typing import Any
 
 from jaxmoe.data.exact_number import read_number
-from jaxmoe.data.scoring import find_marked_answer, find_stated_answer, score_text, strip_gold
+from jaxmoe.data.marked_answer import find_marked_answer, find_stated_answer
+from jaxmoe.data.number_words import SCALES
+from jaxmoe.data.scoring import score_text, strip_gold
+from jaxmoe.data.units import is_same_unit, spell_unit
 
 try:
     # By name, so that type checks do not need the optional package.
@@ -26,6 +30,7 @@ except ImportError as error:
 
 _MAX_CHARS = 300  # of an answer; a longer one may have twice the characters of the stored one
 _MAX_EXPONENT = 100
+_MAX_TERMS = 600  # of a power that is multiplied out
 _MAX_DIGITS = 15  # of a number in an expression
 _MAX_OPERATORS = 60
 # Commands that cost sympy little. Others, such as \int, \sum and \binom, state a problem and not
@@ -40,6 +45,12 @@ _COMMANDS = frozenset(
 )
 _LATEX = (math_verify.LatexExtractionConfig(),)
 _TEXT_ANSWER = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
+_CHOICE = re.compile(r"\(?([A-Za-z])\)?")
+_WORD = re.compile(r"[Yy]es|[Nn]o|[^\W\d_]{4,}(?:[ '-][^\W\d_]{2,})*")  # AB may be A times B
+_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}((?:\^\{?[0-9]\}?)?)$")
+_BASED_NUMBER = re.compile(r"(?<![A-Za-z])[0-9][0-9A-Z]*_\{?(?:[0-9]|\\text)|\)_")
+_DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+_PRECISION = 50  # digits; fewer pay a decimal for the root that it is near to
 _NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?|\([a-z]\))? ?= ?(?!=)")
 
 # It warns once that its own time limits are off: they use an alarm, and make a late answer wrong.
@@ -79,9 +90,11 @@ def _compare(response: str, gold: str) -> dict[str, float]:
     if not answer:
         return parts
     gold, answer = _normalize(gold), _normalize(answer)
-    if _plain_text(gold) == _plain_text(answer):
+    if _is_same_text(answer, gold):
         return parts | {"score": 1.0}
-    if _TEXT_ANSWER.fullmatch(gold) or not _has_same_form(gold, answer):
+    # math-verify drops a base, so 12_{5} and 12_{6} would be equal.
+    is_based = _BASED_NUMBER.search(gold) or _BASED_NUMBER.search(answer)
+    if is_based or _TEXT_ANSWER.fullmatch(gold) or not _has_same_form(gold, answer):
         return parts
     if not _is_small(answer, gold):
         return parts | {"refused": 1.0}
@@ -90,7 +103,12 @@ def _compare(response: str, gold: str) -> dict[str, float]:
         if not parsed:
             return parts | {"unreadable": 1.0}
         is_equal = math_verify.verify(
-            expected, parsed, strict=True, timeout_seconds=None, raise_on_error=True
+            expected,
+            parsed,
+            strict=True,
+            numeric_precision=_PRECISION,
+            timeout_seconds=None,
+            raise_on_error=True,
         )
     except Exception:  # whatever a hostile text causes in ANTLR or sympy
         return parts | {"unreadable": 1.0}
@@ -98,6 +116,10 @@ def _compare(response: str, gold: str) -> dict[str, float]:
 
 
 def _parse(text: str) -> list[Any]:
+    # A decimal is a fraction. As a float it would equal every number that rounds to it.
+    text = _DECIMAL.sub(
+        lambda match: rf"(\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}})", text
+    )
     return math_verify.parse(
         f"${text}$", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True
     )
@@ -113,25 +135,63 @@ def _normalize(text: str) -> str:
     return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
+def _is_same_text(answer: str, gold: str) -> bool:
+    """True for equal texts, whose spaces do not count. In words the case of letters does not."""
+    answered, expected = (_plain_text(text) for text in (answer, gold))
+    if "\\text" in gold or "\\mbox" in gold:
+        choices = [_CHOICE.fullmatch(text) for text in (answered, expected)]
+        if choices[0] and choices[1]:  # C for (C), as a letter of a choice
+            return choices[0][1].casefold() == choices[1][1].casefold()
+    elif not _WORD.fullmatch(gold):  # x and X are different variables
+        return answered == expected
+    return answered.casefold() == expected.casefold()
+
+
 def _plain_text(text: str) -> str:
-    text = _TEXT_ANSWER.sub(r"\1", text)
-    return re.sub(r"[\s\\]+", "", text).casefold()
+    text = re.sub(r"_\{(\w)\}", r"_\1", _TEXT_ANSWER.sub(r"\1", text))
+    return re.sub(r"[\s\\]+", "", text)
 
 
 def _has_same_form(gold: str, answer: str) -> bool:
-    """False for an answer that differs in brackets, or states more than the stored one.
+    """False for an answer that states more, or differs in brackets, in the unit or in case.
 
     math-verify takes (1, 2) for an open interval and for a set without an order, and x = x for an
-    equation like any other.
+    equation like any other. Brackets without a comma only group, as in (x+1)^2.
     """
-    if gold[:1] in "([" or gold[-1:] in ")]":
-        if (gold[:1], gold[-1:]) != (answer[:1], answer[-1:]) or (
-            gold.count(",") != answer.count(",")
-        ):
-            return False
+    if _find_tuples(gold) != _find_tuples(answer):
+        return False
     named = _NAME.match(answer)
+    answered, expected = (_read_unit(text) for text in (answer, gold))
+    if not is_same_unit(answered, expected) or set(answered.split()) & SCALES:
+        return False
     bare = answer[named.end() :] if named and "=" not in gold else answer
+    if any(letter.swapcase() in _letters(gold) for letter in _letters(bare) - _letters(gold)):
+        return False  # math-verify takes X for x
     return bare.count("=") == gold.count("=") and "$" not in answer
+
+
+def _read_unit(text: str) -> str:
+    unit = _UNIT.search(text)
+    return spell_unit(unit[1].strip() + unit[2]) if unit else ""
+
+
+def _letters(text: str) -> set[str]:
+    return set(re.sub(r"\\[A-Za-z]+|[^A-Za-z]", "", text))
+
+
+def _find_tuples(text: str) -> list[tuple[str, str, int]]:
+    """The opening, the closing and the commas of each bracket that holds a comma, sorted."""
+    stack, tuples = [("", 0)], []
+    for char in re.sub(r"\\[{}]", "", text):
+        opening, commas = stack[-1]
+        if char in "([":
+            stack.append((char, 0))
+        elif char == ",":
+            stack[-1] = opening, commas + 1
+        elif char in ")]" and opening:
+            stack.pop()
+            tuples += [(opening, char, commas)] if commas else []
+    return sorted(tuples)
 
 
 def _is_small(answer: str, gold: str) -> bool:
@@ -162,4 +222,5 @@ def _has_small_powers(answer: str, gold: str) -> bool:
         if is_large or re.search(r"^[{(\[]$|[\^!]|\*\*", exponent):
             return False
         product *= max([1, *numbers]) if group else 1
-    return product <= _MAX_EXPONENT
+    variables = len(_letters(answer))
+    return product <= _MAX_EXPONENT and comb(product + variables, variables) <= _MAX_TERMS

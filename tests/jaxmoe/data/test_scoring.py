@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from answer_cheats import NUMBER_CHEATS, OTHER_CHEATS
+from graders_table import ROWS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,16 @@ def test_a_number_counts_however_it_is_written(response, gold):
 @pytest.mark.parametrize(("response", "gold"), NUMBER_CHEATS + OTHER_CHEATS)
 def test_a_cheat_is_not_paid(response, gold):
     assert score_text(response, gold) == 0.0
+
+
+@pytest.mark.parametrize(("stored", "response", "by_text", "by_math"), ROWS)
+def test_texts_are_graded_as_the_docs_table(stored, response, by_text, by_math):
+    assert score_text(response, stored) == by_text <= by_math
+
+
+def test_every_row_of_the_docs_table_is_read():
+    lines = (Path(__file__).parents[3] / "docs" / "graders.md").read_text().splitlines()
+    assert len(ROWS) == len([line for line in lines if line.startswith("| `")]) > 60
 
 
 @pytest.mark.parametrize(

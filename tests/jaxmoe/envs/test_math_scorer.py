@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answer_cheats import NUMBER_CHEATS, OTHER_CHEATS
+from graders_table import ROWS
 
 from jaxmoe.config import ConfigError, DataConfig
 from jaxmoe.config_file import load_config
@@ -76,6 +77,11 @@ def test_a_cheat_for_a_number_is_not_paid(response, gold):
 @pytest.mark.parametrize(("response", "gold"), OTHER_CHEATS)
 def test_a_cheat_for_an_expression_is_not_paid(response, gold):
     assert not is_paid(response, gold)
+
+
+@pytest.mark.parametrize(("stored", "response", "by_text", "by_math"), ROWS)
+def test_mathematics_is_graded_as_the_docs_table(stored, response, by_text, by_math):
+    assert score_math(response, stored)["score"] == by_math
 
 
 def test_the_cheats_are_different_and_take_no_time():

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the tables in docs/graders.md: stored answer, response, and both scores."""
+
+import re
+from pathlib import Path
+
+_PAGE = Path(__file__).parents[2] / "docs" / "graders.md"
+_ROW = re.compile(r"\| `(.+?)` \| `(.+?)` \| ([01]) \| ([01]) \| .+ \|")
+
+ROWS = [
+    (stored, response, float(by_text), float(by_math))
+    for stored, response, by_text, by_math in _ROW.findall(_PAGE.read_text(encoding="utf-8"))
+]
