@@ -28,6 +28,8 @@ _STOP = re.compile(r"stop/\w+_frac", re.ASCII)
 _PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
 # A reward that can be bought raises one of these (docs/reward_hacking.md).
 _REWARD_CHECKS = ("reward/swapped", "reward/second_grader_disagrees")
+_LEGEND_CHARS = 64  # of a line of a legend that is as wide as its panel
+_MAX_LEGEND_LINES = 3
 LOG_FLOOR = 1e-9  # position of an exact 0 on a log axis
 
 Rows = Sequence[Mapping[str, Any]]
@@ -43,8 +45,8 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "
     rl = [row for row in rows if row["stage"] == "rl"]
     drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)} | _optional_panels(rl)
     n_rows = -(-len(drawn) // 4)
-    figure = Figure(figsize=(16, 3 * n_rows))  # a constrained layout would take 50 % longer
-    figure.subplots_adjust(0.04, 0.18 / n_rows, 0.99, 1 - 0.12 / n_rows, wspace=0.18, hspace=0.38)
+    figure = Figure(figsize=(16, 3.3 * n_rows))  # a constrained layout would take 50 % longer
+    figure.subplots_adjust(0.04, 0.18 / n_rows, 0.99, 1 - 0.2 / n_rows, wspace=0.18, hspace=0.56)
     places = figure.subplots(n_rows, 4).flat
     for axes in places[len(drawn) :]:
         axes.set_axis_off()
@@ -53,7 +55,7 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "
         if not panels:
             continue
         single = Figure(figsize=(6, 4))
-        single.subplots_adjust(0.12, 0.13, 0.97, 0.91)
+        single.subplots_adjust(0.12, 0.13, 0.97, 0.85)
         _draw_panel(single.subplots(), draw, rl)
         save_figure(single, folder / f"{name}.png", 110)
     save_figure(figure, folder / "overview.png", 85)
@@ -66,6 +68,24 @@ def _draw_panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> N
     draw(axes, rows)
     if not axes.has_data():
         axes.text(0.5, 0.5, "no data yet", transform=axes.transAxes, ha="center", color=GREY)
+    _add_legend(axes)
+
+
+def _add_legend(axes: Axes) -> None:
+    """Add a legend between the title and the axes, where it covers no curve and no value."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    n_columns = max(1, min(len(labels), _LEGEND_CHARS // (max(map(len, labels)) + 6)))
+    n_lines = -(-len(labels) // n_columns)
+    shown = n_columns * min(n_lines, _MAX_LEGEND_LINES)
+    if shown < len(labels):
+        labels[shown - 1] = f"and {len(labels) - shown + 1} more"
+    axes.legend(handles[:shown], labels[:shown], frameon=False, fontsize=7, ncols=n_columns,
+                loc="lower center", bbox_to_anchor=(0.5, 1.0), borderpad=0, borderaxespad=0.2,
+                labelspacing=0.2, columnspacing=1.2, handlelength=1.5)  # fmt: skip
+    axes.set_title(axes.get_title(), fontsize=axes.title.get_fontsize(),
+                   pad=6 + 10 * min(n_lines, _MAX_LEGEND_LINES))  # fmt: skip
 
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
@@ -116,7 +136,6 @@ def _plot_reward(axes: Axes, rows: Rows) -> None:
         axes.plot(
             steps, smooth_values(trained), color=ORANGE, lw=1.5, label="with overlong penalty"
         )
-        axes.legend(frameon=False, loc="best", fontsize=8)
     _set_score_limits(axes)
 
 
@@ -131,10 +150,8 @@ def _plot_accuracy(axes: Axes, rows: Rows, score: str = "accuracy") -> None:
         if metric:
             label = label if score == "accuracy" else label.replace("pass@", "best of ")
             axes.plot(*metric_series(rows, metric), color=SKY, lw=1, marker=".", ms=4, label=label)
-        # A rising curve leaves the lower right free. Negative rewards may lie anywhere.
-        axes.legend(frameon=False, loc="lower right" if (values >= 0).all() else "best")
-        axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 7),
-                      textcoords="offset points", ha="center")  # fmt: skip
+        axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(6, 0),
+                      textcoords="offset points", va="center")  # fmt: skip
     _set_score_limits(axes, above=0.1)
     axes.set_title(f"held-out {score} (step 0: before RL)")
     axes.title.set_fontsize(10)
@@ -178,7 +195,6 @@ def _plot_clipped(axes: Axes, rows: Rows) -> None:
         steps, values = metric_series(rows, f"policy/clip_frac{end}")
         if len(steps):
             axes.plot(steps, values, color=colour, lw=1.5, label=label)
-            axes.legend(frameon=False, fontsize=8)
     axes.set_title("share of tokens clipped")
     axes.set_ylim(bottom=0)
 
@@ -215,7 +231,6 @@ def _plot_gap(axes: Axes, rows: Rows) -> None:
         axes.set_ylim(LOG_FLOOR / 3, max(1e4 * LOG_FLOOR, 3 * top))
         # An exact 0 is drawn at the floor, whose tick is labelled 0.0.
         axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= LOG_FLOOR * 1.01 else f"{y:.0e}")
-        axes.legend(frameon=False)
     axes.set_title("engine gap: |logp − rollout_logp|, nats")
 
 
@@ -231,7 +246,6 @@ def _plot_time(axes: Axes, rows: Rows) -> None:
         # The first step includes compilation; scale the axis to the others.
         usual = np.sum(values, axis=0)[1:] if len(steps) > 2 else np.sum(values, axis=0)
         axes.set_ylim(0, 1.25 * float(np.max(usual, initial=1e-3)))
-        axes.legend(frameon=False, fontsize=8, loc="upper right")
     axes.set_title("seconds per step, by phase")
 
 
@@ -273,8 +287,6 @@ def _plot_lines(axes: Axes, rows: Rows, *, names: Sequence[str], title: str) -> 
         )
         axes.plot(steps, values, color=colour, alpha=0.25, lw=1, marker=marker)
         axes.plot(steps, smooth_values(values), color=colour, lw=1.5, label=name)
-    if len(names) and len(steps):
-        axes.legend(frameon=False, fontsize=7)
     axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
     axes.set_title(title)
 

@@ -45,7 +45,8 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
     """A step's samples as text, one line each; in harmony format, one line for each message."""
     lines = [f"rl step {step}"]
     for row in rows:
-        lines.append(f"\n  {_shorten(row.get('prompt'), width)}")
+        # The question is at the end, behind a system prompt.
+        lines.append(f"\n  {_cut_middle(row.get('prompt'), 2 * width)}")
         if row.get("answer") is not None:
             lines.append(f"  stored answer: {_shorten(row['answer'], width)}")
         for sample in row.get("samples") or [row]:
@@ -57,13 +58,13 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
             note = f"  {note}" if (note := _stop_note(sample)) else ""
             transcript = sample.get("transcript")
             if not transcript:
-                lines.append(f"{line}{note}  {_shorten(sample.get('response'), width)}")
+                lines.append(f"{line}{note}  {_cut_middle(sample.get('response'), width)}")
                 continue
             lines.append(f"{line}{_format_turns(sample, '  ')}{note}")
             speakers = [_name_speaker(*entry[:2]) for entry in transcript]
             indent = max(map(len, speakers))
             lines += [
-                f"      {speaker:<{indent}}  {_shorten(text, width)}"
+                f"      {speaker:<{indent}}  {_cut_middle(text, width)}"
                 for speaker, (_, _, text) in zip(speakers, transcript, strict=True)
             ]
     return "\n".join(lines)
@@ -97,12 +98,28 @@ def _shorten(text: Any, width: int) -> str:
     return escaped if len(escaped) <= width else f"{escaped[:width]}… ({len(escaped):,} characters)"
 
 
+def _cut_middle(text: Any, width: int) -> str:
+    """The start and the end of a text, in one line; a note for a text that shows nothing."""
+    escaped = escape_invisible(str(text))
+    if len(escaped) > width:
+        start = width // 4
+        escaped = (
+            f"{escaped[:start]} […{len(escaped) - width:,} characters…] {escaped[start - width :]}"
+        )
+    return _note_blank(text) or escaped
+
+
+def _note_blank(text: Any) -> str:
+    """What to show for a text that cannot be seen; nothing for others."""
+    return "" if str(text).strip() else "(white space)" if str(text) else "(empty)"
+
+
 def _format_number(value: Any, form: str = ".3g") -> str:
     return "none" if not isinstance(value, int | float) else format(value, form)
 
 
 def write_page(rows: Rows, title: str, path: Path) -> None:
-    """Write all samples as one HTML file without scripts or external resources.
+    """Write all samples as one HTML file without scripts or external resources, newest first.
 
     Raises: RunFolderError if it cannot be written, or if `path` is a link.
     """
@@ -112,9 +129,9 @@ def write_page(rows: Rows, title: str, path: Path) -> None:
         last = len(numbers) - 1
         numbers = [numbers[round(i * last / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
     parts = [
-        f"<details{' open' if n in (numbers[0], numbers[-1]) else ''}><summary>rl step {n}"
+        f"<details{' open' if n == numbers[-1] else ''}><summary>rl step {n}"
         f"</summary>{''.join(map(_row_html, steps[n]))}</details>"
-        for n in dict.fromkeys(numbers)
+        for n in dict.fromkeys(reversed(numbers))
     ]
     step_note = f"{len(parts)} of {len(steps)} steps" + (
         "; --step N shows another" if len(parts) < len(steps) else ""
@@ -132,12 +149,18 @@ def _to_html(text: Any) -> str:
     )  # fmt: skip
 
 
+def _to_visible_html(text: Any) -> str:
+    """HTML of a text, with a note for one that would be a blank box."""
+    note = _note_blank(text)
+    return f"{_to_html(text)}<em>{note}</em>" if note else _to_html(text)
+
+
 def _row_html(row: Mapping[str, Any]) -> str:
     kind = "training" if row.get("kind") == "group" else "held-out"
     answer = row.get("answer")
     stored = "" if answer is None else f"<p class=s>stored answer <q>{_to_html(answer)}</q></p>"
     head = (f"<h2>{kind}, row {_to_html(row.get('row', '?'))}</h2>"
-            f"<pre>{_to_html(row.get('prompt'))}</pre>")  # fmt: skip
+            f"<pre>{_to_visible_html(row.get('prompt'))}</pre>")  # fmt: skip
     if row.get("kind") != "group":
         body = (f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
                 f"{_note_html(row)}</p>"
@@ -160,7 +183,7 @@ def _sample_html(sample: Mapping[str, Any]) -> str:
         _token_html(*entry) if len(entry) == 3 else f"<span class=e>{_to_html(entry[0])}</span>"
         for entry in tokens
     )
-    tokens_html = f"<pre class=a>{spans}</pre>"
+    tokens_html = f"<pre class=a>{spans}</pre>" if tokens else _answer_html(sample)
     if transcript := _transcript_html(sample):
         summarised = f"<details><summary>tokens with |Δlogp|</summary>{tokens_html}</details>"
         return f"<p class=n>{summary}</p>{transcript}{summarised if tokens else ''}"
@@ -169,20 +192,21 @@ def _sample_html(sample: Mapping[str, Any]) -> str:
     details = (
         f"<details><summary>complete answer</summary><pre>{_to_html(sample.get('response'))}</pre>"
         "</details>"
+        if has_more
+        else ""
     )
-    details = details if has_more or not tokens else ""
     return f"<p class=n>{summary}</p>{tokens_html}{details}"
 
 
 def _answer_html(row: Mapping[str, Any]) -> str:
-    return f"<pre class=a>{_to_html(row.get('response'))}</pre>"
+    return f"<pre class=a>{_to_visible_html(row.get('response'))}</pre>"
 
 
 def _transcript_html(sample: Mapping[str, Any]) -> str:
     """The messages of an answer in harmony format; nothing for others."""
     return "".join(
         f"<p class=w>{_to_html(_name_speaker(writer, speaker))}</p>"
-        f"<pre class={'a' if writer == 'policy' else 'e'}>{_to_html(text)}</pre>"
+        f"<pre class={'a' if writer == 'policy' else 'e'}>{_to_visible_html(text)}</pre>"
         for writer, speaker, text in sample.get("transcript") or []
     )
 
@@ -220,6 +244,7 @@ p {{ margin: .4em 0 }} .s {{ max-height: 8em; overflow: auto }}
 .n {{ color: #555; font-size: .9em }} .w {{ color: #555; margin: .3em 0 0; font-size: .85em }}
 q {{ unicode-bidi: isolate; white-space: pre-wrap }}
 i {{ color: #a0307a; font-style: normal; font-size: .85em }}
+em {{ color: #555 }}
 span {{ unicode-bidi: isolate; border-right: 1px solid #c5d5e5 }}
 .g1 {{ background: #fdf1d8 }} .g2 {{ background: #fbdfa6 }} .g3 {{ background: #f7b96b }}
 .g4 {{ background: #ef8a4f }} .g5 {{ background: #d7301f; color: #fff }}

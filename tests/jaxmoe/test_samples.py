@@ -137,7 +137,37 @@ def test_a_long_run_shows_its_first_its_last_and_steps_between(tmp_path):
     steps = [
         int(n) for n in re.findall(r"<summary>rl step (\d+)", (tmp_path / "page.html").read_text())
     ]
-    assert len(steps) == MAX_STEPS and steps[0] == 0 and steps[-1] == 199 and steps == sorted(steps)
+    assert len(steps) == MAX_STEPS and steps[0] == 199 and steps[-1] == 0
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_page_opens_at_the_newest_step(tmp_path):
+    write_page([row for n in (2, 4, 6) for row in make_row(n, "a")], "t", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall(r"<details( open)?><summary>rl step (\d)", page) == [
+        (" open", "6"), ("", "4"), ("", "2"),
+    ]  # fmt: skip
+
+
+def test_a_question_behind_a_system_prompt_is_printed(tmp_path, capsys):
+    prompt = f"<|system|>{'You are careful. ' * 99}<|user|>What is 12 * 34?<|assistant|>"
+    answer = f"{'Let me think. ' * 99}It is 408."
+    row = {"stage": "rl", "step": 1, "kind": "held_out", "prompt": prompt} | make_answer(answer)
+    assert samples.main([str(write(tmp_path, [row]))]) == 0
+    out = capsys.readouterr().out
+    assert "<|system|>You are" in out and "What is 12 * 34?" in out and "It is 408." in out
+    assert len(out) < 1000
+
+
+@pytest.mark.parametrize(("text", "note"), [("", "(empty)"), (" \n", "(white space)")])
+def test_an_answer_that_shows_nothing_has_a_note(tmp_path, capsys, text, note):
+    row = {"stage": "rl", "step": 1, "prompt": "q", "answer": None}
+    sample = make_answer(text, advantage=0.5, length=0, tokens=[])
+    rows = [row | {"kind": "group", "samples": [sample]}, row | make_answer(text)]
+    rows.append(row | make_answer("x", transcript=[["policy", "final", text]]))
+    run = write(tmp_path, rows)
+    assert samples.main([str(run)]) == 0
+    assert capsys.readouterr().out.count(note) == parsed(run / "samples.html").text.count(note) == 3
 
 
 def test_steps_are_in_order_whatever_the_file_says(tmp_path):

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -52,8 +53,6 @@ def test_every_reward_is_inside_its_picture(panel, values):
     PANELS[panel](axes, rows)
     low, high = axes.get_ylim()
     assert low < min(0, *values) and high > max(1, *values)
-    if panel == "accuracy":  # the last value is written above its point
-        assert high > max(1, *values) + 0.05 * (high - low)
     assert high - low < 1.3 * (max(1, *values) - min(0, *values))
 
 
@@ -61,7 +60,7 @@ def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
     axes = Figure().subplots()
     rows = [{"stage": "rl", "step": n, "reward/mean": 0.1, "reward/after_penalty_mean": -0.6}
             for n in range(5)]  # fmt: skip
-    PANELS["reward"](axes, rows)
+    plots._draw_panel(axes, PANELS["reward"], rows)
     assert axes.get_ylim()[0] < -0.6
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with overlong penalty"]
 
@@ -78,6 +77,41 @@ def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkey
     assert not any("warm start" in title for title in titles)  # there may have been none
 
 
+@pytest.mark.parametrize("end", [0.05, 0.95], ids=["falls", "rises"])
+def test_no_legend_covers_a_curve_or_a_value(monkeypatch, tmp_path, end):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, *_: figures.append(figure))
+    names = [f"tool/{name}/calls" for name in ("python", "search", "calculator", "sql", "bash")]
+    rows = [row | {"eval/accuracy": 0.5 + (end - 0.5) * row["step"] / 9, **dict.fromkeys(names, 1)}
+            for row in _rows(10)]  # fmt: skip
+    plot_run(rows, tmp_path, panels=False)
+    FigureCanvasAgg(figures[0]).draw()
+    drawn = [axes for axes in figures[0].axes if axes.get_legend()]
+    assert {"tools: means per episode", "seconds per step, by phase"} < {
+        axes.get_title() for axes in drawn
+    }
+    for axes in drawn:
+        box = axes.get_legend().get_window_extent()
+        assert not box.overlaps(axes.patch.get_window_extent())
+        assert not box.overlaps(axes.title.get_window_extent())
+        for other in figures[0].axes:  # nor what belongs to the panel above
+            assert other is axes or not box.overlaps(other.xaxis.label.get_window_extent())
+        for value in axes.texts:
+            place = value.get_window_extent()
+            points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]
+            assert not any(place.count_contains(point) for point in points)
+
+
+def test_a_legend_names_how_many_lines_it_leaves_out():
+    axes = Figure().subplots()
+    names = [f"tool/number_{i}/calls" for i in range(20)]
+    rows = [row | dict.fromkeys(names, 1.0) for row in _rows(3)]
+    plots._draw_panel(axes, plots._optional_panels(rows)["tools"], rows)
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts[:-1] == sorted(names)[: len(texts) - 1]
+    assert texts[-1] == f"and {20 - len(texts) + 1} more"
+
+
 def test_smoothing_keeps_a_constant():
     np.testing.assert_allclose(smooth_values(np.full(9, 0.7)), 0.7, rtol=1e-12)
 
@@ -85,7 +119,7 @@ def test_smoothing_keeps_a_constant():
 def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_for_it_is():
     axes = Figure().subplots()
     rows = [row | {"time/wait_for_rollouts_s": 0.1} for row in _rows(9)]
-    PANELS["time"](axes, rows)
+    plots._draw_panel(axes, PANELS["time"], rows)
     legend = axes.get_legend()
     assert legend and [t.get_text() for t in legend.get_texts()] == ["wait_for_rollouts", "train"]
 
