@@ -170,6 +170,17 @@ def test_samples_of_a_row_are_reset_with_one_seed_and_rows_with_others():
     assert texts[0] == texts[1] and texts[2] == texts[3] and len(set(texts)) == 3
 
 
+def test_rows_of_equal_text_are_reset_with_different_seeds():
+    seeds = []
+
+    def reset(self, row, *, seed):
+        seeds.append(seed)
+        return [Message("user", "question")], {}
+
+    sample(make_echo(reset=reset), FINAL)
+    assert len(seeds) == 6 and sorted(seeds.count(seed) for seed in set(seeds)) == [2, 2, 2]
+
+
 def test_a_reset_that_gives_different_prompts_in_one_group_is_refused():
     number = iter(range(100))
 
@@ -353,6 +364,34 @@ def test_a_reward_after_the_timeout_is_not_paid_and_its_environment_is_closed_la
         time.sleep(0.01)
     assert sorted(events) == ["closed"] * 3 + ["stepped"] * 3
     assert all(r.env_rewards == {} for r in rollouts)
+
+
+def test_a_late_reward_is_not_paid_while_others_go_on():
+    """The step returns after its own limit, and before the end of the episodes beside it."""
+    returned, threads = threading.Event(), ReplyThreads(16)
+
+    def reset(self, row, *, seed):
+        self.is_late, self.n_steps = row.question == "question 1", 0
+        return [Message("user", row.question)], {}
+
+    def step(self, messages):
+        self.n_steps += 1
+        if self.is_late and self.n_steps == 2:
+            while not threads.n_abandoned:
+                time.sleep(0.01)
+            threading.Timer(0.1, returned.set).start()
+            return [], 7.0, True, False, {"metrics": {"solved": 1.0}}
+        is_over = not self.is_late and returned.wait(0.6)
+        return [Message("user", "on")], 0.5, is_over, False, {"metrics": {"solved": 0.0}}
+
+    rollouts = sample(
+        make_echo(reset=reset, step=step, close=lambda self: {}), FINAL, samples=1,
+        threads=threads, reply_timeout_s=1.0,
+    )  # fmt: skip
+    late = rollouts[1]
+    assert returned.is_set() and late.stop is StopReason.ENV_TIMEOUT
+    assert sum(late.env_rewards.values()) == 0.5
+    assert max(late.env_metrics.values()) == 0.0
 
 
 def test_more_abandoned_threads_than_a_run_may_have_end_it():

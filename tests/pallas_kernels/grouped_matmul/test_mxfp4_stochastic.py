@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul import mxfp4_stochastic
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import draw_from_bits, round_stochastically
@@ -39,6 +40,21 @@ def test_the_mean_over_draws_is_the_value(scale):
     assert is_neighbour.all() and (np.sign(values) * np.sign(x) >= 0).all()
     # Both neighbours occur, or rounding to nearest would pass where values are near codes.
     assert (np.abs(values[kept]).std(1) > 0.05).mean() > 0.8
+
+
+@pytest.mark.parametrize(("draw", "rounds_up"), [(0, True), (2**32 - 1, False)])
+def test_no_draw_moves_a_code_or_leaves_its_neighbours(monkeypatch, draw, rounds_up):
+    """The smallest draw takes every value between two codes up, the largest none."""
+    monkeypatch.setattr(
+        mxfp4_stochastic, "draw_from_bits", lambda size: jnp.full(size.shape, draw, jnp.uint32)
+    )
+    codes = np.float32(MAGNITUDES)
+    between = (codes[1:] + codes[:-1]) / 2
+    x = np.concatenate([codes, between])
+    size = jax.lax.bitcast_convert_type(jnp.asarray(x)[:, None], jnp.int32)
+    rounded = np.asarray(round_stochastically(size, jnp.zeros((1, 1), jnp.int32)))[:, 0]
+    np.testing.assert_array_equal(rounded[:8], np.arange(8))
+    np.testing.assert_array_equal(rounded[8:], np.arange(7) + rounds_up)
 
 
 def test_codes_stay_and_larger_values_saturate():
