@@ -78,10 +78,10 @@ def _add_legend(axes: Axes) -> None:
         return
     n_columns = max(1, min(len(labels), _LEGEND_CHARS // (max(map(len, labels)) + 6)))
     n_lines = -(-len(labels) // n_columns)
-    shown = n_columns * min(n_lines, _MAX_LEGEND_LINES)
-    if shown < len(labels):
-        labels[shown - 1] = f"and {len(labels) - shown + 1} more"
-    axes.legend(handles[:shown], labels[:shown], frameon=False, fontsize=7, ncols=n_columns,
+    count = n_columns * min(n_lines, _MAX_LEGEND_LINES)
+    if count < len(labels):
+        labels[count - 1] = f"and {len(labels) - count + 1} more"
+    axes.legend(handles[:count], labels[:count], frameon=False, fontsize=7, ncols=n_columns,
                 loc="lower center", bbox_to_anchor=(0.5, 1.0), borderpad=0, borderaxespad=0.2,
                 labelspacing=0.2, columnspacing=1.2, handlelength=1.5)  # fmt: skip
     axes.set_title(axes.get_title(), fontsize=axes.title.get_fontsize(),

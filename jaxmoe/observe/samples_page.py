@@ -110,7 +110,7 @@ def _cut_middle(text: Any, width: int) -> str:
 
 
 def _note_blank(text: Any) -> str:
-    """What to show for a text that cannot be seen; nothing for others."""
+    """A note for a text that cannot be seen; nothing for others."""
     return "" if str(text).strip() else "(white space)" if str(text) else "(empty)"
 
 
