@@ -39,7 +39,7 @@ class SplitRequest:
 
     def key(self, row: Row) -> str:
         """Equal for rows that must not be on both sides."""
-        return row.content if self.has_environment else row.asked
+        return row.content if self.has_environment else row.question_text
 
 
 @dataclass
@@ -60,8 +60,8 @@ class _LeftOut:
 
 
 def split_file(
-    source: FileSource, name: str, request: SplitRequest, other: FileSource | None = None,
-    other_name: str = "",
+    source: FileSource, name: str, request: SplitRequest, held_out_file: FileSource | None = None,
+    held_out_name: str = "",
 ) -> Split:  # fmt: skip
     """Hold out rows of a file, or of the other file if there is one; train on the file.
 
@@ -73,21 +73,21 @@ def split_file(
     left_out = _LeftOut()
     order = _shuffle(_usable_rows(source, request, left_out), request.seed)
     held_source, candidates = source, order
-    if other is not None:
-        held_source = other
-        candidates = _shuffle(_usable_rows(other, request, left_out), request.seed)
+    if held_out_file is not None:
+        held_source = held_out_file
+        candidates = _shuffle(_usable_rows(held_out_file, request, left_out), request.seed)
     first_of_key: dict[str, int] = {}
     for index in candidates:
         first_of_key.setdefault(request.key(held_source[index]), index)
     held_out = list(first_of_key.values())[: request.eval_size]
     # No question of a held-out file is trained on, even if it is not held out itself.
-    n_keys = len(first_of_key) if other is not None else request.eval_size
+    n_keys = len(first_of_key) if held_out_file is not None else request.eval_size
     train = _rows_without(source, order, list(first_of_key)[:n_keys], request)
 
     notes: tuple[str, ...] = ()
     if request.has_environment and _has_too_few(train, held_out, request):
         held_out = candidates[: request.eval_size]
-        train = order if other is not None else order[request.eval_size :]
+        train = order if held_out_file is not None else order[request.eval_size :]
         notes = (
             f"the same rows are trained on and held out, since there is only "
             f"{_count(len(first_of_key), 'different row')} among {len(candidates):,}: their "
@@ -95,23 +95,26 @@ def split_file(
         )
     if _has_too_few(train, held_out, request):
         # Half of the questions of one file, or all of the other file, can be held out.
-        n_held_out = len(first_of_key) // (1 if other is not None else 2)
+        n_held_out = len(first_of_key) // (1 if held_out_file is not None else 2)
         n_held_out = min(request.eval_size, n_held_out)
-        n_keys = n_keys if other is not None else n_held_out
-        left = _rows_without(source, order, list(first_of_key)[:n_keys], request)
+        n_keys = n_keys if held_out_file is not None else n_held_out
+        trainable = _rows_without(source, order, list(first_of_key)[:n_keys], request)
         raise _too_few_rows_error(
             f"{_count(len(order), 'usable row')} of {name}",
-            _count(len(first_of_key), "different question") + f" of {other_name}" * bool(other),
-            request, (len(left), n_held_out), left_out,
+            _count(len(first_of_key), "different question")
+            + f" of {held_out_name}" * (held_out_file is not None),
+            request, (len(trainable), n_held_out), left_out,
         )  # fmt: skip
 
-    _count_unused(source, train if other is not None else [*train, *held_out], order, left_out)
+    _count_unused(
+        source, train if held_out_file is not None else [*train, *held_out], order, left_out
+    )
     train = train if request.shuffle else sorted(train)
     size = len(train) if request.train_size is None else request.train_size
     for index in train[size:]:
         left_out.add(f"past data.train_rows={size}", source[index])
-    if other is not None:
-        _count_unused(other, held_out, candidates, left_out)
+    if held_out_file is not None:
+        _count_unused(held_out_file, held_out, candidates, left_out)
     return Split(
         Subset(source, train[:size]), Subset(held_source, held_out), notes + left_out.lines()
     )
@@ -119,17 +122,17 @@ def split_file(
 
 def _usable_rows(source: FileSource, request: SplitRequest, left_out: _LeftOut) -> list[int]:
     """Indices of the rows that data.distinct and the limit of prompts keep."""
-    kept, seen = [], set[str]()
+    usable, contents = [], set[str]()
     for index, row in enumerate(source.rows):
         if request.distinct != "off":
-            content = row.content if request.distinct == "row" else row.asked
-            if content in seen:
+            content = row.content if request.distinct == "row" else row.question_text
+            if content in contents:
                 left_out.add(f"copies, by data.distinct={request.distinct}", row)
                 continue
-            seen.add(content)
+            contents.add(content)
         if request.overlong is None or request.overlong.accepts(row):
-            kept.append(index)
-    return kept
+            usable.append(index)
+    return usable
 
 
 def _rows_without(
@@ -167,7 +170,7 @@ def _too_few_rows_error(
     suggested = {
         "train_rows": min(request.train_size or 1, train_size), "held_out_rows": eval_size,
     }  # fmt: skip
-    asked = " and ".join(f"data.{key} ({size})" for key, size in sizes.items() if size)
+    sizes_text = " and ".join(f"data.{key} ({size})" for key, size in sizes.items() if size)
     advice = "Add rows to the file."
     if all(suggested.values()):
         settings = [
@@ -178,6 +181,6 @@ def _too_few_rows_error(
     dropped = [str(request.overlong)] if request.overlong and request.overlong.dropped else []
     reasons = "".join(f"; {line}" for line in (*left_out.lines(), *dropped))
     return ConfigError(
-        f"{asked} must fit into {rows} with {questions}; a question is held out or "
+        f"{sizes_text} must fit into {rows} with {questions}; a question is held out or "
         f"trained on, never both{reasons}. {advice}"
     )

@@ -57,8 +57,9 @@ def _parse_tool(location: str, tool: Any) -> ToolDescription:
             parameters = drop_nulls(parse_json(parameters))
         except ValueError:
             raise _format_error(location, tool) from None
-    is_readable = isinstance(name, str) and isinstance(description, str)
-    if not is_readable or not isinstance(parameters, Mapping):
+    if not (
+        isinstance(name, str) and isinstance(description, str) and isinstance(parameters, Mapping)
+    ):
         raise _format_error(location, tool)
     # An object without properties takes no arguments.
     parameters = parameters if parameters.get("properties") else {}

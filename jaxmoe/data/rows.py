@@ -61,7 +61,7 @@ class Row:
     chat: bool = False  # True if the file stores a chat, not a plain text
 
     @property
-    def asked(self) -> str:
+    def question_text(self) -> str:
         """The turns of the chat up to the question: equal for rows that ask the same.
 
         Outer white space and the system prompt do not count, since they leave the answer the same.
@@ -73,7 +73,7 @@ class Row:
     def identity(self) -> str:
         """The system prompt, if there is one, and what is asked."""
         if not self.system and not self.earlier:
-            return self.asked
+            return self.question_text
         return repr((self.system, [m.identity for m in self.earlier], self.question.strip()))
 
     @property

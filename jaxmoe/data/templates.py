@@ -237,11 +237,11 @@ class Template:
 
 
 def add_tools(
-    tools: Sequence[ToolDescription], others: Sequence[ToolDescription]
+    tools: Sequence[ToolDescription], row_tools: Sequence[ToolDescription]
 ) -> tuple[ToolDescription, ...]:
-    """The tools, then those of the others whose names are not among them."""
+    """The tools, then those of a row whose names are not among them."""
     names = {tool.name for tool in tools}
-    return (*tools, *(tool for tool in others if tool.name not in names))
+    return (*tools, *(tool for tool in row_tools if tool.name not in names))
 
 
 def _restore_specials(text: str, name_of: dict[str, str]) -> str:

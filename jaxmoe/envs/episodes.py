@@ -150,7 +150,7 @@ class Episodes:
 
     @property
     def reset_faults(self) -> list[str]:
-        """Why episodes of this process could not begin."""
+        """The faults of resets in this process, by which episodes are lost."""
         return [s.fault for s in self._states.values() if s.environment is None]
 
     def reply(self, episode: int, turn: Sequence[int]) -> Reply:

@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """Let the kernel end this process, and not the trainer, where memory ends."""
+    """Limit the memory of this process, and have the kernel end it before the trainer."""
     with contextlib.suppress(OSError):
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
