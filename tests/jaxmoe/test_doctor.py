@@ -53,6 +53,7 @@ FOUR_BITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["scale=ocp", "rounding=stochastic"])
 def test_an_engine_that_alone_reads_four_bits_has_its_gap_and_rounding_is_the_cause(
     tmp_path, capsys, rule
@@ -66,6 +67,7 @@ def test_an_engine_that_alone_reads_four_bits_has_its_gap_and_rounding_is_the_ca
     assert report["gap"] > 1e-2 and report["left"] <= 4 * report["rounding"]["own"]
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_that_both_read_four_bits_agree(tmp_path):
     assert doctor.main([*FOUR_BITS, "--workdir", str(tmp_path)]) == 0
 

@@ -197,6 +197,7 @@ def logp_of(params, step, ops):
     return sequence_logprobs(params, out, TOKENS, CFG, ops)[0], recorded["experts_BTA"]
 
 
+@pytest.mark.slow
 def test_hard_weights_of_all_experts_leave_every_bit_of_the_invariant_forward():
     params = jax.jit(lambda: noisy_params(CFG))()
     expected, experts = logp_of(params, jnp.int32(0), invariant_ops(plain_ops()))

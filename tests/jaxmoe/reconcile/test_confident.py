@@ -37,6 +37,7 @@ def confident_rollouts(sharper, peer):
     return explain_gap(rollouts_made, params, CFG, Sampling(40, ()), run=PROGRAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharper", [3.0, 30.0, 200.0])
 def test_the_engine_of_a_confident_policy_is_not_accused(sharper):
     """Its log-probs are near 0 and its logits are not: what is left of them is their rounding."""

@@ -44,6 +44,7 @@ def numpy_values(packed):
     return codes, each_scale.astype(np.int64), values.astype(np.float64)
 
 
+@pytest.mark.slow
 def test_every_metric_is_that_of_numpy_in_each_layer():
     old = draw_weights()
     new = jax.tree.map(lambda x: x + 0.01 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), old)

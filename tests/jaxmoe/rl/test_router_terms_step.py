@@ -91,6 +91,7 @@ def test_the_values_are_those_of_float64_and_the_update_moves_the_router(
     assert np.abs(router - without).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["microbatches", "packed"])
 def test_microbatches_and_packing_change_nothing(parts, expected_step, token_values):
     packed = parts == "packed"
@@ -104,6 +105,7 @@ def test_microbatches_and_packing_change_nothing(parts, expected_step, token_val
     assert_same_update(state, expected_step[0])
 
 
+@pytest.mark.slow
 def test_each_minibatch_is_a_mean_over_its_own_tokens(token_values):
     a = Algorithm(old_logp="recomputed", minibatches=2, terms=TERMS)
     batch, minibatches = split_minibatches(routed_batch(), a, seed=(0,))

@@ -72,6 +72,7 @@ def test_the_trainer_computes_the_policy_that_was_sampled_by_replaying_its_exper
     assert gaps[False] > 1e-3  # without the replay it is another policy
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_noise_and_equal_seeds_explore_alike():
     engine, plain = open_engine("fast", NOISY), open_engine("fast", plain_ops().router)
 

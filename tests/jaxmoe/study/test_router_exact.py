@@ -48,6 +48,7 @@ def biases(key, target="trainer"):
     }
 
 
+@pytest.mark.slow
 def test_the_noise_of_these_tests_switches_experts():
     for key in ("selection 0.3", "weights 0.3", "forward 0.3", "update 0.003"):
         assert measured()[key]["statistics"]["switched"] > 0.1, key
