@@ -28,6 +28,7 @@ ASSEMBLED = (
     *(f"router/{x}" for x in ("trainer_", "engine_", "old_", "margin_p", "boundary_mass")),
     "router/entropy",
     "router/top_k_mass",
+    "lost/CAUSE_frac",
 )
 
 

@@ -204,13 +204,12 @@ class RewardProcess:
                 # The trainer alone handles Ctrl-C.
                 start_new_session=True,
                 # What it prints may be of an answer, and control a terminal.
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 # The trainer owns the accelerator.
                 env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
-        threading.Thread(
-            target=_print_escaped, args=(self._child.stdout,), name="jaxmoe-rewards", daemon=True
-        ).start()
+        for source, target in ((self._child.stdout, sys.stdout), (self._child.stderr, sys.stderr)):
+            threading.Thread(target=_print_escaped, args=(source, target), daemon=True).start()
         self._connection = Connection(trainer_end.detach())
         # finalize also runs when the interpreter exits, so that the process does not outlive the
         # run.
@@ -220,12 +219,12 @@ class RewardProcess:
         self._connection.send(list(sys.path))
 
 
-def _print_escaped(output: IO[bytes]) -> None:
+def _print_escaped(source: IO[bytes], target: IO[str]) -> None:
     """Print the lines of a process, in which no control character has an effect."""
-    with output:
-        for line in output:
+    with source:
+        for line in source:
             text = line.rstrip(b"\n").decode(errors="replace")
-            print(escape_unprintable(text.replace("\t", "    ")), flush=True)
+            print(escape_unprintable(text.replace("\t", "    ")), file=target, flush=True)
 
 
 def _rebuild_error(label: str, content: Any, row: str) -> Exception:

@@ -68,7 +68,7 @@ RULES = (
     Rule("reward/second_grader_failed_frac", lambda x: x > 0.1, "> 0.1 of its answers",
          "reward/second_grader_late_frac, _bad_value_frac, _raised_frac and _undecided_frac"),
     Rule("reward/faulty_frac", lambda x: x > 0.05, "> 0.05 of the answers",
-         "reward/NAME/late_frac and reward/NAME/bad_value_frac: these answers have no reward"),
+         "reward/NAME/late_frac, _raised_frac and _bad_value_frac: these answers have no reward"),
     Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",
          "python -m jaxmoe.samples: the policy stops almost at once"),
     Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",

@@ -34,7 +34,7 @@ CASES = [
     ("reward/swapped", 0.0, 0.1, UP, "> 0.1, and > 0.3 of reward/mean", "python -m jaxmoe.samples"),
     ("reward/second_grader_disagrees", 0.0, 0.1, UP, "> 0.1 of the answers", "python -m jaxmoe.s"),
     ("reward/second_grader_failed_frac", 0.0, 0.1, UP, "> 0.1 of its answers", "reward/second_gra"),
-    ("reward/faulty_frac", 0.0, 0.05, UP, "> 0.05 of the answers", "reward/NAME/late_frac and"),
+    ("reward/faulty_frac", 0.0, 0.05, UP, "> 0.05 of the answers", "reward/NAME/late_frac"),
     ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
     ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
     ("lost/frac", 0.0, 0.05, UP, "> 0.05 of the episodes", "lost/CAUSE_frac and python -m jax"),
