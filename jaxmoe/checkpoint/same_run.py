@@ -32,8 +32,10 @@ BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
 # Settings that decide which rows of a task are held out.
 SPLIT_KEYS = (
     "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
-    "data.distinct",
+    "data.distinct", "data.columns.",
 )  # fmt: skip
+# Settings that are dicts: a key may be in one of two configs alone.
+DICT_KEYS = ("data.options.", "data.columns.")
 # If too long prompts are dropped, these settings decide which ones.
 LENGTH_KEYS = (
     "data.max_prompt_tokens",
@@ -96,6 +98,7 @@ def check_resume(
     """
     decays = _flatten(saved_config).get("optim.lr_end_fraction", 1.0) != 1.0
     drops = cfg.data.overlong_prompts == "drop"
+    _check_same_columns(work, saved_config, cfg, "continue")
     digests.check_unchanged(work, digests.saved)
     changed = []
     for name, old, new in _find_differences(saved_config, cfg):
@@ -123,6 +126,7 @@ def check_use(
         saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
     )
     if same_task:
+        _check_same_columns(work, saved_config, cfg, "be evaluated")
         digests.check_unchanged(work, ("data.task", "data.options.held_out"))
     for name, old, new in _find_differences(saved_config, cfg):
         if name in digests.unchanged_keys:
@@ -136,6 +140,13 @@ def check_use(
                 work, name, old,
                 f"be evaluated with {new}: rows that it was trained on would count as held out",
             )  # fmt: skip
+
+
+def _check_same_columns(work: Path, saved_config: dict[str, Any], cfg: Config, verb: str) -> None:
+    """Raise ConfigError if other columns are read, before the rows count as another file's."""
+    for name, old, new in _find_differences(saved_config, cfg):
+        if name.startswith("data.columns."):
+            raise _refusal_error(work, name, old, f"{verb} with {new or 'none'}")
 
 
 def _refusal_error(work: Path, name: str, old: Any, action: str) -> ConfigError:
@@ -155,7 +166,7 @@ def _matches_key(name: str, keys: tuple[str, ...]) -> bool:
 
 
 def _find_differences(saved_config: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, saved value, current value) of each difference; None for a missing data.options key.
+    """(key, saved value, current value) of each difference; None for a missing key of DICT_KEYS.
 
     A field that the checkpoint's version lacked counts as its default.
     """
@@ -163,10 +174,10 @@ def _find_differences(saved_config: dict[str, Any], cfg: Config) -> Iterator[tup
     old = _flatten(saved_config)
     for name in [*new, *(name for name in old if name not in new)]:
         a, b = old.get(name), new.get(name)
-        if name not in old and not name.startswith("data.options."):
+        if name not in old and not name.startswith(DICT_KEYS):
             a = _default_value(cfg, name)
         # A field that no longer exists has no value that could be compared.
-        elif name not in new and not name.startswith("data.options."):
+        elif name not in new and not name.startswith(DICT_KEYS):
             continue
         if a != b:
             yield name, a, b

@@ -9,6 +9,7 @@ from jaxmoe.config.errors import SHARE, check_fields, require
 EFFORTS = ("low", "medium", "high")
 OVERLONG = ("refuse", "drop")
 DISTINCT = ("off", "row", "question")
+COLUMNS = ("question", "answer", "system")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class DataConfig:
     # list of these
     task: str | list
     options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
+    # a file's names of its question, answer and system columns: {"question": "problem"}
+    columns: dict[str, Any] = field(default_factory=dict)
     # a text with "{question}", "chat" (the tokenizer's chat template) or "harmony" (GPT-OSS's
     # format); auto: chat for rows that are chats, the plain text for others
     template: str = "auto"
@@ -76,6 +79,13 @@ class DataConfig:
             f"data.distinct must be one of {', '.join(DISTINCT)}; got {self.distinct!r}. "
             "Try --set data.distinct=row, which leaves out copies of rows.",
         )
+        for name, column in self.columns.items():
+            require(
+                name in COLUMNS and isinstance(column, str) and bool(column),
+                f"data.columns must name the file's columns of {', '.join(COLUMNS)}, got "
+                f"{name!r:.60}: {column!r:.60}. Try --set \"data.columns={{'question': 'problem', "
+                "'answer': 'final'}\".",
+            )
         require(
             self.overlong_prompts in OVERLONG,
             f"data.overlong_prompts must be {' or '.join(OVERLONG)}, got "

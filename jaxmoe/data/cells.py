@@ -47,7 +47,7 @@ def read_row(location: str, record: Any, *, answers: bool) -> Row:
     record = decode_columns(location, record)
     name = next((name for name in CHAT_COLUMNS if name in record), None)
     if name is None:
-        raise _missing_column_error(location, record, CHAT_COLUMNS)
+        raise _missing_column_error(location, record, "question", CHAT_COLUMNS)
     chat = _parse_prompt(location, name, record[name])
     tools = parse_tools(location, _find_tools(location, record, record[name]))
     *earlier, last = chat
@@ -114,7 +114,7 @@ def _parse_answers(
 ) -> tuple[str | None, tuple[str, ...]]:
     name, value = stored_answer(record)
     if not name and required:
-        raise _missing_column_error(location, record, _ANSWER_COLUMNS)
+        raise _missing_column_error(location, record, "answer", _ANSWER_COLUMNS)
     alternatives = value if isinstance(value, list) else [value]
     texts = [text for alternative in alternatives for text in _answer_texts(alternative)] or [None]
     if None in texts:
@@ -151,10 +151,11 @@ def _answer_text(value: Any) -> str | None:
 
 
 def _missing_column_error(
-    location: str, record: Mapping[str, Any], names: tuple[str, ...]
+    location: str, record: Mapping[str, Any], kind: str, names: tuple[str, ...]
 ) -> ConfigError:
     *first_names, last = names
     return ConfigError(
         f"{location} must have a column {', '.join(first_names)} or {last}; it has "
-        f"{', '.join(map(str, record)) or 'none of them'}. Write {_EXAMPLE_ROW}"
+        f"{', '.join(map(str, record)) or 'none of them'}. Write {_EXAMPLE_ROW}, or name the "
+        f"file's own column: --set data.columns.{kind}=NAME"
     )

@@ -23,6 +23,7 @@ def open_source(
     size: int | None = None,
     seed: int = 0,
     answers: bool = True,
+    columns: Mapping[str, str] | None = None,
 ) -> Source:
     """All rows of a task.
 
@@ -30,15 +31,17 @@ def open_source(
     size: number of rows to generate, required for reasoning_gym; for a file, the number of rows
         from its start (None: all).
     answers: True if each row of a file must have an answer for the scorer.
+    columns: data.columns, a file's names of its question, answer and system columns.
     Raises: ConfigError for an unknown task, option or file, and for a malformed row.
     """
     options = options or {}
     if isinstance(task, str) and task.startswith("reasoning_gym:"):
+        _refuse_columns(task, columns)
         if size is None or size < 1:
             raise ConfigError(f"size must be positive for {task}, got {size}.")
         return GymSource(task.partition(":")[2], options, size, seed)
     _refuse_options(options)
-    source = FileSource(read_task_rows(task, answers=answers))
+    source = FileSource(read_task_rows(task, answers=answers, columns=columns))
     if size is None:
         return source
     if size > len(source):
@@ -54,9 +57,17 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_columns(task: str, columns: Mapping[str, str] | None) -> None:
+    if columns:
+        raise ConfigError(
+            f"data.columns must be empty for {task}, whose rows are made and not read, got "
+            f"{', '.join(columns)}. Try --set data.columns={{}}"
+        )
+
+
 def open_split(
     task: str | Sequence[str], options: Mapping[str, Any], request: SplitRequest, *,
-    answers: bool = True,
+    answers: bool = True, columns: Mapping[str, str] | None = None,
 ) -> Split:  # fmt: skip
     """Training and held-out rows: no question of the held-out rows is trained on.
 
@@ -66,6 +77,7 @@ def open_split(
 
     request.overlong: drops rows with too long prompts. Rows of a file are dropped before the
         split; rows of a procedural task when they are read, and the next row replaces them.
+    columns: as for open_source; a file of held-out rows has the same ones.
     Raises: ConfigError as open_source does, and if the task has too few distinct questions.
     """
     train_size, eval_size = request.train_size, request.eval_size
@@ -73,6 +85,7 @@ def open_split(
         if value is not None and value < 1:
             raise ConfigError(f"data.{name} must be positive, got {value}.")
     if isinstance(task, str) and task.startswith("reasoning_gym:"):
+        _refuse_columns(task, columns)
         if train_size is None:
             raise ConfigError(
                 f"data.train_rows must be a number for {task}, which generates any number of rows; "
@@ -81,11 +94,11 @@ def open_split(
         return _split_gym(task, options, train_size, eval_size, request.seed, request.overlong)
     train_options = {key: value for key, value in options.items() if key != "held_out"}
     _refuse_options(train_options)
-    train = FileSource(read_task_rows(task, answers=answers))
+    train = FileSource(read_task_rows(task, answers=answers, columns=columns))
     name = task if isinstance(task, str) else ", ".join(task)
     if "held_out" not in options:
         return split_file(train, name, request)
-    held_out = FileSource(read_task_rows(options["held_out"], answers=answers))
+    held_out = FileSource(read_task_rows(options["held_out"], answers=answers, columns=columns))
     return split_file(train, name, request, held_out, str(options["held_out"]))
 
 

@@ -165,7 +165,7 @@ def open_task(cfg: Config) -> Task:
             cfg.data.held_out_rows, cfg.seed, cfg.data.distinct, has_environment=pays_itself,
             overlong=overlong, shuffle=cfg.data.shuffle,
         ),
-        answers=answers,
+        answers=answers, columns=cfg.data.columns,
     )  # fmt: skip
     if map_row is not None:
         train, held_out = MappedRows(train, map_row), MappedRows(held_out, map_row)

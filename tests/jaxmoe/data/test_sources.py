@@ -105,7 +105,7 @@ def test_rows_past_the_end_are_refused():
         ("reasoning_gym:word_ladder", {}, 20_001, "with 20001 rows"),
         (CHAIN, {}, None, "size must be positive"),
         ("gcd", {}, None, "Did you mean reasoning_gym:gcd?"),
-        ("data.csv", {}, None, "reasoning_gym:NAME, a .jsonl, .json or .parquet"),
+        ("data.txt", {}, None, "reasoning_gym:NAME, a .jsonl, .json, .csv, .tsv, .parquet"),
         ("nope.jsonl", {}, None, "Try --set data.task=/full/path/to/nope.jsonl"),
         ("package:no_such_pkg/a.jsonl", {}, None, "pip install --no-deps no-such-pkg"),
         ("a.jsonl", {"min_terms": 1}, None, "data.options must be empty for a file"),
@@ -301,7 +301,7 @@ def test_a_folder_with_rows_for_testing_is_not_trained_on_whole(tmp_path):
         ("a.jsonl.gz", b"no gzip", "must be a gzip file"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20], "must be a gzip file"),
         ("a.jsonl.gz", gzip.compress(b"{", mtime=0), "a.jsonl.gz:1 must be one JSON object"),
-        ("a.csv.gz", b"", "a folder of these, or package"),
+        ("a.txt.gz", b"", "a folder of these, or package"),
     ],
 )
 def test_a_malformed_file_of_these_is_named(tmp_path, name, content, message):
