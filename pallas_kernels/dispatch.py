@@ -188,7 +188,8 @@ def select_implementation(
         unknown = next((name for name in names if name not in impls), None)
         if unknown is not None or not names:
             unknown_name = impl if unknown is None else unknown
-            close_names = difflib.get_close_matches(str(unknown), [*impls, "auto"], 1)
+            # A typing error only: "mosaic_b200" shares most of its letters with a kernel of TPUs.
+            close_names = difflib.get_close_matches(str(unknown), [*impls, "auto"], 1, cutoff=0.75)
             hint = (
                 f"Did you mean {close_names[0]!r}?"
                 if close_names

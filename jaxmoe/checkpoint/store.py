@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxmoe.checkpoint.digests import array_digests, json_digest
 from jaxmoe.checkpoint.failed_writers import join_failed_writers, remove_unfinished
 from jaxmoe.config import ConfigError
+from jaxmoe.distributed.processes import is_failed_collective, lost_process_error
 from jaxmoe.run_files import describe_missing_inodes
 from jaxmoe.shapes import Leaf
 
@@ -53,7 +54,7 @@ def save_checkpoint(
     """Write a step, then delete all but the newest `keep`. Returns when it is on disk.
 
     Raises: CheckpointError if the disk is full; earlier checkpoints stay. If one of several
-        processes dies, JaxRuntimeError in the others.
+        processes dies, EngineError in the others, with its number.
     """
     if keep < 1:
         raise CheckpointError(f"save.keep ({keep}) must be at least 1. Try --set save.keep=1.")
@@ -95,8 +96,8 @@ def save_checkpoint(
     except Exception as error:
         is_distributed = jax.process_count() > 1
         # Another process died. The disk of this one is fine.
-        if is_distributed and isinstance(error, jax.errors.JaxRuntimeError):
-            raise
+        if is_failed_collective(error):
+            raise lost_process_error(error) from error
         full = describe_missing_inodes(directory)  # before the cleanup
         # Other processes may still write into the folder.
         if not is_distributed:

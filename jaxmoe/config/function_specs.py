@@ -62,8 +62,20 @@ def parse_functions(
 
 
 def select_arrays(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arrays that the function takes."""
+    """Return those of the arrays that the function takes. Raises ConfigError for another one."""
+    for name in array_parameters(function):
+        if name not in arrays:
+            raise ConfigError(
+                f"{_name_of(function)} takes {name}, which is not available here; it may "
+                f"take {', '.join(arrays)}. Give another parameter a default."
+            )
     return {name: arrays[name] for name in array_parameters(function)}
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def array_parameters(function: Callable[..., Any]) -> list[str]:

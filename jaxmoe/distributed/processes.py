@@ -9,6 +9,7 @@ Next: jaxmoe/train.py.
 
 import ipaddress
 import os
+import re
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from jaxmoe.config import ConfigError, EngineError, require
 from jaxmoe.distributed.channel import Channel
+from jaxmoe.distributed.roll_call import answering_roll_calls, find_lost_processes
 from jaxmoe.shapes import Leaf
 
 Item = TypeVar("Item")
@@ -31,6 +33,8 @@ START_TIMEOUT_S = 60  # for the other processes at the start
 HEARTBEAT_TIMEOUT_S = 20  # a process that is silent this long counts as dead and ends the others
 FIND_VARIABLE = "JAXMOE_PROCESSES"
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+# how the text of an error of XLA's runtime begins
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -191,21 +195,48 @@ def map_shares(
 def joined_processes() -> Iterator[None]:
     """Run the body with connected processes; if one is lost, the others end with a one-line error.
 
-    Raises EngineError for a collective that failed. If a process misses its heartbeat for
-    HEARTBEAT_TIMEOUT_S, jax itself names it and ends the others.
+    Raises EngineError for a collective that failed, with the process that is gone. If a process
+    misses its heartbeat for HEARTBEAT_TIMEOUT_S, or process 0 ends, jax itself names it and ends
+    the others.
     """
     join_processes()
-    try:
-        with only_first_prints():
+    with answering_roll_calls(), only_first_prints():
+        try:
             yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+        except Exception as error:
+            if is_failed_collective(error):
+                raise lost_process_error(error) from error
             raise
-        raise EngineError(
-            f"process {jax.process_index()} of {jax.process_count()} lost the connection to "
-            f"another: {(str(error).splitlines() or [''])[0][:200]}. Look for the first error in "
-            "the logs of all processes; the same command resumes from the last checkpoint."
-        ) from error
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """True for an error of a collective in a run of several processes.
+
+    jax raises it as a JaxRuntimeError, or as a ValueError with the same text where an array is
+    read whose computation had failed.
+    """
+    if jax.process_count() == 1 or isinstance(error, ConfigError):
+        return False
+    is_status = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
+    return is_status or isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def lost_process_error(error: BaseException) -> EngineError:
+    """The error of a run that lost a process, with the number of that process."""
+    number, count = jax.process_index(), jax.process_count()
+    lost = find_lost_processes()
+    reason = (str(error).splitlines() or [""])[0][:200]
+    resume = "the same command resumes from the last checkpoint."
+    if not lost:
+        return EngineError(
+            f"process {number} of {count} failed in a computation of all processes, and the others "
+            f"live: {reason}. Look for the first error in the logs of all processes; {resume}"
+        )
+    names = f"process{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+    return EngineError(
+        f"process {number} of {count} lost the connection to {names}: {reason}. Look for the first "
+        f"error in the log of {names} (a killed process writes none); {resume}"
+    )
 
 
 def exit_process(code: int) -> int:

@@ -238,6 +238,12 @@ def compute_correction(
         )
         if "switched_BT" in array_parameters(function) and switched_BT is None:
             raise missing_array(function, "switched_BT")
+        require(
+            batch_mask_BT is not None or "batch_mask_BT" not in array_parameters(function),
+            f"loss.rollout_correction: {function_name(function)} takes batch_mask_BT, which is "
+            "known before the gradient only if the batch is scored first. Try --set "
+            "loss.old_logp=recomputed.",
+        )
         step = function(**select_arrays(function, arrays))
         _check_correction(step, function, modifies_weights, "weights_BT" in arrays)
         updates = {name: x for name, x in step._asdict().items() if x is not None}

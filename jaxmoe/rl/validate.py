@@ -4,6 +4,7 @@
 Next: jaxmoe/rl/algorithm.py.
 """
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -105,23 +106,29 @@ def check_algorithm(
     weights: list[bool] = []
     try:
         jax.eval_shape(lambda: weights.append(trace_step()))
-    # A function's arrays are looked up by name. batch_mask_BT is among them only if the correction
-    # is computed before the gradient.
-    except KeyError as error:
-        raise ConfigError(
-            f"loss: a function takes {error.args[0]}, which is known before the gradient only if "
-            "the batch is scored first. Try --set loss.old_logp=recomputed."
-        ) from error
+    except ConfigError:
+        raise  # it says what to type
     except (ValueError, TypeError, AttributeError) as error:
-        # A ConfigError is a ValueError too, and already says what to type.
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
+    # Any other error is of a function itself, such as a KeyError of a dict of its own.
+    except Exception as error:
+        raise ConfigError(
+            f"loss: each function must run on the arrays of a step; {_describe_error(error)}. "
+            "Correct the function."
+        ) from error
     require(
         not (a.old_logp == "rollout" and weights[0]),
         "loss.old_logp=rollout and importance weights in loss.rollout_correction correct the same "
         "mismatch twice. Try --set loss.old_logp=recomputed, or a rejection alone.",
     )
+
+
+def _describe_error(error: Exception) -> str:
+    """Type, text and line of an error; the line is the last one outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    written = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{text:.300} ({written[-1].filename}:{written[-1].lineno}, in {written[-1].name})"
 
 
 def _is_kl_k1(term: Term) -> bool:

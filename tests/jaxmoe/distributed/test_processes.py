@@ -224,7 +224,8 @@ def kill_and_resume(work, kill, want):
     errors = [output for i, (_, output) in enumerate(outputs) if i != victim]
     cause = f"Task {victim}" if victim else "leader task"  # of process 0 the service dies too
     assert any(
-        "lost the connection to another" in output or cause in output for output in errors
+        f"lost the connection to process {victim}:" in output or cause in output
+        for output in errors
     ), errors
     for key, row in read_rows_by_step(work).items():
         assert pick_learned(row) == pick_learned(want[key]), key

@@ -100,8 +100,8 @@ REFUSED = [
     ({CORR: "normalize", "old_logp": "recomputed"}, "normalize takes weights_BT, and "
      'no correction before it sets them. Try --set "loss.rollout_correction=token_is(high=2.0) + '
      'normalize".'),
-    ({CORR: "token_is + normalize"}, "a function takes batch_mask_BT, which is known "
-     "before the gradient only if the batch is scored first. Try --set "
+    ({CORR: "token_is + normalize"}, "normalize takes batch_mask_BT, which is known before "
+     "the gradient only if the batch is scored first. Try --set "
      "loss.old_logp=recomputed."),
     ({"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
      "value_loss returns a scalar, and loss.aggregation rescales the complete loss"),
@@ -171,6 +171,32 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
             return jnp.sum(mask_BT.astype(jnp.float32))
 
         check_algorithm(Algorithm(aggregation=count), 2)
+
+
+def broken_dict(rewards_PR):
+    return rewards_PR - {"mean": 0.0}["group_mean"]
+
+
+def broken_list(rewards_PR):
+    return rewards_PR - [0.0][len(rewards_PR)]
+
+
+def other_array(rewards_PR, group_PR):
+    return rewards_PR - group_PR
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        (broken_dict, r"KeyError: 'group_mean' \(.*test_algorithm\.py:\d+, in broken_dict\)"),
+        (broken_list, r"IndexError: .*, in broken_list\)\. Correct the function"),
+        (other_array, "other_array takes group_PR, .*may take rewards_PR, "),
+    ],
+)
+def test_an_error_of_a_function_is_told_as_its_own(advantages, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        check_algorithm(Algorithm(advantages=advantages), 2)
+    assert "recomputed" not in str(error.value) and "\n" not in str(error.value)
 
 
 # --- tokens of older weights
