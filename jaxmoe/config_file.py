@@ -130,8 +130,11 @@ def _find_config_file(name: str) -> Path:
             return path
     shipped_names = sorted(p.name for p in shipped.glob("[!_]*.py"))
     matches = difflib.get_close_matches(Path(name).name, shipped_names, 1)
-    hint = f" Did you mean {matches[0]}?" if matches else f" Shipped: {', '.join(shipped_names)}."
-    raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")
+    problem = f"there is no {name!r}" if name else "none was given"
+    raise ConfigError(
+        f"--config must name a file; {problem}. Shipped: {', '.join(shipped_names)}. "
+        f"Try --config {matches[0] if matches else 'tiny.py'}"
+    )
 
 
 def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
