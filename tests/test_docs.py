@@ -21,6 +21,7 @@ import pytest
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
 import jaxmoe.study.__main__ as study
+from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
@@ -160,6 +161,8 @@ def check(command: list[str]) -> None:
         benches(args[2:])
     elif args[1] == "pallas_kernels.check":
         checks(args[2:])
+    elif args[1] == "jaxmoe":
+        assert commands.main(args[2:]) == 0
     elif args[1] == "pytest":
         collects(args[2:])
     elif args[1] == "vllm.entrypoints.openai.api_server":
