@@ -80,7 +80,7 @@ def test_a_function_gets_the_arrays_it_names_and_no_other(my_losses):
     function = parse_function("my_losses:terms", "loss.objective", OBJECTIVE)
     arrays = {"logp_BT": 3.0, "advantages_BT": 5.0, "mask_BT": None, "old_logp_BT": None}
     assert function(**select_arrays(function, arrays)) == 7.5
-    with pytest.raises(KeyError, match="advantages_BT"):
+    with pytest.raises(ConfigError, match="terms takes advantages_BT, which is not"):
         select_arrays(function, {"logp_BT": 3.0})
 
 

@@ -362,3 +362,23 @@ def test_what_files_hold_has_a_digest_that_does_not_know_their_place(tmp_path):
     assert first["data.task"] != edited_digests["data.task"]
     write_byte_tokenizer(tmp_path)
     assert tokenizer_digest(str(tmp_path)) != "bytes"
+
+
+def test_an_environment_that_pays_needs_no_answers(tmp_path, monkeypatch):
+    """TRL's data sets for environments have one prompt many times, and no answer."""
+    (tmp_path / "my_game.py").write_text(
+        "from jaxmoe.data.rows import prompt_messages\n"
+        "class Game:\n"
+        "    def reset(self, row, *, seed): return prompt_messages(row), {}\n"
+        "    def step(self, messages): return [], 1.0, True, False, {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"prompt": [{"role": "user", "content": "play"}]}\n' * 14)
+    cfg = make_config(path, environment="my_game:Game()", template="harmony", max_prompt_tokens=600)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_turns=2, max_context=700))
+    task = open_task(cfg)
+    assert len(task.train) == 9 and len(task.held_out) == N_HELD_OUT
+    assert "the same rows are trained on and held out" in task.describe_rows()[1]
+    with pytest.raises(ConfigError, match="must have a column answer"):
+        open_task(make_config(path))
