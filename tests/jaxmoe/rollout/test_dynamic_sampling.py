@@ -145,6 +145,18 @@ def test_metrics_of_episodes_count_what_the_policy_sampled():
     }  # fmt: skip
 
 
+def test_lost_episodes_are_counted_by_cause_and_in_no_mean():
+    episodes = [
+        episode([1], env_rewards={"format": 0.5}),
+        episode([1], env_rewards={"format": 0.1}, lost="close"),
+        episode([1], StopReason.ENV_ERROR, lost="sandbox"),
+        episode([1], StopReason.ENV_ERROR, lost="sandbox"),
+    ]
+    metrics = rollout_metrics(episodes, np.array([0.0, np.nan, np.nan, np.nan]), 1)
+    assert metrics["reward/env/format"] == 0.5 and metrics["lost/frac"] == 0.75
+    assert metrics["lost/close_frac"] == 0.25 and metrics["lost/sandbox_frac"] == 0.5
+
+
 @pytest.mark.parametrize("mask", [None, np.ones(2, bool)])
 def test_single_answers_have_no_metrics_of_episodes(mask):
     rollouts = [replace(rollout(0, i), policy_mask=mask) for i in range(SAMPLES)]
