@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an environment may return, and that everything else is a named fault and never a crash."""
 
+import inspect
 import math
 
 import numpy as np
@@ -23,9 +24,11 @@ REPLY = Message("user", "go on")
 
 
 class Hostile:
-    """Every method that a check might call raises."""
+    """Every method that a check might call raises; hypothesis alone may print it."""
 
     def __repr__(self):
+        if any("hypothesis" in frame.filename for frame in inspect.stack(0)[1:3]):
+            return "Hostile()"
         raise RuntimeError("no")
 
     __str__ = __len__ = __iter__ = __float__ = __bool__ = __repr__
