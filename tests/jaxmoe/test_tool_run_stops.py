@@ -52,7 +52,7 @@ def test_sigterm_saves_though_a_tool_hangs_and_ends_the_process(tmp_path):
     code, output = run.finish()
     assert code == 143 and "SIGTERM: saved rl step 2" in output, output
     # The call may fall into the step or into the evaluation behind it.
-    late = [value for key, value in run.steps[-1].items() if key.endswith("env_timeout_frac")]
+    late = [value for key, value in run.steps[-1].items() if key.endswith("stop/env_timeout_frac")]
     assert len(late) == 1 and 0 < late[0] <= 1 / 4
     code, output = start_tools(tmp_path / "run", **options).finish()
     assert code == 0 and "resuming" in output, output
