@@ -21,12 +21,13 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"  python -m jaxmoe.{name:<8} {text}" for name, text in COMMANDS.items()]
     parser = argparse.ArgumentParser(
-        prog="python -m jaxmoe", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m jaxmoe",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="GPT-OSS, trained by reinforcement learning in JAX. The commands:\n\n"
         + "\n".join(lines),
         epilog="Each has --help. train, eval, doctor, export and plan take --config FILE; without "
         "FILE it lists\nthe configs that are shipped.",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"jaxmoe {__version__}")
     typed = list(sys.argv[1:] if argv is None else argv)
     if typed and typed[0] in COMMANDS:

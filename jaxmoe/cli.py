@@ -38,8 +38,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options of every command."""
     parser = argparse.ArgumentParser(description=description)
     # Not required here: load_config lists the shipped ones where there is none.
-    parser.add_argument("--config", nargs="?", default="", const="", metavar="FILE",
-                        help="tiny.py, or a path; without FILE: list the shipped ones")  # fmt: skip
+    parser.add_argument(
+        "--config",
+        nargs="?",
+        default="",
+        const="",
+        metavar="FILE",
+        help="tiny.py, or a path; without FILE: list the shipped ones",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
                         help="change one field, as in optim.lr=1e-4; may be repeated")  # fmt: skip
     parser.add_argument("--workdir", metavar="DIR", help="run folder; the same folder resumes")

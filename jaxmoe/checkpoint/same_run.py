@@ -134,8 +134,11 @@ def check_use(
         is_model = name.startswith("model.") and name not in ("model.dtype", "model.numerics")
         if is_model or name == "router.route":
             raise _refusal_error(work, name, old, f"be used with {new}")
+        # With an environment complete rows are compared, without one questions are.
+        other_split = name == "data.environment" and bool(old) != bool(new)
         drops = "drop" in (cfg.data.overlong_prompts, saved_config["data"].get("overlong_prompts"))
-        if same_task and _matches_key(name, (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS):
+        keys = (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS
+        if same_task and (other_split or _matches_key(name, keys)):
             raise _refusal_error(
                 work, name, old,
                 f"be evaluated with {new}: rows that it was trained on would count as held out",

@@ -25,8 +25,10 @@ _UNIT = re.compile(
     r"|\^\{?\\circ\}?|\\?%|[A-Za-z]+(?:\^\{?[23]\}?|[²³])?(?![A-Za-z]))"
 )
 _POWER_AFTER = re.compile(r"\^(?!\{?\\circ)|_(?=[0-9{A-Za-z])|[²³]")
-_PRODUCT_AFTER = re.compile(rf"[0-9]|[.,][0-9]|\((?=[0-9A-Za-z])|\\(?:{_NAMES}|frac)(?![A-Za-z])"
-                            r"|[A-Za-z](?![A-Za-z])")  # fmt: skip
+_PRODUCT_AFTER = re.compile(
+    rf"[0-9]|[.,][0-9]|\((?=[0-9A-Za-z])|\\(?:{_NAMES}|frac)(?![A-Za-z])"
+    r"|[A-Za-z](?![A-Za-z])"
+)
 _SIGN_AFTER = re.compile(rf"{_SPACE}(?:{_SIGN})\s*(?:{_TERM})")
 _SCALE_AFTER = re.compile(
     rf"{_SPACE}(?:\\(?:text|textrm|mathrm|mbox)\{{)?\s*(?:{'|'.join(SCALES - {'mod', 'modulo'})})"

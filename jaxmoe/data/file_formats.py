@@ -25,9 +25,11 @@ def readers_by_suffix() -> dict[str, Callable[[Path], Records]]:
     """The reader of each format, by the end of the file's name."""
     packed = {".jsonl": _iter_jsonl, ".json": _iter_json, ".csv": _iter_csv, ".tsv": _iter_csv}
     return {
-        **packed, **{f"{suffix}.gz": reader for suffix, reader in packed.items()},
-        ".parquet": _iter_parquet, ".arrow": _iter_arrow,
-    }  # fmt: skip
+        **packed,
+        **{f"{suffix}.gz": reader for suffix, reader in packed.items()},
+        ".parquet": _iter_parquet,
+        ".arrow": _iter_arrow,
+    }
 
 
 def format_suffix(path: Path) -> str:
@@ -114,9 +116,10 @@ def _split_csv(path: Path, text: str) -> list[tuple[int, list[str]]]:
     """(line, cells) of each row that is not blank."""
     # Strict, because a quote that is never closed would otherwise swallow the rest of the file.
     reader = csv.reader(
-        io.StringIO(text, newline=""), strict=True,
+        io.StringIO(text, newline=""),
+        strict=True,
         delimiter="\t" if format_suffix(path).startswith(".tsv") else ",",
-    )  # fmt: skip
+    )
     rows, line = [], 1
     # Python refuses cells of more than 131,072 characters unless this limit of the process is set.
     limit = csv.field_size_limit(sys.maxsize)

@@ -60,61 +60,66 @@ class _LeftOut:
 
 
 def split_file(
-    source: FileSource, name: str, request: SplitRequest, held_out_file: FileSource | None = None,
+    source: FileSource,
+    name: str,
+    request: SplitRequest,
+    held_out_file: FileSource | None = None,
     held_out_name: str = "",
-) -> Split:  # fmt: skip
+) -> Split:
     """Hold out rows of a file, or of the other file if there is one; train on the file.
 
-    No question that is held out is trained on, and none is held out twice. Without enough
-    different rows, an environment holds out rows that repeat training rows, and a note says so.
+    No question that is held out is trained on, and none is held out twice. If an environment has
+    too few different rows for that, held-out rows repeat training rows, and a note says so.
 
     Raises: ConfigError if too few rows are left.
     """
-    left_out = _LeftOut()
+    left_out, is_one_file = _LeftOut(), held_out_file is None
     order = _shuffle(_usable_rows(source, request, left_out), request.seed)
-    held_source, candidates = source, order
+    keys = {index: request.key(source[index]) for index in order}
+    held_source, candidates, held_out_keys = source, order, keys
     if held_out_file is not None:
         held_source = held_out_file
         candidates = _shuffle(_usable_rows(held_out_file, request, left_out), request.seed)
+        held_out_keys = {index: request.key(held_out_file[index]) for index in candidates}
     first_of_key: dict[str, int] = {}
     for index in candidates:
-        first_of_key.setdefault(request.key(held_source[index]), index)
-    held_out = list(first_of_key.values())[: request.eval_size]
-    # No question of a held-out file is trained on, even if it is not held out itself.
-    n_keys = len(first_of_key) if held_out_file is not None else request.eval_size
-    train = _rows_without(source, order, list(first_of_key)[:n_keys], request)
+        first_of_key.setdefault(held_out_keys[index], index)
 
+    def train_without(n_keys: int) -> list[int]:
+        # No question of a held-out file is trained on, even if it is not held out itself.
+        refused = set(list(first_of_key)[: n_keys if is_one_file else None])
+        return [index for index in order if keys[index] not in refused]
+
+    held_out = list(first_of_key.values())[: request.eval_size]
+    train = train_without(request.eval_size)
     notes: tuple[str, ...] = ()
-    if request.has_environment and _has_too_few(train, held_out, request):
+    if request.has_environment and (len(held_out) < request.eval_size or not train):
         held_out = candidates[: request.eval_size]
-        train = order if held_out_file is not None else order[request.eval_size :]
+        train = order[request.eval_size :] if is_one_file else order
         notes = (
-            f"the same rows are trained on and held out, since there is only "
+            "the same rows are trained on and held out, since there is only "
             f"{_count(len(first_of_key), 'different row')} among {len(candidates):,}: their "
             "episodes differ by the seed alone",
         )
-    if _has_too_few(train, held_out, request):
+    if len(held_out) < request.eval_size or len(train) < (request.train_size or 1):
         # Half of the questions of one file, or all of the other file, can be held out.
-        n_held_out = len(first_of_key) // (1 if held_out_file is not None else 2)
-        n_held_out = min(request.eval_size, n_held_out)
-        n_keys = n_keys if held_out_file is not None else n_held_out
-        trainable = _rows_without(source, order, list(first_of_key)[:n_keys], request)
+        n_held_out = min(request.eval_size, len(first_of_key) // (2 if is_one_file else 1))
         raise _too_few_rows_error(
             f"{_count(len(order), 'usable row')} of {name}",
             _count(len(first_of_key), "different question")
-            + f" of {held_out_name}" * (held_out_file is not None),
-            request, (len(trainable), n_held_out), left_out,
-        )  # fmt: skip
+            + f" of {held_out_name}" * (not is_one_file),
+            request,
+            (len(train_without(n_held_out)), n_held_out),
+            left_out,
+        )
 
-    _count_unused(
-        source, train if held_out_file is not None else [*train, *held_out], order, left_out
-    )
+    _count_unused(source, [*train, *held_out] if is_one_file else train, order, left_out)
     train = train if request.shuffle else sorted(train)
     size = len(train) if request.train_size is None else request.train_size
     for index in train[size:]:
         left_out.add(f"past data.train_rows={size}", source[index])
-    if held_out_file is not None:
-        _count_unused(held_out_file, held_out, candidates, left_out)
+    if not is_one_file:
+        _count_unused(held_source, held_out, candidates, left_out)
     return Split(
         Subset(source, train[:size]), Subset(held_source, held_out), notes + left_out.lines()
     )
@@ -133,17 +138,6 @@ def _usable_rows(source: FileSource, request: SplitRequest, left_out: _LeftOut) 
         if request.overlong is None or request.overlong.accepts(row):
             usable.append(index)
     return usable
-
-
-def _rows_without(
-    source: FileSource, order: list[int], keys: list[str], request: SplitRequest
-) -> list[int]:
-    refused = set(keys)
-    return [i for i in order if request.key(source[i]) not in refused]
-
-
-def _has_too_few(train: list[int], held_out: list[int], request: SplitRequest) -> bool:
-    return len(held_out) < request.eval_size or len(train) < (request.train_size or 1)
 
 
 def _count_unused(
@@ -168,15 +162,17 @@ def _too_few_rows_error(
     train_size, eval_size = possible
     sizes = {"train_rows": request.train_size, "held_out_rows": request.eval_size}
     suggested = {
-        "train_rows": min(request.train_size or 1, train_size), "held_out_rows": eval_size,
-    }  # fmt: skip
+        "train_rows": min(request.train_size or 1, train_size),
+        "held_out_rows": eval_size,
+    }
     sizes_text = " and ".join(f"data.{key} ({size})" for key, size in sizes.items() if size)
     advice = "Add rows to the file."
     if all(suggested.values()):
         settings = [
             f"--set data.{key}={suggested[key]}"
-            for key, size in sizes.items() if size and suggested[key] != size
-        ]  # fmt: skip
+            for key, size in sizes.items()
+            if size and suggested[key] != size
+        ]
         advice = f"Try {' '.join(settings)}."
     dropped = [str(request.overlong)] if request.overlong and request.overlong.dropped else []
     reasons = "".join(f"; {line}" for line in (*left_out.lines(), *dropped))

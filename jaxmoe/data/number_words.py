@@ -47,17 +47,22 @@ _CHANGES_NEXT = FUNCTIONS | frozenset(
     "than power half".split()
 )
 # Pairs of words before a number: "half of 4" and "divided by 4" are not 4, "a total of 4" is.
-_CHANGED_BY_OF = SCALES | FUNCTIONS | frozenset(
-    "square cube logarithm sine cosine tangent percent multiple factor power out inverse "
-    "reciprocal negative opposite".split()
-)  # fmt: skip
+_CHANGED_BY_OF = (
+    SCALES
+    | FUNCTIONS
+    | frozenset(
+        "square cube logarithm sine cosine tangent percent multiple factor power out inverse "
+        "reciprocal negative opposite".split()
+    )
+)
 _CHANGED_BY_BY = frozenset("divided multiplied divide multiply divisible".split())
 _OPERATIONS = (FUNCTIONS - set("max min gcd lcm det floor ceil".split())) | frozenset(
     "minus negative twice thrice".split()
 )
 _MULTIPLES = frozenset("half double triple square cube root".split())
-_CHANGING_COMMANDS = frozenset("\\" + name for name in (
-    *FUNCTIONS, *"pm mp not ne neq le leq lt ge geq gt cdot times".split()))  # fmt: skip
+_CHANGING_COMMANDS = frozenset(
+    "\\" + name for name in (*FUNCTIONS, *"pm mp not ne neq le leq lt ge geq gt cdot times".split())
+)
 
 
 def changes_next(words: list[str]) -> bool:

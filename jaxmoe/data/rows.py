@@ -80,8 +80,14 @@ class Row:
     def content(self) -> str:
         """A text that is equal for rows with the same content in all columns."""
         turns = [turn.identity for turn in self.earlier]
-        content = [self.question, self.answer, self.other_answers, self.system, turns,
-                   dict(self.columns)]  # fmt: skip
+        content = [
+            self.question,
+            self.answer,
+            self.other_answers,
+            self.system,
+            turns,
+            dict(self.columns),
+        ]
         # Columns of a parquet file may hold dates and other values that JSON has no form for.
         return json.dumps(content, sort_keys=True, default=repr)
 

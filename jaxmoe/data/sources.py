@@ -66,9 +66,13 @@ def _refuse_columns(task: str, columns: Mapping[str, str] | None) -> None:
 
 
 def open_split(
-    task: str | Sequence[str], options: Mapping[str, Any], request: SplitRequest, *,
-    answers: bool = True, columns: Mapping[str, str] | None = None,
-) -> Split:  # fmt: skip
+    task: str | Sequence[str],
+    options: Mapping[str, Any],
+    request: SplitRequest,
+    *,
+    answers: bool = True,
+    columns: Mapping[str, str] | None = None,
+) -> Split:
     """Training and held-out rows: no question of the held-out rows is trained on.
 
     A procedural task may generate a question several times within the training rows. Rows of a
@@ -86,6 +90,11 @@ def open_split(
             raise ConfigError(f"data.{name} must be positive, got {value}.")
     if isinstance(task, str) and task.startswith("reasoning_gym:"):
         _refuse_columns(task, columns)
+        if request.distinct != "off":
+            raise ConfigError(
+                f"data.distinct must be off for {task}, whose rows are made and not read, got "
+                f"{request.distinct}. Try --set data.distinct=off."
+            )
         if train_size is None:
             raise ConfigError(
                 f"data.train_rows must be a number for {task}, which generates any number of rows; "
@@ -103,9 +112,13 @@ def open_split(
 
 
 def _split_gym(
-    task: str, options: Mapping[str, Any], train_size: int, eval_size: int, seed: int,
+    task: str,
+    options: Mapping[str, Any],
+    train_size: int,
+    eval_size: int,
+    seed: int,
     overlong: PromptLengthFilter | None,
-) -> Split:  # fmt: skip
+) -> Split:
     """Split a procedural task: train has the first rows, held_out has rows after them."""
     # A procedural task repeats questions, so more rows are generated than are needed.
     source = open_source(task, options=options, size=train_size + 4 * eval_size + 16, seed=seed)

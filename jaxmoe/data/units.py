@@ -11,18 +11,56 @@ import re
 SHORT_UNITS = frozenset("m g s h l L W V A N J K F C °".split())
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen"}
 _SPELLINGS = CURRENCIES | {
-    "%": "percent", "usd": "dollar", "eur": "euro", "gbp": "pound", "degree": "°", "feet": "foot",
-    "ft": "foot", "in": "inch", "yd": "yard", "mi": "mile", "meter": "m", "metre": "m",
-    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm",
-    "kilometer": "km", "kilometre": "km", "gram": "g", "kilogram": "kg", "liter": "l", "litre": "l",
-    "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h",
-}  # fmt: skip
+    "%": "percent",
+    "usd": "dollar",
+    "eur": "euro",
+    "gbp": "pound",
+    "degree": "°",
+    "feet": "foot",
+    "ft": "foot",
+    "in": "inch",
+    "yd": "yard",
+    "mi": "mile",
+    "meter": "m",
+    "metre": "m",
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "millimeter": "mm",
+    "millimetre": "mm",
+    "kilometer": "km",
+    "kilometre": "km",
+    "gram": "g",
+    "kilogram": "kg",
+    "liter": "l",
+    "litre": "l",
+    "second": "s",
+    "sec": "s",
+    "minute": "min",
+    "hour": "h",
+    "hr": "h",
+}
 _RATES = frozenset("per a an each squared cubed square cubic".split())
 
 
-_KNOWN = SHORT_UNITS | set(_SPELLINGS) | set(_SPELLINGS.values()) | {
-    "kg", "mg", "ml", "cent", "day", "week", "month", "year", "pound", "ounce", "mph", "km/h",
-}  # fmt: skip
+_KNOWN = (
+    SHORT_UNITS
+    | set(_SPELLINGS)
+    | set(_SPELLINGS.values())
+    | {
+        "kg",
+        "mg",
+        "ml",
+        "cent",
+        "day",
+        "week",
+        "month",
+        "year",
+        "pound",
+        "ounce",
+        "mph",
+        "km/h",
+    }
+)
 
 
 def is_known_unit(text: str) -> bool:

@@ -65,9 +65,13 @@ def _read_setup(columns: Mapping[str, Any]) -> str:
 
 @checked_by(check_tests)
 async def score_code(
-    prompt: Any, response: str, row: Mapping[str, Any], *, timeout_s: float = 10.0,
+    prompt: Any,
+    response: str,
+    row: Mapping[str, Any],
+    *,
+    timeout_s: float = 10.0,
     sandbox: Mapping[str, Any] | None = None,
-) -> Mapping[str, float | None]:  # fmt: skip
+) -> Mapping[str, float | None]:
     """1.0 if the function that the row asks for passes the row's tests, else 0.0.
 
     The code is the response's last block in ```, or all of it; a response that continues the

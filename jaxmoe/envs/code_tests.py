@@ -18,9 +18,16 @@ _FORMS = (
     "unittest"
 )
 _FIXTURES = {
-    "__init__", "setup_method", "teardown_method", "setup_class", "teardown_class", "setup_module",
-    "teardown_module", "setup_function", "teardown_function",
-}  # fmt: skip
+    "__init__",
+    "setup_method",
+    "teardown_method",
+    "setup_class",
+    "teardown_class",
+    "setup_module",
+    "teardown_module",
+    "setup_function",
+    "teardown_function",
+}
 _FAILING_NAMES = ("assert", "fail", "exit", "_exit", "abort")
 # The runner below takes the place of unittest's own, which ends the interpreter.
 PREPARE_TESTS = "import unittest\nunittest.main = lambda *_, **__: None\n"
@@ -159,9 +166,12 @@ def _is_test_case(node: ast.AST) -> bool:
 def _find_foreign_imports(tree: ast.Module) -> set[str]:
     """Modules that a sandbox does not have, except those below `try`."""
     return {
-        name for node in _walk_without_try(tree) if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in _list_modules(node) if name not in sys.stdlib_module_names
-    }  # fmt: skip
+        name
+        for node in _walk_without_try(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in _list_modules(node)
+        if name not in sys.stdlib_module_names
+    }
 
 
 def _list_modules(node: ast.Import | ast.ImportFrom) -> list[str]:

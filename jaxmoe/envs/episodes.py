@@ -92,6 +92,7 @@ class Episodes:
         self._states_lock = threading.Lock()
         self._is_closed = False
         self._channel = open_reply_channel()
+        self.reset_faults: list[str] = []  # of all processes; these episodes are lost
         self.reply_timeout_s = settings.reply_timeout_s
         self.patience_s = settings.patience_s
         self.reply_threads = settings.threads
@@ -115,17 +116,19 @@ class Episodes:
                     result = self._lose_reset(i, str(result))
                 if isinstance(result, Exception):
                     raise result
-                share[str(i)] = result and list(result)
+                share[str(i)] = result if isinstance(result, str) else list(result)
             return share
 
-        by_episode: dict[int, list[Any] | None] = {}  # None: its reset failed
+        by_episode: dict[int, list[Any] | str] = {}  # a text: the fault of its reset
         for share in self._channel.gather_results(open_share):
             by_episode |= {int(i): value for i, value in share.items()}
+        self.reset_faults = [value for value in by_episode.values() if isinstance(value, str)]
         for i, prompt in enumerate(prompts):
             group = [
-                opened for j in range(self._samples)
-                if (opened := by_episode[i * self._samples + j]) is not None
-            ]  # fmt: skip
+                opened
+                for j in range(self._samples)
+                if not isinstance(opened := by_episode[i * self._samples + j], str)
+            ]
             if not group:  # lost: the engine answers the row's own prompt, for nothing
                 continue
             # A text may spell a special token, so equal texts may have other tokens.
@@ -147,11 +150,6 @@ class Episodes:
         for i, state in self._states.items():
             state.context = self._prompts[i // self._samples].tokens
         return self._prompts
-
-    @property
-    def reset_faults(self) -> list[str]:
-        """The faults of resets in this process, by which episodes are lost."""
-        return [s.fault for s in self._states.values() if s.environment is None]
 
     def reply(self, episode: int, turn: Sequence[int]) -> Reply:
         """Step the episode's environment with the policy's turn; see TokenEnvironment."""
@@ -239,16 +237,17 @@ class Episodes:
         self._close_all()
         return {str(i): state.report() for i, state in self._states.items()}
 
-    def _lose_reset(self, episode: int, fault: str) -> None:
-        """Remember that an episode never began: it is lost, and its row is not at fault."""
+    def _lose_reset(self, episode: int, fault: str) -> str:
+        """Record that an episode never began, and return the fault."""
         state = EpisodeState(None, (), cause="reset", fault=fault)
         with self._states_lock:
             self._states[episode] = state
+        return fault
 
-    def _open_episode(self, episode: int) -> tuple[str, list[int]] | None:
+    def _open_episode(self, episode: int) -> tuple[str, list[int]] | str:
         """Reset an episode's environment; return the text and the tokens of its prompt.
 
-        None if the reset failed in all tries.
+        If the reset failed in all tries, the fault alone: the episode is lost.
         """
         prompt = self._prompts[episode // self._samples]
         row = self._rows[episode // self._samples]
@@ -277,7 +276,8 @@ class Episodes:
             if not is_late:
                 self._states[episode] = state
         if is_late:  # nobody waits for it any more
-            return _close_quietly(environment)
+            _close_quietly(environment)
+            return "reset returned too late"
         if tools := environment.tools:
             state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxmoe.data.rows import Source
-from jaxmoe.envs.lost_episodes import check_lost
+from jaxmoe.envs.lost_episodes import report_lost
 from jaxmoe.envs.reward_checks import plan_checks, score_and_check
 from jaxmoe.envs.rewards import ReportProgress, check_faulty, ignore_progress, mean_part_metrics
 from jaxmoe.envs.scores import print_fault, score_rollouts, select_scored
@@ -49,7 +49,7 @@ def evaluate_held_out(
     greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
     report("answering the held-out rows")
     rollouts = task.sample(engine, prompts, greedy, seed=0, held_out=True)
-    check_lost(rollouts, task.held_out, task.max_lost_frac)
+    report_lost(rollouts, task.held_out, task.max_lost_frac)
     greedy_scores = score_rollouts(rollouts, task.held_out, task, report, step=version)
     check_faulty(greedy_scores, task.max_lost_frac)
     rewards = greedy_scores.rewards
@@ -61,7 +61,7 @@ def evaluate_held_out(
     check_order(sampled, prompts, samples=samples)
     check_masks([*rollouts, *sampled])
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
-    check_lost(sampled, task.held_out, task.max_lost_frac)
+    report_lost(sampled, task.held_out, task.max_lost_frac)
     checked = plan_checks(sampled, task.held_out, task, samples=samples)
     scores = score_and_check(checked, task.held_out, task, report, step=version)
     check_faulty(scores, task.max_lost_frac)

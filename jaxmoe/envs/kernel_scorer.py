@@ -88,10 +88,16 @@ def _is_size(value: Any) -> bool:
 
 @checked_by(check_kernel_task)
 async def score_kernel(
-    prompt: Any, response: str, row: Mapping[str, Any], *, repetitions: int = 5,
-    timeout_s: float = 10.0, max_speedup: float = 10.0, correct_share: float = 0.1,
+    prompt: Any,
+    response: str,
+    row: Mapping[str, Any],
+    *,
+    repetitions: int = 5,
+    timeout_s: float = 10.0,
+    max_speedup: float = 10.0,
+    correct_share: float = 0.1,
     sandbox: Mapping[str, Any] | None = None,
-) -> Mapping[str, float | None]:  # fmt: skip
+) -> Mapping[str, float | None]:
     """Reward from 0 to 1 for the speed of the response's `matmul`; 0 if a product is incorrect.
 
         correct_share + (1 − correct_share) · log(speedup) / log(max_speedup), its fraction in 0…1
@@ -122,10 +128,15 @@ async def score_kernel(
         measured = await asyncio.get_running_loop().run_in_executor(
             _open_threads(),
             functools.partial(
-                measure_kernel, pool, code, sizes, bound, repetitions=repetitions,
+                measure_kernel,
+                pool,
+                code,
+                sizes,
+                bound,
+                repetitions=repetitions,
                 timeout_s=timeout_s,
             ),
-        )  # fmt: skip
+        )
     except SandboxError:
         return {"score": None} | counts | {"no_sandbox": 1.0}
     counts[measured.status.value] = 1.0

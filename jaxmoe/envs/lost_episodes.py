@@ -8,6 +8,8 @@ Next: jaxmoe/envs/episodes.py finds them.
 from collections import Counter
 from collections.abc import Sequence
 
+import jax
+
 from jaxmoe.config import EngineError
 from jaxmoe.data.rows import Source
 from jaxmoe.observe.printable import escape_unprintable
@@ -28,8 +30,8 @@ def describe_lost(rollouts: Sequence[Rollout], source: Source) -> str:
     )
 
 
-def check_lost(rollouts: Sequence[Rollout], source: Source, limit: float) -> None:
-    """Raise EngineError if more than this share of the episodes are lost."""
+def report_lost(rollouts: Sequence[Rollout], source: Source, limit: float) -> None:
+    """Print a line if episodes are lost. Raises EngineError if more than this share are."""
     n_lost = sum(bool(rollout.lost) for rollout in rollouts)
     if n_lost > limit * len(rollouts):
         raise EngineError(
@@ -37,3 +39,5 @@ def check_lost(rollouts: Sequence[Rollout], source: Source, limit: float) -> Non
             f"{describe_lost(rollouts, source)}. Correct the environment, then start the same "
             "command again, or try --set rollout.max_lost_frac=1."
         )
+    if n_lost and jax.process_index() == 0:
+        print(f"! {describe_lost(rollouts, source)}", flush=True)

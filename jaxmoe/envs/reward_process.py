@@ -5,6 +5,7 @@ The process starts with the first call and is reused. If it was killed, the next
 one. Next: jaxmoe/envs/rewards.py.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -71,7 +72,8 @@ class RewardProcess:
 
     A call that takes longer than timeout_s is killed, and its outcome is ("late", None). The
     third late call in a row raises LateError, and a crash of the process CrashError. If a
-    function sets a shorter limit itself, late calls are expected, and any number is accepted.
+    function sets a shorter limit itself, late calls are expected, and no number of them is an
+    error here; jaxmoe/envs/rewards.py limits their share.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -219,12 +221,14 @@ class RewardProcess:
         self._connection.send(list(sys.path))
 
 
-def _print_escaped(source: IO[bytes], target: IO[str]) -> None:
-    """Print the lines of a process, in which no control character has an effect."""
+def _print_escaped(source: IO[bytes], target: Any) -> None:
+    """Print the lines of a process to a stream, in which no control character has an effect."""
     with source:
         for line in source:
             text = line.rstrip(b"\n").decode(errors="replace")
-            print(escape_unprintable(text.replace("\t", "    ")), file=target, flush=True)
+            # A stream that was closed must not stop the reading, or the process would wait for it.
+            with contextlib.suppress(OSError, ValueError):
+                print(escape_unprintable(text.replace("\t", "    ")), file=target, flush=True)
 
 
 def _rebuild_error(label: str, content: Any, row: str) -> Exception:

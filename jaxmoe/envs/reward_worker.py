@@ -101,9 +101,9 @@ def main() -> None:
 
 def _limit_memory() -> None:
     """Limit the memory of this process, and have the kernel end it before the trainer."""
-    with contextlib.suppress(OSError):
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    with contextlib.suppress(OSError, ValueError):  # of systems without these numbers
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit_bytes = int(total_bytes * _MAX_FRACTION_OF_MEMORY)
         hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -112,9 +112,13 @@ def _limit_memory() -> None:
 
 
 def _answer(
-    functions: dict[Any, Callable[..., Any]], key: Any, path: str, options: dict[str, Any],
-    calls: list[dict[str, Any]], limit_s: float | None,
-) -> bytes:  # fmt: skip
+    functions: dict[Any, Callable[..., Any]],
+    key: Any,
+    path: str,
+    options: dict[str, Any],
+    calls: list[dict[str, Any]],
+    limit_s: float | None,
+) -> bytes:
     """The pickled answer to a request: the outcomes of its calls, or the error of its import."""
     try:
         if key not in functions:

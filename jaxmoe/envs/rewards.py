@@ -250,9 +250,11 @@ def _call_reward(
         outcomes = run_calls(calls, [names[0] + suffix] if is_batch else names)
     else:
         outcomes = _call_one_by_one(
-            calls, names, run_calls,
+            calls,
+            names,
+            run_calls,
             lambda pairs: iterate_with_progress(pairs, f"scoring by {name}", report),
-        )  # fmt: skip
+        )
     errors = [value for kind, value in outcomes if isinstance(value, Exception) and kind in FAULTS]
     error = errors[0] if errors else None
     kinds = [kind if kind in FAULTS else "" for kind, _ in outcomes]
@@ -265,10 +267,11 @@ def _call_reward(
 
 
 def _call_one_by_one(
-    calls: Sequence[dict[str, Any]], rows: Sequence[str],
+    calls: Sequence[dict[str, Any]],
+    rows: Sequence[str],
     run_calls: Callable[[list[dict[str, Any]], list[str]], list[tuple[str, Any]]],
     iterate: Callable[[list[tuple[dict[str, Any], str]]], Iterable[Any]] = lambda pairs: pairs,
-) -> list[tuple[str, Any]]:  # fmt: skip
+) -> list[tuple[str, Any]]:
     """The outcomes of calls. A function that costs too much to be tried on the rest is given up:
 
     one that was late or ended its process three times in a row, or that cannot be called at all.
@@ -286,7 +289,8 @@ def _call_one_by_one(
 def check_faulty(scores: BatchRewards, limit: float) -> None:
     """Raise ConfigError if functions failed on more than this share of the answers.
 
-    A function fails on an answer if it is late, raises, ends its process, or returns no number.
+    A function fails on an answer if it is late, raises, ends its process, or returns no number. One
+    that says that it cannot tell, as a judge does, has not failed.
     """
     failed = [fault for fault in scores.faults if fault and fault != "undecided"]
     if len(failed) > limit * len(scores.rewards):

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
-from jaxmoe.envs.lost_episodes import check_lost, describe_lost
+from jaxmoe.envs.lost_episodes import report_lost
 from jaxmoe.envs.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.envs.rewards import (
     BatchRewards,
@@ -80,9 +80,7 @@ def collect_rollouts(
         check_masks(rollouts)
         check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
-        check_lost(rollouts, task.train, task.max_lost_frac)
-        if (lost := describe_lost(rollouts, task.train)) and jax.process_index() == 0:
-            print(f"! {lost}", flush=True)
+        report_lost(rollouts, task.train, task.max_lost_frac)
         answered = time.perf_counter()
         scores = score_across_processes(
             rollouts, task, report, rollout_cfg.samples_per_prompt, step

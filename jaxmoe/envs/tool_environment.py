@@ -65,8 +65,9 @@ class ToolEnvironment:
     def step(self, messages: list[Message]) -> Unchecked:
         earlier = [
             check_step(self._answer_earlier_call(message))
-            for message in messages[:-1] if message.recipient
-        ]  # fmt: skip
+            for message in messages[:-1]
+            if message.recipient
+        ]
         result = self._answer_end(messages)
         if not earlier:
             return result

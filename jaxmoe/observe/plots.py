@@ -81,11 +81,25 @@ def _add_legend(axes: Axes) -> None:
     count = n_columns * min(n_lines, _MAX_LEGEND_LINES)
     if count < len(labels):
         labels[count - 1] = f"and {len(labels) - count + 1} more"
-    axes.legend(handles[:count], labels[:count], frameon=False, fontsize=7, ncols=n_columns,
-                loc="lower center", bbox_to_anchor=(0.5, 1.0), borderpad=0, borderaxespad=0.2,
-                labelspacing=0.2, columnspacing=1.2, handlelength=1.5)  # fmt: skip
-    axes.set_title(axes.get_title(), fontsize=axes.title.get_fontsize(),
-                   pad=6 + 10 * min(n_lines, _MAX_LEGEND_LINES))  # fmt: skip
+    axes.legend(
+        handles[:count],
+        labels[:count],
+        frameon=False,
+        fontsize=7,
+        ncols=n_columns,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        borderpad=0,
+        borderaxespad=0.2,
+        labelspacing=0.2,
+        columnspacing=1.2,
+        handlelength=1.5,
+    )
+    axes.set_title(
+        axes.get_title(),
+        fontsize=axes.title.get_fontsize(),
+        pad=6 + 10 * min(n_lines, _MAX_LEGEND_LINES),
+    )
 
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
@@ -150,8 +164,13 @@ def _plot_accuracy(axes: Axes, rows: Rows, score: str = "accuracy") -> None:
         if metric:
             label = label if score == "accuracy" else label.replace("pass@", "best of ")
             axes.plot(*metric_series(rows, metric), color=SKY, lw=1, marker=".", ms=4, label=label)
-        axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(6, 0),
-                      textcoords="offset points", va="center")  # fmt: skip
+        axes.annotate(
+            f"{values[-1]:.2f}",
+            (steps[-1], values[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
     _set_score_limits(axes, above=0.1)
     axes.set_title(f"held-out {score} (step 0: before RL)")
     axes.title.set_fontsize(10)

@@ -159,8 +159,10 @@ def _row_html(row: Mapping[str, Any]) -> str:
     kind = "training" if row.get("kind") == "group" else "held-out"
     answer = row.get("answer")
     stored = "" if answer is None else f"<p class=s>stored answer <q>{_to_html(answer)}</q></p>"
-    head = (f"<h2>{kind}, row {_to_html(row.get('row', '?'))}</h2>"
-            f"<pre>{_to_visible_html(row.get('prompt'))}</pre>")  # fmt: skip
+    head = (
+        f"<h2>{kind}, row {_to_html(row.get('row', '?'))}</h2>"
+        f"<pre>{_to_visible_html(row.get('prompt'))}</pre>"
+    )
     if row.get("kind") != "group":
         body = (f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
                 f"{_note_html(row)}</p>"

@@ -145,8 +145,10 @@ def test_the_page_opens_at_the_newest_step(tmp_path):
     write_page([row for n in (2, 4, 6) for row in make_row(n, "a")], "t", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert re.findall(r"<details( open)?><summary>rl step (\d)", page) == [
-        (" open", "6"), ("", "4"), ("", "2"),
-    ]  # fmt: skip
+        (" open", "6"),
+        ("", "4"),
+        ("", "2"),
+    ]
 
 
 def test_a_question_behind_a_system_prompt_is_printed(tmp_path, capsys):

@@ -41,3 +41,15 @@ def test_checkpoints_from_before_the_setting_go_on():
     saved = json.loads(to_json(PLAIN))
     del saved["data"]["columns"]
     assert check_resume(WORK, saved, PLAIN) == []
+
+
+def test_rows_of_a_run_with_an_environment_are_split_otherwise():
+    """Complete rows are compared with one, and questions without."""
+    played = override(
+        PLAIN, "data.environment=my_env:Game", "rollout.max_turns=2", "rollout.max_context=200"
+    )
+    other = override(played, "data.environment=my_env:Game(tries=5)")
+    same = ContentDigests({"data.task": "1"}, {"data.task": "1"})
+    check_use(WORK, json.loads(to_json(played)), other, same)
+    with pytest.raises(ConfigError, match="rows that it was trained on would count as held out"):
+        check_use(WORK, json.loads(to_json(played)), PLAIN, same)

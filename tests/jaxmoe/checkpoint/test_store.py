@@ -57,7 +57,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
-def test_where_another_process_is_lost_this_ones_disk_is_not_blamed(tmp_path, monkeypatch, kind):
+def test_a_lost_process_is_no_fault_of_the_disk(tmp_path, monkeypatch, kind):
     """Nor is the folder taken away in which others still write."""
     open_manager = store._open_manager
     half = tmp_path / "c" / "7.orbax-checkpoint-tmp"

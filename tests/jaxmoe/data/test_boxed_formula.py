@@ -9,13 +9,31 @@ from jaxmoe.data.scoring import score_text
 @pytest.mark.parametrize(
     "response",
     [
-        r"\boxed{4}^2", r"$\boxed{4}_{8}$", r"\boxed{4}x", r"\boxed{4}0", r"\boxed{4}.5",
-        r"\boxed{4}/2", r"\boxed{4} \cdot 2", r"\boxed{4} + 1", r"$\boxed{4} x$", r"4\boxed{4}",
-        r"x\boxed{4}", r"\sqrt{\boxed{4}}", r"$\ln\boxed{4}$", r"f(\boxed{4})", r"x^{\boxed{4}}",
-        r"$3 - \boxed{4}$", r"\frac{1}{\boxed{4}}", r"$\log_2 \boxed{4}$", r"$\pm\boxed{4}$",
-        r"2*\boxed{4}", r"$(\boxed{4})^2$", r"\boxed{4}\text{ million}", r"\boxed{4},000",
+        r"\boxed{4}^2",
+        r"$\boxed{4}_{8}$",
+        r"\boxed{4}x",
+        r"\boxed{4}0",
+        r"\boxed{4}.5",
+        r"\boxed{4}/2",
+        r"\boxed{4} \cdot 2",
+        r"\boxed{4} + 1",
+        r"$\boxed{4} x$",
+        r"4\boxed{4}",
+        r"x\boxed{4}",
+        r"\sqrt{\boxed{4}}",
+        r"$\ln\boxed{4}$",
+        r"f(\boxed{4})",
+        r"x^{\boxed{4}}",
+        r"$3 - \boxed{4}$",
+        r"\frac{1}{\boxed{4}}",
+        r"$\log_2 \boxed{4}$",
+        r"$\pm\boxed{4}$",
+        r"2*\boxed{4}",
+        r"$(\boxed{4})^2$",
+        r"\boxed{4}\text{ million}",
+        r"\boxed{4},000",
     ],
-)  # fmt: skip
+)
 def test_a_box_in_a_formula_is_not_its_number(response):
     assert score_text(response, "4") == 0.0
 
@@ -23,15 +41,28 @@ def test_a_box_in_a_formula_is_not_its_number(response):
 @pytest.mark.parametrize(
     "response",
     [
-        r"- $\boxed{4}$", r"**\boxed{4}**", r"*\boxed{4}*", r"_\boxed{4}_", r"so\boxed{4}.",
-        r"\textcolor{red}{\boxed{4}}", r"{\Large \boxed{4}}",
-        r"$5 + 2 - 3 = \boxed{4} \text{ cm}$", r"\[ \therefore \boxed{4} \]",
-        r"\boxed{4} because 2 + 2 = 4", r"(\boxed{4})", r"\$\boxed{4}", r"\boxed{4} apples",
-        r"\boxed{4} - as asked", r"$\boxed{4}$, where $x$ is 1", r"$\boxed{4}^\circ$",
-        r"\boxed{4} cm", r"\boxed{4}\%", r"Step 3 \boxed{4}",
+        r"- $\boxed{4}$",
+        r"**\boxed{4}**",
+        r"*\boxed{4}*",
+        r"_\boxed{4}_",
+        r"so\boxed{4}.",
+        r"\textcolor{red}{\boxed{4}}",
+        r"{\Large \boxed{4}}",
+        r"$5 + 2 - 3 = \boxed{4} \text{ cm}$",
+        r"\[ \therefore \boxed{4} \]",
+        r"\boxed{4} because 2 + 2 = 4",
+        r"(\boxed{4})",
+        r"\$\boxed{4}",
+        r"\boxed{4} apples",
+        r"\boxed{4} - as asked",
+        r"$\boxed{4}$, where $x$ is 1",
+        r"$\boxed{4}^\circ$",
+        r"\boxed{4} cm",
+        r"\boxed{4}\%",
+        r"Step 3 \boxed{4}",
         "\\begin{align}\n&= \\boxed{4}\\\\\n",
     ],
-)  # fmt: skip
+)
 def test_prose_beside_a_box_changes_nothing(response):
     assert score_text(response, "4") == 1.0
 
@@ -39,10 +70,15 @@ def test_prose_beside_a_box_changes_nothing(response):
 @pytest.mark.parametrize(
     ("response", "gold", "score"),
     [
-        (r"-\boxed{4}", "-4", 1.0), (r"$x = -\boxed{4}$", "-4", 1.0), (r"-\boxed{-4}", "4", 0.0),
-        (r"$- \boxed{4}$", "-4", 1.0), (r"+\boxed{4}", "4", 1.0), (r"3 - \boxed{4}", "-4", 0.0),
-        (r"\boxed{\boxed{4}}^2", "4", 0.0), (r"\boxed{4}^2 = \boxed{16}", "16", 1.0),
+        (r"-\boxed{4}", "-4", 1.0),
+        (r"$x = -\boxed{4}$", "-4", 1.0),
+        (r"-\boxed{-4}", "4", 0.0),
+        (r"$- \boxed{4}$", "-4", 1.0),
+        (r"+\boxed{4}", "4", 1.0),
+        (r"3 - \boxed{4}", "-4", 0.0),
+        (r"\boxed{\boxed{4}}^2", "4", 0.0),
+        (r"\boxed{4}^2 = \boxed{16}", "16", 1.0),
     ],
-)  # fmt: skip
+)
 def test_a_sign_before_a_box_belongs_to_it(response, gold, score):
     assert score_text(response, gold) == score

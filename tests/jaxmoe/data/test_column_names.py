@@ -33,11 +33,15 @@ def test_named_columns_are_read_and_all_columns_kept(tmp_path):
         (NAMES, {"prompt": "no", "messages": "no", "answer": "9"}, "2+2=", "4"),
         (NAMES, {"question": "no", "reward_model": {"ground_truth": "9"}}, "2+2=", "4"),
         ({"question": "prompt", "answer": "final"}, {"prompt": "5=", "question": "no"}, "5=", "4"),
-        ({"question": "answer", "answer": "question"}, {"question": "4", "answer": "2+2="},
-         "2+2=", "4"),
+        (
+            {"question": "answer", "answer": "question"},
+            {"question": "4", "answer": "2+2="},
+            "2+2=",
+            "4",
+        ),
         ({"answer": "final"}, {"prompt": "1+3="}, "1+3=", "4"),
     ],
-)  # fmt: skip
+)
 def test_a_named_column_precedes_all_others(tmp_path, names, others, question, answer):
     row = open_source(write_rows(tmp_path / "a.jsonl", ROW | others), columns=names)[0]
     assert (row.question, row.answer) == (question, answer)

@@ -43,8 +43,9 @@ def test_rows_of_one_question_stay_on_one_side(tmp_path):
 
 def test_the_seed_chooses_the_held_out_rows(tmp_path):
     path = write_questions(tmp_path / "a.jsonl", range(20))
-    first, same, other = (open_split(path, {}, SplitRequest(15, 5, seed)).held_out
-                          for seed in (3, 3, 4))  # fmt: skip
+    first, same, other = (
+        open_split(path, {}, SplitRequest(15, 5, seed)).held_out for seed in (3, 3, 4)
+    )
     assert questions(first) == questions(same) != questions(other)
     assert first.score("1", 2) == 1.0
 
@@ -140,14 +141,24 @@ def test_columns_tell_an_environment_s_rows_apart(tmp_path):
     assert len(train) == 8 and len(levels[1]) == 2 and not levels[0] & levels[1]
 
 
+def test_an_environment_trains_on_no_held_out_row_where_it_can(tmp_path):
+    rows = [{"question": "play", "answer": "1", "level": i % 6} for i in range(12)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"Try --set data.train_rows=8\.$"):
+        open_split(path, {}, SplitRequest(9, 2, has_environment=True))
+
+
 @given(
-    st.lists(st.integers(0, 5), min_size=2, max_size=30), st.integers(1, 4),
-    st.sampled_from(["off", "row", "question"]), st.booleans(), st.integers(0, 9),
-)  # fmt: skip
+    st.lists(st.integers(0, 5), min_size=2, max_size=30),
+    st.integers(1, 4),
+    st.sampled_from(["off", "row", "question"]),
+    st.booleans(),
+    st.integers(0, 9),
+)
 def test_no_question_is_on_both_sides(numbers, eval_size, distinct, shuffle, seed):
-    source = FileSource(tuple(
-        Row(f"q{n}", str(i % 2), location=f"a:{i}") for i, n in enumerate(numbers)
-    ))  # fmt: skip
+    source = FileSource(
+        tuple(Row(f"q{n}", str(i % 2), location=f"a:{i}") for i, n in enumerate(numbers))
+    )
     request = SplitRequest(None, eval_size, seed, distinct, shuffle=shuffle)
     if len(set(numbers)) <= eval_size:
         with pytest.raises(ConfigError):

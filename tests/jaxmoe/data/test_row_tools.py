@@ -25,10 +25,15 @@ def read(**columns):
 
 
 @pytest.mark.parametrize(
-    "tools", [TOOLS, [FUNCTION], json.dumps(TOOLS),
-              [FUNCTION | {"parameters": json.dumps(PARAMETERS)}],
-              [{"function": FUNCTION | {"parameters": PARAMETERS | {"title": None}}, "x": None}]],
-)  # fmt: skip
+    "tools",
+    [
+        TOOLS,
+        [FUNCTION],
+        json.dumps(TOOLS),
+        [FUNCTION | {"parameters": json.dumps(PARAMETERS)}],
+        [{"function": FUNCTION | {"parameters": PARAMETERS | {"title": None}}, "x": None}],
+    ],
+)
 def test_every_form_of_the_column_is_read(tools):
     assert read(prompt="q", tools=tools).tools == (WEATHER,)
 
@@ -40,16 +45,27 @@ def test_tools_of_the_first_turn_are_read():
         read(prompt=chat, tools=TOOLS)
 
 
-@pytest.mark.parametrize("tools", ["{", "a text", {"name": "f"}, [{"function": {"name": 3}}], [5],
-                                   [{"name": "two words"}], [FUNCTION, FUNCTION]])  # fmt: skip
+@pytest.mark.parametrize(
+    "tools",
+    [
+        "{",
+        "a text",
+        {"name": "f"},
+        [{"function": {"name": 3}}],
+        [5],
+        [{"name": "two words"}],
+        [FUNCTION, FUNCTION],
+    ],
+)
 def test_what_is_no_list_of_tools_is_refused(tools):
     with pytest.raises(ConfigError, match=r"a:1: (the )?column tools"):
         read(prompt="q", tools=tools)
 
 
 def test_harmony_declares_tools_of_row_and_run():
-    template = Template("harmony", tools=(replace(WEATHER, description="Ours."),
-                                          ToolDescription("add", "Add.", {})))  # fmt: skip
+    template = Template(
+        "harmony", tools=(replace(WEATHER, description="Ours."), ToolDescription("add", "Add.", {}))
+    )
     other = {"name": "look", "description": "Look.", "parameters": {}}
     text, _ = template.render(read(prompt="q", tools=[*TOOLS, other]), TOKENIZER)
     assert "Ours." in text and "The weather." not in text and "type look = () => any" in text
@@ -76,8 +92,10 @@ def call(arguments, name="weather"):
     return [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', json.dumps('{"city": "Rome"}'),
-                                       {"city": "Rome", "unit": None}])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "Rome"}', json.dumps('{"city": "Rome"}'), {"city": "Rome", "unit": None}],
+)
 def test_stored_arguments_become_one_object(arguments):
     assert json.loads(read(prompt=call(arguments)).earlier[1].content) == {"city": "Rome"}
 
@@ -94,20 +112,25 @@ def test_code_for_python_stays_as_it_is():
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_stored_thoughts_become_analysis(key):
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "hm"},
-            {"role": "user", "content": "c"}]  # fmt: skip
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", key: "hm"},
+        {"role": "user", "content": "c"},
+    ]
     thought, answer = read(prompt=chat).earlier[1:]
     assert thought == Message("assistant", "hm", channel="analysis") and answer.content == "b"
 
 
 def test_served_prompts_hold_no_earlier_analysis():
     turns = (
-        Message("user", "a"), Message("assistant", "thought 1", channel="analysis"),
-        Message("assistant", "b"), Message("user", "c"),
+        Message("user", "a"),
+        Message("assistant", "thought 1", channel="analysis"),
+        Message("assistant", "b"),
+        Message("user", "c"),
         Message("assistant", "thought 2", channel="analysis"),
         Message("assistant", "{}", channel="commentary", recipient="functions.f"),
         Message("tool", "4", name="functions.f", channel="commentary", recipient="assistant"),
-    )  # fmt: skip
+    )
     row = Row("d", "1", earlier=turns)
     served, _ = Template("harmony").render(row, TOKENIZER)
     kept, _ = Template("harmony", keep_analysis=True).render(row, TOKENIZER)

@@ -316,6 +316,11 @@ def test_a_pattern_that_matches_nothing_says_so(tmp_path):
         open_source(f"{tmp_path}/*.jsonl")
 
 
+def test_copies_of_made_rows_are_not_asked_about():
+    with pytest.raises(ValueError, match=r"data\.distinct must be off for reasoning_gym.*=off"):
+        open_split(CHAIN, {}, SplitRequest(5, 2, distinct="question"))
+
+
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match=r"data\.held_out_rows must be positive, got 0"):
         open_split(CHAIN, {}, SplitRequest(5, 0, 0))

@@ -80,8 +80,7 @@ FAULTS = {
     "def test_a(given):\n    assert f(2) == given": "test_a needs arguments",
     "async def test_a():\n    assert f(2) == 4": "test_a needs arguments, or an event loop",
     "def setup_function():\n    pass\ndef test_a():\n    assert f(2)": "setup_function is run by",
-    "class TestF:\n    def setup_method(self): 0\n    def test_a(self):\n        assert f(2)":
-        "setup_method is run by pytest",
+    "class TestF:\n def setup_method(self): 0\n def test_a(self): assert f(2)": "setup_method is",
     "def check(f, g):\n    assert f(2) == g(2)": "check needs more than one argument",
     "import pytest\ndef test_a():\n    assert f(2)": "they import pytest",
     "from solution import f\nassert f(2) == 4": "call f without an import; they import solution",
@@ -90,7 +89,7 @@ FAULTS = {
     "print(f(2) == 4)": "have no assertion",
     "1 +": "must be a Python program",
     "assert f(2) == 4\n#" + "x" * 1_000_000: "may have 999,000 characters",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tests", FAULTS, ids=FAULTS.values())

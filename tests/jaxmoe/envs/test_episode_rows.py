@@ -126,6 +126,28 @@ def test_an_environment_whose_reset_returns_too_late_is_closed():
     assert kind.n_closed == 3
 
 
+class SecondOfTwo:
+    """The channel of a second process, whose first has these results."""
+
+    number, count = 1, 2
+
+    def __init__(self, first):
+        self.first = first
+
+    def gather_results(self, make):
+        return [self.first, make()]
+
+
+def test_all_processes_know_which_resets_failed(monkeypatch):
+    opened = ["text", [1, 2]]
+    channel = SecondOfTwo({"0": "reset failed: OSError: gone", "2": opened})
+    monkeypatch.setattr("jaxmoe.envs.episodes.open_reply_channel", lambda: channel)
+    episodes, open_prompts = open_episodes(make_quiet(), samples=1)
+    prompts = open_prompts()
+    assert episodes.reset_faults == ["reset failed: OSError: gone"]
+    assert prompts[2].tokens == (1, 2) and prompts[1].text.count("question 1") == 1
+
+
 def test_a_turn_that_is_late_before_its_step_does_not_step_a_closed_environment():
     environment: Environment = make_quiet()()
     state = EpisodeState(environment, ())

@@ -117,7 +117,7 @@ def test_an_answer_cannot_delay_or_end_the_search_for_its_code():
     assert time.process_time() - start < 1  # 7 s by a search of quadratic time
 
 
-def test_a_sandbox_that_does_not_start_leaves_the_answer_out(monkeypatch):
+def test_an_answer_without_a_sandbox_has_no_reward(monkeypatch):
     fields = {"kind": first_kind(), "disk_mb": 0}
     monkeypatch.setattr(code_scorer, "choose_sandbox", lambda c: BrokenLauncher(c.kind, c))
     rewards = read_rewards(f"jaxmoe.envs.code_scorer:score_code(sandbox={fields})", ["prompt"])

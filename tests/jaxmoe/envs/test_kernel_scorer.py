@@ -146,7 +146,7 @@ def test_the_parts_are_the_same_for_all_outcomes_but_the_speedup():
         assert [name for name, count in counts.items() if count] == [part]
 
 
-def test_a_sandbox_that_does_not_start_leaves_the_answer_out(monkeypatch):
+def test_an_answer_without_a_sandbox_has_no_reward(monkeypatch):
     fields = {"kind": first_kind(), "disk_mb": 0, "warm": 2}
     monkeypatch.setattr(code_scorer, "choose_sandbox", lambda c: BrokenLauncher(c.kind, c))
     lost = score(KERNELS["triple loop"], sandbox=fields)

@@ -278,9 +278,10 @@ def test_partial_rewards_agree_on_the_same_side_of_a_half(open_with):
 @pytest.mark.parametrize(("first", "second"), [("0.5 * ", ""), ("", "0.5 * ")])
 def test_exactly_a_half_is_not_paid_by_either_grader(open_with, first, second):
     task = open_with(
-        rewards=f"{first}check_rewards:honest", second_grader=f"{second}check_rewards:honest",
+        rewards=f"{first}check_rewards:honest",
+        second_grader=f"{second}check_rewards:honest",
         second_grader_share=1.0,
-    )  # fmt: skip
+    )
     _, metrics = check(task, right)
     assert metrics["reward/second_grader_disagrees"] == 1.0
 

@@ -73,6 +73,13 @@ def writes(response):
     print("\\x1b[2J" + response, flush=True)
     return 1.0
 
+def memory_limit(response):
+    import resource
+    with open("/proc/self/oom_score_adj") as file:
+        assert file.read().strip() == "1000"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] / total
+
 def batch(completions, **columns):
     time.sleep(60)
 
@@ -223,7 +230,7 @@ def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_anoth
 
 @pytest.mark.parametrize("name", ["fragile", "fragile_async"])
 @pytest.mark.parametrize("answer", ["crash", "exit", "memory", "no number"])
-def test_an_answer_that_breaks_a_function_alone_has_no_reward(run, name, answer):
+def test_only_an_answer_that_breaks_has_no_reward(run, name, answer):
     scores = score_in_process(run, name, "1", answer, "2", "3")
     np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan, 2.0, 3.0]))
     assert scores.faults == ["", "raised", "", ""]
@@ -232,6 +239,11 @@ def test_an_answer_that_breaks_a_function_alone_has_no_reward(run, name, answer)
     check_faulty(scores, 0.25)
     with pytest.raises(ConfigError, match=r"max_lost_frac \(0.24\) .* on 1 of 4.*row 1 \(a:1\)"):
         check_faulty(scores, 0.24)
+
+
+def test_its_memory_ends_at_half_of_the_machines(run):
+    limit = score_in_process(run, "memory_limit", "1").rewards[0]
+    assert limit == pytest.approx(0.5, abs=1e-6)
 
 
 def test_a_function_that_always_crashes_is_given_up(run):

@@ -385,9 +385,16 @@ def test_an_environment_that_pays_needs_no_answers(tmp_path, monkeypatch):
     prompts, one = task.held_out_prompts(), np.zeros(1)
     tokens, versions = one.astype(np.int32), one.astype(np.int32)
     lost, played = (
-        Rollout(prompt, tokens, one.astype(np.float32), StopReason.STOP_TOKEN, versions,
-                env_rewards={"env": 1.0}, lost=lost)
+        Rollout(
+            prompt,
+            tokens,
+            one.astype(np.float32),
+            StopReason.STOP_TOKEN,
+            versions,
+            env_rewards={"env": 1.0},
+            lost=lost,
+        )
         for prompt, lost in zip(prompts, ("env_error", ""), strict=False)
-    )  # fmt: skip
+    )
     rewards = score_rollouts([lost, played], task.held_out, task).rewards
     np.testing.assert_array_equal(rewards, np.float32([np.nan, 1.0]))

@@ -254,8 +254,9 @@ def test_two_calls_of_one_turn_are_answered_in_order():
     calls = [*make_call('{"a": 6, "b": 7}'), *make_call("print(3)", "python", "analysis")]
     result = run_step(environment, calls)
     assert [(m.name, m.content) for m in result.messages] == [
-        ("functions.multiply", "42"), ("python", "3"),
-    ]  # fmt: skip
+        ("functions.multiply", "42"),
+        ("python", "3"),
+    ]
     assert result.metrics["tool/calls"] == 2 and result.metrics["tool/errors"] == 0
     result = run_step(environment, [*make_call("{", "functions.multiply"), calls[-1]])
     assert result.messages[0].content.startswith("Error") and result.messages[1].content == "3"
@@ -270,7 +271,7 @@ def test_a_call_before_the_answer_is_counted():
     assert result.terminated and result.metrics["tool/calls"] == 1
 
 
-def test_a_call_before_the_last_reaches_no_inner_tool_in_silence():
+def test_an_earlier_call_of_an_inner_tool_is_counted():
     inner = Inner()
     environment = ToolEnvironment([tool_from_function(multiply)], inner)
     environment.reset(ROW, seed=5)

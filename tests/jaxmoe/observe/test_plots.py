@@ -82,8 +82,10 @@ def test_no_legend_covers_a_curve_or_a_value(monkeypatch, tmp_path, end):
     figures = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, *_: figures.append(figure))
     names = [f"tool/{name}/calls" for name in ("python", "search", "calculator", "sql", "bash")]
-    rows = [row | {"eval/accuracy": 0.5 + (end - 0.5) * row["step"] / 9, **dict.fromkeys(names, 1)}
-            for row in _rows(10)]  # fmt: skip
+    rows = [
+        row | {"eval/accuracy": 0.5 + (end - 0.5) * row["step"] / 9, **dict.fromkeys(names, 1)}
+        for row in _rows(10)
+    ]
     plot_run(rows, tmp_path, panels=False)
     FigureCanvasAgg(figures[0]).draw()
     drawn = [axes for axes in figures[0].axes if axes.get_legend()]

@@ -36,10 +36,21 @@ def keep_significant(p_values, rate=0.05):
     [
         ("two_forwards", 1, 25, 16, set()),
         ("noisy_engine", 2, 25, 2, {"detached old log-probs", "GSPO"}),
-        ("many_updates", 3, 29, 14, {"load balance 0.01", "z-loss 1e-3", "frozen router",
-                                     "R2 + dual clip 3", "soft → hard in 20 steps"}),
+        (
+            "many_updates",
+            3,
+            29,
+            14,
+            {
+                "load balance 0.01",
+                "z-loss 1e-3",
+                "frozen router",
+                "R2 + dual clip 3",
+                "soft → hard in 20 steps",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_router_page_counts_its_comparisons(bed, column, count, n_bold, lost):
     cells = {row[0]: row[column] for row in read_table("router_trained", "All beds")[1:]}
     cells = {name: cell for name, cell in cells.items() if cell}
@@ -63,8 +74,9 @@ def test_the_router_page_counts_rates_at_the_edge(bed, n_lowest, count):
 def test_the_four_bit_page_names_rates_at_the_edge():
     rows = [row for bed in ("automaton", "reversal") for row in read_table("mxfp4_trained", bed)]
     assert [row[0] for row in rows if row[1] == "0.00025"] == [
-        "four-bit engine", "four-bit engine, ratio to it",
-    ]  # fmt: skip
+        "four-bit engine",
+        "four-bit engine, ratio to it",
+    ]
     beds = ("automaton", "reversal", "small_rate")
     p_values = {
         (bed, row[0]): find_p_value(row[2], 8)

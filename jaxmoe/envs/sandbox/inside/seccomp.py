@@ -34,9 +34,16 @@ _FIRST_UNKNOWN = 452  # later calls than those of the table do not exist, as on 
 _X32_BIT = 0x40000000
 
 GROUPS = (
-    *REFUSED, *UNSUPPORTED, *IGNORED, "signals", "threads", "death_signal", "file_commands",
-    "device_commands", "huge_pages",
-)  # fmt: skip
+    *REFUSED,
+    *UNSUPPORTED,
+    *IGNORED,
+    "signals",
+    "threads",
+    "death_signal",
+    "file_commands",
+    "device_commands",
+    "huge_pages",
+)
 
 _LOAD, _EQUAL, _SET, _COMPARE, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000

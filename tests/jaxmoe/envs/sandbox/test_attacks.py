@@ -24,9 +24,15 @@ MODULE = "tests.jaxmoe.envs.sandbox.run_attacks"
 # An output that says that the program itself is wrong, and attacked nothing; so does a descriptor
 # that is closed, or one too many where the attack is not about that.
 MISTAKES = (
-    "NameError", "SyntaxError", "ArgumentError", "AttributeError", "TypeError", "timeout",
-    "Errno 9]", "Errno 24]",
-)  # fmt: skip
+    "NameError",
+    "SyntaxError",
+    "ArgumentError",
+    "AttributeError",
+    "TypeError",
+    "timeout",
+    "Errno 9]",
+    "Errno 24]",
+)
 
 
 def run_attacks(kind, user, which):

@@ -157,7 +157,7 @@ def test_junk_and_forged_lines_cost_milliseconds_and_not_the_time_limit(name):
         assert time.monotonic() - start < 10 and not sandbox.is_running
 
 
-def test_a_line_without_an_end_is_read_to_its_limit():
+def test_an_endless_line_is_read_to_its_limit():
     endless = "for _ in range(140): os.write(pipe, b'x' * 65536)\nimport time; time.sleep(1000)"
     with open_sandbox() as sandbox:
         assert sandbox.run(FIND_PIPE + endless, 10.0).status is CallStatus.FORGED

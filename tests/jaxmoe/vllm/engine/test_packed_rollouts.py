@@ -57,7 +57,12 @@ def test_masks_and_numbers_of_an_environment_come_back():
     assert restored[0].env_metrics == {"tool/calls": 2.0}
     assert [(r.lost, r.env_fault) for r in restored] == [("env_error", "ValueError: x"), ("", "")]
     # A field that another process does not get would be its default there.
-    packed = {*packed_rollouts._ARRAYS, *packed_rollouts._NUMBERS, *packed_rollouts._TEXTS,
-              "prompt", "stop"}  # fmt: skip
+    packed = {
+        *packed_rollouts._ARRAYS,
+        *packed_rollouts._NUMBERS,
+        *packed_rollouts._TEXTS,
+        "prompt",
+        "stop",
+    }
     assert packed == {field.name for field in fields(Rollout)}
     assert restored[1].policy_mask is None and restored[1].env_metrics == {}
