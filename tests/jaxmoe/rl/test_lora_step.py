@@ -48,7 +48,8 @@ def buffers(tree):
 
 
 def fresh(lora=LORA):
-    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), CFG, lora, base()))()
+    weights = base()  # before jit, which would trace what is made for the first time
+    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), CFG, lora, weights))()
     return init_state(Trained(adapters), TX)
 
 
