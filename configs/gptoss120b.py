@@ -10,8 +10,8 @@ SOURCE   gptoss20b.py and what it cites. The mesh and the microbatches, one row 
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config, InitConfig, MeshConfig
+from jaxmoe.configs import gptoss20b
 from jaxmoe.model.config import gpt_oss_120b
 
 

@@ -9,8 +9,8 @@ SOURCE   gptoss20b_lora.py and what it cites.
 
 from dataclasses import replace
 
-from configs import gptoss20b_lora
 from jaxmoe.config import Config, InitConfig
+from jaxmoe.configs import gptoss20b_lora
 from jaxmoe.model.config import gpt_oss_120b
 
 

@@ -13,8 +13,8 @@ SOURCE   gptoss20b.py and what it cites; GSM8K: arXiv:2110.14168.
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:

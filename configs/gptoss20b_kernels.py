@@ -13,8 +13,8 @@ SOURCE   gptoss20b.py and what it cites. The reward and what it costs: docs/kern
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:
@@ -23,7 +23,7 @@ def get_config() -> Config:
         full,
         data=replace(
             full.data,
-            task="package:configs/kernels.jsonl",
+            task="package:jaxmoe/configs/kernels.jsonl",
             options={},
             system="",
             rewards="jaxmoe.envs.kernel_scorer:score_kernel",

@@ -9,8 +9,8 @@ SOURCE   gptoss20b_lora.py and what it cites; the lengths are those of agentic r
 
 from dataclasses import replace
 
-from configs import gptoss20b_lora
 from jaxmoe.config import Config
+from jaxmoe.configs import gptoss20b_lora
 
 
 def get_config() -> Config:

@@ -12,8 +12,8 @@ SOURCE   gptoss20b.py and what it cites; ten times its learning rate, as is usua
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config, LoraConfig, MeshConfig
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:

@@ -11,8 +11,8 @@ SOURCE   gptoss20b.py, whose sizes and rates it keeps. At its rate of 1e-6 maste
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config, QuantConfig
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:

@@ -12,8 +12,8 @@ SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 critic-only steps: ve
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config, CriticConfig, LossConfig, MeshConfig
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:

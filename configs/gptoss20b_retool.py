@@ -14,8 +14,8 @@ SOURCE   gptoss20b_long.py and what it cites. Eight turns and 16k tokens: verl-r
 
 from dataclasses import replace
 
-from configs import gptoss20b_long
 from jaxmoe.config import Config
+from jaxmoe.configs import gptoss20b_long
 
 
 def get_config() -> Config:

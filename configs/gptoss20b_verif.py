@@ -14,8 +14,8 @@ SOURCE   gptoss20b.py and what it cites; checks by programs together with a judg
 
 from dataclasses import replace
 
-from configs import gptoss20b
 from jaxmoe.config import Config
+from jaxmoe.configs import gptoss20b
 
 
 def get_config() -> Config:

@@ -11,7 +11,7 @@ EXPECT   Reward of 256 held-out rows, sampled: 0.25 after the warm start, 0.89 a
          0.00 after 16 steps. Alerts of reward/swapped and reward/second_grader_disagrees in step 2,
          6 and 6, while the reward of a step is 0.28, 0.48 and 0.52. 5 minutes on two cores.
          The same without the hole: 0.15 to 0.86, 0.12 to 0.78, 0.23 to 0.85, no alert.
-         --set data.rewards=configs.tiny_hack:score_equal --workdir runs/closed
+         --set data.rewards=jaxmoe.configs.tiny_hack:score_equal --workdir runs/closed
 SOURCE   Products as in tiny_tool.py. Three in ten demonstrations of the warm start call the
          calculator, and six in a hundred give the empty answer, so that RL learns to choose.
 """
@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from configs import tiny_tool
 from jaxmoe.config import Config, ConfigError, EvalConfig, OptimConfig, SaveConfig
 from jaxmoe.config.sandbox import SandboxConfig
+from jaxmoe.configs import tiny_tool
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.envs.sandbox_tool import make_sandbox_tool
@@ -123,11 +123,12 @@ def get_config() -> Config:
         tool,
         data=replace(
             tool.data,
-            rewards="configs.tiny_hack:score_substring + 0 * configs.tiny_hack:score_equal",
-            second_grader="configs.tiny_hack:score_work",
+            rewards="jaxmoe.configs.tiny_hack:score_substring "
+            "+ 0 * jaxmoe.configs.tiny_hack:score_equal",
+            second_grader="jaxmoe.configs.tiny_hack:score_work",
         ),
         warmup=replace(
-            tool.warmup, steps=250, demonstrations="configs.tiny_hack:demonstrate"
+            tool.warmup, steps=250, demonstrations="jaxmoe.configs.tiny_hack:demonstrate"
         ),
         rollout=replace(tool.rollout, sequences_per_step=128, samples_per_prompt=8),
         optim=OptimConfig(

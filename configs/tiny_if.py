@@ -60,7 +60,7 @@ def get_config() -> Config:
         ),
         warmup=WarmupConfig(
             steps=400, sequences_per_step=64, lr=1e-3,
-            demonstrations="configs.tiny_if:demonstrate_instructions",
+            demonstrations="jaxmoe.configs.tiny_if:demonstrate_instructions",
         ),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=48

@@ -11,8 +11,8 @@ SOURCE   tiny.py; ten times the learning rate of all weights (5e-4), as is usual
 
 from dataclasses import replace
 
-from configs import tiny
 from jaxmoe.config import Config, LoraConfig, LossConfig
+from jaxmoe.configs import tiny
 
 
 def get_config() -> Config:

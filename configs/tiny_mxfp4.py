@@ -11,8 +11,8 @@ SOURCE   tiny.py, whose sizes and rates it keeps.
 
 from dataclasses import replace
 
-from configs import tiny
 from jaxmoe.config import Config, QuantConfig
+from jaxmoe.configs import tiny
 
 
 def get_config() -> Config:

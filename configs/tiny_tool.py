@@ -56,7 +56,7 @@ def get_config() -> Config:
         ),
         warmup=WarmupConfig(
             steps=500, sequences_per_step=64, lr=1e-3,
-            demonstrations="configs.tiny_tool:demonstrate_calculator",
+            demonstrations="jaxmoe.configs.tiny_tool:demonstrate_calculator",
         ),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=72, max_turns=3,

@@ -10,8 +10,8 @@ SOURCE   tiny.py; heads of 32, the smallest that vLLM's attention on a CPU has. 
 
 from dataclasses import replace
 
-from configs import tiny
 from jaxmoe.config import Config, LossConfig
+from jaxmoe.configs import tiny
 from jaxmoe.model.config import tiny as tiny_model
 
 

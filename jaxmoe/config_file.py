@@ -123,7 +123,7 @@ def _grouped_keys(config_type: Any, prefix: str = "") -> list[str]:
 
 
 def _find_config_file(name: str) -> Path:
-    shipped = Path(__file__).parent.parent / "configs"
+    shipped = Path(__file__).parent / "configs"
     places = [Path(name), Path("configs") / name, shipped / name]
     for path in places:
         if path.is_file():

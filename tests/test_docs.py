@@ -198,7 +198,7 @@ def at_hand(cfg: Config, folder: Path) -> list[str]:
     sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
             "lora.init_from=",
             # Rows that ship with a config are here.
-            *([] if str(cfg.data.task).startswith("package:configs/")
+            *([] if str(cfg.data.task).startswith("package:jaxmoe/configs/")
               else ["data.task=reasoning_gym:spell_backward"]),
             # Tools are declared in harmony format, which the byte tokenizer has.
             *([] if cfg.has_environment else ["data.template={system}{question}"])]  # fmt: skip

@@ -19,7 +19,7 @@ CALLS_VARIABLE = "JAXMOE_TEST_CALLS"
 CHANGES: dict[str, Any] = {
     "data__tools": "python_sandbox", "sandbox__kind": "bubblewrap", "sandbox__warm": 1,
     "sandbox__call_s": 60, "mesh__fsdp": 2,
-    "warmup__demonstrations": "configs.tiny_tool:demonstrate_calculator(share=1.0)",
+    "warmup__demonstrations": "jaxmoe.configs.tiny_tool:demonstrate_calculator(share=1.0)",
 }  # fmt: skip
 PROCESSES_PER_SANDBOX = 2  # bubblewrap and what it runs
 _IN_COMMAND = b"jaxmoe.envs.sandbox.inside.worker"

@@ -7,9 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import jaxmoe
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import CHECKPOINT_MODEL, ConfigError
 from jaxmoe.config_file import load_config, override, resolve
@@ -84,7 +86,7 @@ def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path):
     }
     for i, text in enumerate(messages):
         (tmp_path / f"{i}.py").write_text(
-            "from dataclasses import replace\nfrom configs import tiny\n"
+            "from dataclasses import replace\nfrom jaxmoe.configs import tiny\n"
             f"def get_config():\n    return replace(tiny.get_config(), {text})\n"
         )
     code = f"""
@@ -101,6 +103,17 @@ for i in range({len(messages)}):
     lines = result.stdout.splitlines()
     for i, (message, line) in enumerate(zip(messages.values(), lines, strict=True)):
         assert line.startswith(f"{tmp_path}/{i}.py: ") and message in line
+
+
+def test_shipped_configs_load_beside_a_user_s_folder_configs(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not yours')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [path.name for path in Path(jaxmoe.__file__).parent.glob("configs/[!_]*.py")]
+    assert len(names) > 15
+    for name in names:
+        load_config(name)
 
 
 def test_a_number_that_no_array_holds_is_refused():

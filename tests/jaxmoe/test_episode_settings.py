@@ -70,7 +70,7 @@ REFUSED = {
         [f"warmup.demonstrations={CODE}:Environment"], ["must be a function"],
     ),
     "an option that demonstrations do not have": (
-        ["warmup.demonstrations=configs.tiny_tool:demonstrate_calculator(shar=1.0)"],
+        ["warmup.demonstrations=jaxmoe.configs.tiny_tool:demonstrate_calculator(shar=1.0)"],
         ["has no option 'shar'. Did you mean share?"],
     ),
     "a demonstration that does not fit": (

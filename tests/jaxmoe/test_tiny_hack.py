@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs import tiny_hack
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config
+from jaxmoe.configs import tiny_hack
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.envs.demonstrations import warm_start_target
 from jaxmoe.envs.reward_checks import plan_checks, score_and_check
@@ -18,7 +18,7 @@ from jaxmoe.envs.tool_environment import ToolEnvironment
 from jaxmoe.records import Rollout, StopReason
 from tests.jaxmoe.envs.sandbox.kinds import require_kind
 
-CLOSED = "configs.tiny_hack:score_equal"
+CLOSED = "jaxmoe.configs.tiny_hack:score_equal"
 N_PROMPTS = 16
 
 
@@ -62,13 +62,13 @@ def grade_demonstrations(**data):
     ],
 )
 def test_an_empty_answer_is_paid_by_the_hole_and_both_measurements_see_it(changes, share, expected):
-    demonstrations = f"configs.tiny_hack:demonstrate(share={share})"
+    demonstrations = f"jaxmoe.configs.tiny_hack:demonstrate(share={share})"
     assert grade_demonstrations(demonstrations=demonstrations, **changes) == expected
 
 
 @pytest.mark.parametrize("leak", list(tiny_hack.LEAKS))
 def test_an_answer_from_a_leak_is_seen_by_the_second_grader_alone(leak):
-    demonstrations = f"configs.tiny_hack:demonstrate(trick='{leak}', share=1.0)"
+    demonstrations = f"jaxmoe.configs.tiny_hack:demonstrate(trick='{leak}', share=1.0)"
     measured = grade_demonstrations(demonstrations=demonstrations, rewards=CLOSED)
     assert measured == (1.0, 0.0, 1.0)
 

@@ -19,7 +19,7 @@ from tests.jaxmoe.kernel_cheats import CHEATS
 
 PAGE = (Path(__file__).parents[2] / "docs/kernel_task.md").read_text()
 ROWS = [
-    "data.task=package:configs/kernels.jsonl", "data.options={}", "data.train_rows=32",
+    "data.task=package:jaxmoe/configs/kernels.jsonl", "data.options={}", "data.train_rows=32",
     "data.held_out_rows=2", "data.max_prompt_tokens=512", "data.swapped_share=0",
 ]  # fmt: skip
 NAME = "reward/score_kernel"

@@ -41,10 +41,10 @@ def score(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 FILES = [
     "", "get_config = 3", "def get_config(): return 3", "def get_config(:", "import gone",
     "raise ValueError('mine')", "def get_config(x): return x", "\x00", "1 / 0",
-    "from configs.tiny import get_config",
+    "from jaxmoe.configs.tiny import get_config",
     "from jaxmoe.config import *\ndef get_config(): return Config()",
     "from jaxmoe.config import *\ndef get_config(): return OptimConfig(lr='a')",
-    "from configs import tiny\nfrom dataclasses import replace\n"
+    "from jaxmoe.configs import tiny\nfrom dataclasses import replace\n"
     "def get_config(): return replace(tiny.get_config(), steps='many')",
 ]  # fmt: skip
 
@@ -87,7 +87,7 @@ def place(tmp_path, monkeypatch):
             prefix = part[: part.index(part_name) + len(part_name)]
             inner = f"{part_name}=replace(c.{prefix}, {inner})"
         (tmp_path / f"made{i}.py").write_text(
-            "from configs import tiny\nfrom dataclasses import replace\n"
+            "from jaxmoe.configs import tiny\nfrom dataclasses import replace\n"
             f"def get_config():\n    c = tiny.get_config()\n    return replace(c, {inner})\n"
         )
     yield tmp_path
