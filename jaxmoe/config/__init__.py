@@ -31,6 +31,7 @@ from jaxmoe.config.quant import QuantConfig, check_quant
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 from jaxmoe.config.router import RouterConfig, check_router_config
 from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
+from jaxmoe.config.values import check_values
 
 __all__ = [
     "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
@@ -262,6 +263,7 @@ class Config:
     kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
 
     def __post_init__(self) -> None:
+        check_values(self)
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
         require(
             m > 0 and n % m == 0,

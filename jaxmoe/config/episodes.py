@@ -24,7 +24,7 @@ def check_episodes(cfg: "Config") -> None:
         max_reply_tokens=(*NOT_NEGATIVE, 0), max_context=(*NOT_NEGATIVE, 0),
         reply_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 60.0),
         patience_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 0.0),
-        reply_threads=(*POSITIVE, 256),
+        reply_threads=("above 0 and at most 10,000", lambda x: 0 < x <= 10_000, 256),
     )  # fmt: skip
     if not cfg.has_environment:
         defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_reply_tokens": 0, "max_context": 0}

@@ -16,7 +16,7 @@ from jaxmoe.config.function_specs import split_calls
 def parse_weighted_names(text: str, key: str, names: Sequence[str]) -> dict[str, float]:
     """Return the number of each name, in the order of the text; {} for an empty text.
 
-    Raises ConfigError unless each is one of `names`, once, with a positive number.
+    Raises ConfigError unless each is one of `names`, once, with a number above 0 and at most 1e6.
     """
     example = f'--set "{key}={names[0]}(0.01)"'
     weights: dict[str, float] = {}
@@ -37,8 +37,8 @@ def parse_weighted_names(text: str, key: str, names: Sequence[str]) -> dict[str,
         except ValueError:
             weight = math.nan
         require(
-            math.isfinite(weight) and weight > 0,
-            f"{key}: the number of {name} must be above 0, got {number!r}. "
+            0 < weight <= 1e6,
+            f"{key}: the number of {name} must be above 0 and at most 1e6, got {number!r}. "
             f'Try --set "{key}={name}(0.01)".',
         )
         weights[name] = weight

@@ -43,6 +43,11 @@ def check_judge(
             f"data.rewards: score_by_judge must have the url of an OpenAI-compatible endpoint, got "
             f"{url!r}. Try {example}."
         )
+    if parsed.auth is not None:
+        raise ConfigError(
+            "data.rewards: score_by_judge's url must not contain a user name or password. Leave "
+            "them out; for a key: export JUDGE_KEY=…, and key_env='JUDGE_KEY'."
+        )
     for name, value in (("model", model), ("criteria", criteria)):
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(

@@ -25,8 +25,8 @@ REFUSED = [
     (("router.route=route_annealed(steps=900)",), "must be hard after at least one step"),
     (("router.route=route_annealed(steps=0)",), "must be hard after at least one step"),
     (("router.route=route_softly", "rollout.engine=vllm"), "needs rollout.engine=native"),
-    (("router.terms=z_loss(-1)",), "the number of z_loss must be above 0, got '-1'"),
-    (("router.terms=z_loss(nan)",), "the number of z_loss must be above 0, got 'nan'"),
+    (("router.terms=z_loss(-1)",), "z_loss must be above 0 and at most 1e6, got '-1'"),
+    (("router.terms=z_loss(nan)",), "z_loss must be above 0 and at most 1e6, got 'nan'"),
     (("router.terms=z_loss",), "must be names with a number each"),
     (("router.terms=router_kl(0.1)",), "needs several updates"),
     (("router.noise=normal(0.3)",), "needs router.replay=R3"),
@@ -39,6 +39,7 @@ REFUSED = [
     (("router.freeze=True", "router.terms=z_loss(1)"), "nothing of the router to train"),
     (("router.freeze=True", "router.lr_scale=0.1"), "has no effect with router.freeze=True"),
     (("router.lr_scale=0.0",), "router.lr_scale must be above 0"),
+    (("router.noise=normal(1e38)", "router.replay=R3"), "at most 1e6, got '1e38'"),
 ]
 
 
@@ -68,8 +69,8 @@ def test_r3_records_the_experts_of_the_engine_and_r2_does_not():
     [
         ("zloss(1)", "there is no 'zloss'. Did you mean z_loss?"),
         ("z_loss(1) + z_loss(2)", "must name z_loss once"),
-        ("z_loss(one)", "must be above 0, got 'one'"),
-        ("z_loss(weight=1)", "must be above 0, got 'weight=1'"),
+        ("z_loss(one)", "at most 1e6, got 'one'"),
+        ("z_loss(weight=1)", "at most 1e6, got 'weight=1'"),
         ("z_loss(1) load_balance(1)", "must be names with a number each"),
         ("my_module:term(1)", "must be names with a number each"),
     ],
