@@ -26,12 +26,12 @@ from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
 from jaxmoe.envs.instructions.checkers import INSTALL
-from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
 from pallas_kernels.bench.__main__ import parse_bench_arguments
 from pallas_kernels.check.__main__ import parse_check_arguments as checks
+from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 from tests.pages import DOCS, FOREIGN, PAGES, ROOT, START, named
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -190,11 +190,11 @@ def dry(args: list[str]) -> None:
 
 
 def at_hand(cfg: Config, folder: Path) -> list[str]:
-    """A checkpoint's config.json, a tokenizer and rows in the place of those of a config.
+    """A checkpoint without data, a tokenizer and rows in the place of those of a config.
 
     No adapter is here, so that a run cannot start from one.
     """
-    (folder / "config.json").write_text(json.dumps(to_hf(cfg.model, dtype="bfloat16")))
+    write_sparse_checkpoint(folder, cfg.model)
     sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
             "lora.init_from=",
             # Rows that ship with a config are here.

@@ -6,18 +6,25 @@ Next: jaxmoe/checkpoint/hf.py reads the data.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from jaxmoe.checkpoint import mxfp4
-from jaxmoe.checkpoint.entries import Entry, plan_entry
-from jaxmoe.checkpoint.tensor_files import FLOATS, StoredTensor, format_dtype_error
+from jaxmoe.checkpoint.entries import Entry, list_entries, plan_entry
+from jaxmoe.checkpoint.tensor_files import FLOATS, StoredTensor, find_tensors, format_dtype_error
 from jaxmoe.config import ConfigError, ModelConfig
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP
 
 
-def check_headers(
-    directory: Path, table: list[Entry], tensors: dict[str, StoredTensor], experts: str
-) -> None:
-    """Raise ConfigError unless a folder's tensors are exactly those of the table."""
+def read_headers(
+    directory: Path, cfg: ModelConfig, experts: Literal["dense", "packed"] = "dense"
+) -> tuple[list[Entry], dict[str, StoredTensor]]:
+    """The tensors of a model, and where a folder stores them, without reading their data.
+
+    Raises ConfigError for a damaged or missing file, and for tensors that are not the model's.
+    """
+    if experts == "packed":
+        check_packable(cfg)
+    table, tensors = list_entries(cfg), find_tensors(directory)
     if experts == "packed":
         _check_packed(directory, table, tensors)
     problems = list(_find_problems(table, tensors))
@@ -26,6 +33,7 @@ def check_headers(
         raise ConfigError(
             f"{directory}: {problems[0]}{note} Compare config.json with the *.safetensors."
         )
+    return table, tensors
 
 
 def _check_packed(directory: Path, table: list[Entry], tensors: dict[str, StoredTensor]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.entries import Entry, leaf_of, list_entries, plan_entry, planned_tensors
-from jaxmoe.checkpoint.headers import check_headers, check_packable
+from jaxmoe.checkpoint.headers import check_packable, read_headers
 from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather_leaf, zeros_to_share
 from jaxmoe.checkpoint.merge import merge_layer
 from jaxmoe.checkpoint.tensor_files import (
@@ -30,7 +30,6 @@ from jaxmoe.checkpoint.tensor_files import (
     PlannedTensor,
     StoredTensor,
     count_not_finite,
-    find_tensors,
     plan_shards,
     planned_bytes,
     read_tensor_rows,
@@ -114,9 +113,7 @@ def read_entries(
     For packed experts, `init_leaf` returns a `Mxfp4` for each of their matrices.
     Raises: ConfigError as `load_params` does.
     """
-    tensors = find_tensors(directory)
-    table = list_entries(cfg)
-    check_headers(directory, table, tensors, experts)
+    table, tensors = read_headers(directory, cfg, experts)
     bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = init_leaf(entry)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxmoe.checkpoint.digests import partial_digest
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json_object
+from jaxmoe.config.lfs_pointer import check_no_lfs_pointer
 
 PlannedTensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
@@ -105,6 +106,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             "Fetch it, or point init.checkpoint at another directory."
         )
     try:
+        check_no_lfs_pointer(path)
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

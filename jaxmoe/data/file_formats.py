@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json, reject_duplicate_keys
+from jaxmoe.config.lfs_pointer import check_no_lfs_pointer
 
 Records = Iterator[tuple[str, Any]]  # ("file:line", record), counted from 1
 
@@ -39,6 +40,7 @@ def format_suffix(path: Path) -> str:
 
 def read_records(path: Path) -> Records:
     """All records of a file with one of these suffixes. Raises ConfigError if it is malformed."""
+    check_no_lfs_pointer(path)
     return readers_by_suffix()[format_suffix(path)](path)
 
 

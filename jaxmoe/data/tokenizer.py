@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from jaxmoe.config import ConfigError
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import parse_json_object
+from jaxmoe.config.lfs_pointer import check_no_lfs_pointer
 from jaxmoe.data.end_tokens import read_end_tokens
 
 SPECIALS = (
@@ -131,6 +132,7 @@ class HFTokenizer:
     def __init__(self, path: str | Path, *, extra_stop_ids: Iterable[int] = ()) -> None:
         file = _tokenizer_file(Path(path))
         check_file_sums(file.parent)
+        check_no_lfs_pointer(file)
         try:
             text = file.read_text(encoding="utf-8")
             self._marked = tokenizers.Tokenizer.from_str(text)

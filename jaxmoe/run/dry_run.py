@@ -6,8 +6,7 @@ Nothing is written, started or trained. Next: jaxmoe/train.py.
 
 from pathlib import Path
 
-import jax
-
+from jaxmoe.checkpoint.headers import read_headers
 from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
@@ -39,7 +38,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
 
     `stages` are the command's stages of Memory.bytes_by_part.
     Raises ConfigError, after printing everything, for the first setting that the command would
-    refuse. For a mesh that is larger than this machine, problems are only printed.
+    refuse; the others are printed. The memory of a mesh for other machines is not checked.
     """
     check_mesh(cfg)
     print(format_plan(cfg))
@@ -56,10 +55,10 @@ def dry_run(cfg: Config, *stages: str) -> None:
                 print(text)
         except ConfigError as error:
             errors.append(error)
-    if cfg.mesh.devices in (1, jax.device_count()) and errors:
-        raise errors[0]
-    for error in errors:
+    for error in errors[1:]:
         print(f"  problem      {error}")
+    if errors:
+        raise errors[0]
 
 
 def format_plan(cfg: Config) -> str:
@@ -176,9 +175,12 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
 def _check_checkpoint(cfg: Config) -> str:
     if not cfg.init.checkpoint:
         return ""
-    check_checkpoint_model(cfg.model, Path(cfg.init.checkpoint))
+    directory = Path(cfg.init.checkpoint)
+    check_checkpoint_model(cfg.model, directory)
+    is_base = bool(cfg.lora.ranks) and cfg.warmup.steps == 0
+    table, _ = read_headers(directory, cfg.model, "packed" if is_base else "dense")
     load_initial_adapters(cfg)
-    return f"  config.json  {cfg.init.checkpoint}: the model above"
+    return f"  checkpoint   {directory}: config.json and {len(table)} tensors of the model above"
 
 
 def _check_task(cfg: Config) -> str:

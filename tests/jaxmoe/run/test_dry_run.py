@@ -2,14 +2,19 @@
 """The look before a run: what is here, what is not, and nothing left behind."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 from jaxmoe import doctor, eval, train
+from jaxmoe.checkpoint.entries import list_entries
+from jaxmoe.checkpoint.tensor_files import encode_header, planned_bytes
 from jaxmoe.config_file import load_config
 from jaxmoe.envs import tasks
-from jaxmoe.model.config import to_hf
+from jaxmoe.model.config import tiny
+from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 
 # 3 B parameters
 LARGE = ["model.d_model=1024", "model.n_layers=24", "model.n_experts=35", "model.d_expert=1152"]
@@ -72,13 +77,78 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
         ("data.template=ask", "must hold {question}"),
     ],
 )
-def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, message, capsys):
-    change = (change, "data.options={}") if change.startswith("data.task") else (change,)
-    _, err = refused(train.main, [*command(*change), "--dry-run"], capsys)
-    assert message in err
-    assert train.main([*command(*change, "mesh.fsdp=2"), "--dry-run"]) == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  problem")]
-    assert message in line
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_input_that_is_missing_ends_every_dry_run(change, message, devices, capsys):
+    changes = [change, *(["data.options={}"] if change.startswith("data.task") else [])]
+    args = command(*changes, f"mesh.fsdp={devices}")
+    out, err = refused(train.main, [*args, "--dry-run"], capsys)
+    assert message in err and "problem" not in out
+
+
+def test_a_dry_run_tells_every_mistake_and_its_first_ends_it(capsys):
+    changes = ["init.checkpoint=gone", "data.template=ask", *LARGE, "mesh.fsdp=2"]
+    out, err = refused(train.main, [*command(*changes), "--dry-run"], capsys)
+    assert "must contain config.json" in err
+    assert re.findall("^  problem .*(must hold {question})", out, re.M)
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def put_pointer(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def write_again(spoil):
+    """A change of the names and shapes of the tensors in a file's header."""
+
+    def change(file):
+        with open(file, "rb") as stored:
+            header = json.loads(stored.read(int.from_bytes(stored.read(8), "little")))
+        del header["__metadata__"]
+        planned = [(name, x["dtype"], tuple(x["shape"])) for name, x in header.items()]
+        planned = [spoil(*tensor) for tensor in planned]
+        file.write_bytes(encode_header(planned) + bytes(sum(map(planned_bytes, planned))))
+
+    return change
+
+
+def rename(name, dtype, shape):
+    return name.replace("embed_tokens", "tok_embeddings"), dtype, shape
+
+
+def transpose(name, dtype, shape):
+    return name, dtype, shape[::-1] if "embed_tokens" in name else shape
+
+
+SPOILT = {
+    "missing": (Path.unlink, "model.safetensors is missing"),
+    "cut": (cut, "truncated?"),
+    "pointer": (put_pointer, "Type: git -C .* lfs pull"),
+    "renamed": (write_again(rename), r"embed_tokens.weight is missing.*\(1 more like it.\)"),
+    "transposed": (write_again(transpose), r"must have shape \(265, 128\), got \(128, 265\)"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_tensors_that_no_run_reads_end_a_dry_run(kind, capsys, tmp_path):
+    write_sparse_checkpoint(tmp_path, tiny(), "bfloat16")
+    args = [*command(f"init.checkpoint={tmp_path}", "warmup.steps=0"), "--dry-run"]
+    assert train.main(args) == 0
+    assert f"config.json and {len(list_entries(tiny()))} tensors" in capsys.readouterr().out
+    spoil, message = SPOILT[kind]
+    spoil(tmp_path / "model.safetensors")
+    assert re.search(message, refused(train.main, args, capsys)[1])
+
+
+def test_a_dry_run_of_adapters_needs_a_packed_base(capsys, tmp_path):
+    write_sparse_checkpoint(tmp_path, tiny(), "bfloat16")
+    changes = ["lora.attention_rank=4", "warmup.steps=0", f"init.checkpoint={tmp_path}"]
+    args = [*command(*changes), "--dry-run"]
+    assert "must hold packed experts" in refused(train.main, args, capsys)[1]
+    write_sparse_checkpoint(tmp_path, tiny(), "mxfp4")
+    assert train.main(args) == 0
 
 
 @pytest.mark.parametrize(
@@ -89,11 +159,10 @@ def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, me
 def test_adapters_of_the_large_models_are_planned_by_kind(
     name, kinds, capsys, tmp_path, monkeypatch
 ):
-    """Dry run with a local config.json, the byte tokenizer and generated rows."""
+    """Dry run with a checkpoint without data, the byte tokenizer and generated rows."""
     monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
-    model = to_hf(load_config(name).model, dtype="bfloat16")
-    (tmp_path / "config.json").write_text(json.dumps(model))
+    write_sparse_checkpoint(tmp_path, load_config(name).model)
     overrides = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
             "data.task=reasoning_gym:spell_backward",
             *([] if "retool" in name else ["data.template={system}{question}"])]  # fmt: skip
