@@ -13,7 +13,7 @@ from jaxmoe.config.errors import require
 
 MAX_NUMBER = 1e30  # its product with another ordinary number is still finite in float32
 MAX_SECONDS = 1e9  # 31 years; the clocks of sockets and threads refuse much more
-_CREDENTIALS = re.compile(r"(\w+://)[^\s/'\"@]*@")
+_CREDENTIALS = re.compile(r"(\w+://)[^\s'\"]*@")  # a password may have a "/" that is not escaped
 # Texts for the policy, which may speak of any address.
 _PROMPTS = ("data.system", "data.template")
 
@@ -29,13 +29,19 @@ def check_values(config: Any) -> None:
                 f"Try --set {key}={default if isinstance(default, float) else 1e-4}.",
             )
         if isinstance(value, str) and key not in _PROMPTS:
-            match = _CREDENTIALS.search(value)
-            require(
-                match is None,
-                f"{key} must not contain a user name or password, which would be printed and "
-                f"written to files; {match[1] if match else ''}…@ was given. Leave it out. A judge "
-                "reads its key from a variable: export JUDGE_KEY=…, and key_env='JUDGE_KEY'.",
-            )
+            check_no_password(value, key)
+
+
+def check_no_password(text: str, key: str) -> None:
+    """Raise ConfigError for a URL with a user name or password, without printing them."""
+    match = _CREDENTIALS.search(text)
+    require(
+        match is None,
+        f"{key} must not contain a user name or password, which would be printed and "
+        f"written to files; {match[1] if match else ''}…@ was given. Leave it out; write "
+        "the @ of a path as %40. A judge reads its key from a variable: "
+        "export JUDGE_KEY=…, and key_env='JUDGE_KEY'.",
+    )
 
 
 def _iter_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -18,6 +18,7 @@ from urllib3.exceptions import LocationParseError
 from urllib3.util import parse_url
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.values import check_no_password
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.judge_client import JudgeFailed, request_judge
 from jaxmoe.envs.reward_specs import checked_by
@@ -34,6 +35,7 @@ def check_judge(
 ) -> None:  # fmt: skip
     """Raise ConfigError for options that cannot work, and for a key that is not set."""
     example = "score_by_judge(url='http://localhost:8000/v1', model='NAME')"
+    check_no_password(str(url), "data.rewards: score_by_judge's url")
     try:
         parsed = parse_url(url if isinstance(url, str) else "")
     except LocationParseError:
@@ -42,11 +44,6 @@ def check_judge(
         raise ConfigError(
             f"data.rewards: score_by_judge must have the url of an OpenAI-compatible endpoint, got "
             f"{url!r}. Try {example}."
-        )
-    if parsed.auth is not None:
-        raise ConfigError(
-            "data.rewards: score_by_judge's url must not contain a user name or password. Leave "
-            "them out; for a key: export JUDGE_KEY=…, and key_env='JUDGE_KEY'."
         )
     for name, value in (("model", model), ("criteria", criteria)):
         if not isinstance(value, str) or not value.strip():

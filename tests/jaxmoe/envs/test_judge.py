@@ -205,6 +205,7 @@ def test_a_judge_that_refuses_the_key_or_the_model_stops_the_run(status):
         ({"url": "http://[::1/v1"}, "must have the url"),
         ({"url": 3}, "must have the url"),
         ({"url": "http://me:pw@h/v1"}, "must not contain a user name or password"),
+        ({"url": "ftp://me:p/w@h/v1"}, "must not contain a user name or password"),
         ({"model": ""}, "must have a text as model"),
         ({"criteria": " "}, "must have a text as criteria"),
         ({"timeout_s": 0}, r"timeout_s=…\) must be a number of seconds of at least 0.1, got 0"),
