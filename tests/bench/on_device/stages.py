@@ -46,11 +46,11 @@ def whole_run(name: str, limit_s: float, *arguments: str) -> Stage:
     return Stage(f"run_{name}", (f"{HERE}.whole_run", *arguments), limit_s, 120, 60, phase=1)
 
 
-# Widths that Hopper's tiles take; tiny.py's own are smaller.
-WIDE = ("model.d_model=256", "model.head_dim=64", "model.d_expert=256")
+# Widths and a type that Hopper's kernels take; tiny.py's own are smaller, and float32.
+WIDE = ("model.d_model=256", "model.head_dim=64", "model.d_expert=256", "model.vocab_multiple=64",
+        "model.dtype=bfloat16")  # fmt: skip
 RUN = tuple(x for setting in WIDE for x in ("--set", setting))
 INVARIANT = ("--set", "model.numerics=invariant")
-BFLOAT16 = ("--set", "model.dtype=bfloat16")
 LONG = ("--tokens", "24576", "--sequences", "2")
 
 SMOKE = Stage("smoke", (f"{HERE}.smoke",), 200, 10, 45)
@@ -91,10 +91,8 @@ GPU = (
     cases("invariant", 400),
     whole_run("tiny_invariant", 400, "--config", "tiny.py", *RUN, *INVARIANT, "--peer-set",
               "model.numerics=fast"),
-    whole_run("tiny_invariant_bfloat16", 400, "--config", "tiny.py", *RUN, *INVARIANT, *BFLOAT16),
-    whole_run("tool_invariant_bfloat16", 500, "--config", "tiny_tool.py", *RUN, *INVARIANT,
-              *BFLOAT16, "--set", "optim.tokens_per_microbatch=0", "--set",
-              "optim.microbatches=4"),
+    whole_run("tool_invariant", 500, "--config", "tiny_tool.py", *RUN, *INVARIANT, "--set",
+              "optim.tokens_per_microbatch=0", "--set", "optim.microbatches=4"),
     cases("real", 500),
     cases("rest", 500),
     cases("triton", 300),
