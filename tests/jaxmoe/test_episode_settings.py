@@ -84,6 +84,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_episodes_that_cannot_work_are_one_line_and_leave_no_folder(
     name, tmp_path, capsys, monkeypatch
@@ -98,6 +99,7 @@ def test_episodes_that_cannot_work_are_one_line_and_leave_no_folder(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_refuses_in_one_line_too(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tiny_tool.py", "--workdir",

@@ -44,6 +44,7 @@ def own_engine(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
+@pytest.mark.slow
 def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, tmp_path, capsys):
     changes = [part for change in (*SMALL, OWN) for part in ("--set", change)]
     command = ["--config", "tiny.py", "--workdir", str(tmp_path), *changes]
@@ -145,6 +146,7 @@ def test_a_name_that_describes_no_engine_is_refused_in_one_line(name, answer, pe
     assert answer in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_config_is_checked_without_an_engine_being_opened_or_vllm_imported():
     """In a fresh interpreter, for each engine that ships."""
     code = (

@@ -77,6 +77,7 @@ def assert_whole(work):
     assert (trained, scored) == (list(range(1, STEPS + 1)), [0, 3, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("call", "number"), [("load", 4), ("score", 3)])
 def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, ahead, call, number):
@@ -215,6 +216,7 @@ def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_row
     assert first.trained + resumed.trained == through.trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])
 def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, ahead, dies_at):
     """It dies with batches ready and under way, and saves nothing on the way out."""

@@ -80,6 +80,7 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
                 np.testing.assert_array_equal(part, np.asarray(expected))
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_breaks_an_expert_names_it_and_saves_nothing_broken(
     tmp_path, standard_promotion
 ):
@@ -271,6 +272,7 @@ def test_what_cannot_be_rounded_is_refused_in_one_line(changes, text):
     assert text in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mxfp4", "bfloat16", "float32"])
 def test_an_export_of_any_dtype_has_the_values_that_were_read(dtype, tmp_path):
     cfg = load_config("tiny_mxfp4.py").model

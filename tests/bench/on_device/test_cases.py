@@ -46,6 +46,7 @@ def test_what_the_campaign_has_as_right_is_not_run_again(tmp_path):
     assert order_group(list_cases(), "real", done)[:2] == [second, third]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_what_is_not_done_in_processes_and_reports_each(capfd, tmp_path):
     done = tmp_path / "results.jsonl"
     figures = [{"case": REHEARSAL[1], "verdict": "right"}]

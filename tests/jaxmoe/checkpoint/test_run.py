@@ -62,6 +62,7 @@ def test_a_run_folder_must_take_files(tmp_path, monkeypatch):
         restore_run(tmp_path / "new", CFG, SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [False, True])
 def test_a_position_comes_back_whole(tmp_path, capfd, kl):
     cfg = override(CFG, f"loss.kl_coef={0.1 * kl}")

@@ -152,6 +152,7 @@ def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_long_episode_has_a_bound():
     episode = make_episode(["a" * 900] * 200, ["b" * 900] * 199)
     (row,) = held_out_rows([episode], np.zeros(1), TASK, 0)

@@ -191,6 +191,7 @@ def test_a_function_with_a_limit_of_its_own_may_be_late_any_number_of_times(run)
     assert mean_part_metrics(scores.parts)["reward/limited/late_frac"] == 0.8
 
 
+@pytest.mark.slow
 def test_late_calls_that_are_counted_end_after_the_third_and_do_not_count_for_the_run(run):
     samples = [Sample(i, Row("q", "4"), ParsedResponse("hang"), [1]) for i in range(8)]
     rewards = read_rewards("worker_rewards:hangs", [], "data.second_grader")

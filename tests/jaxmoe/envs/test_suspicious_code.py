@@ -117,6 +117,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_text_neither_raises_nor_takes_long(name):
     start = time.process_time()

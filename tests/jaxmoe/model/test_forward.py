@@ -43,6 +43,7 @@ def assert_close(actual, want):
     np.testing.assert_allclose(actual, want, rtol=0, atol=256 * 2.0**-24 * scale)
 
 
+@pytest.mark.slow
 def test_padding_on_either_side_changes_nothing(params):
     row = tokens_of(2, 1, 17)
     single, _, _ = RUN(params, row, CFG, OPS)

@@ -157,6 +157,7 @@ def jit_gradients(run, dtype=jnp.float32):
 chunked = make_chunked_experts(apply_experts, TOKENS)
 
 
+@pytest.mark.slow
 def test_values_are_those_of_all_tokens_at_once_bit_for_bit():
     """Tiles of rows are as tall here and there."""
     np.testing.assert_array_equal(jit_gradients(chunked)[1][0], jit_gradients(apply_experts)[1][0])
@@ -177,6 +178,7 @@ def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
             np.testing.assert_allclose(x, oracle, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
     p, h = layer(), make_hidden()
     indices, weights = route_top_k(h, p, active=A)

@@ -96,6 +96,7 @@ def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
     assert not np.array_equal(np.asarray(sliding), np.asarray(full))
 
 
+@pytest.mark.slow
 def test_parameters_as_they_are_read_give_the_same_forward_bit_for_bit_and_rounded_ones_do_not():
     """The column `read` is what the forward does: tried parameter by parameter."""
     cfg = tiny(d_model=32, d_expert=24, n_experts=4, vocab_size=29, dtype="bfloat16")

@@ -28,6 +28,7 @@ def _rows(count: int) -> list[dict]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows", [[], [{"stage": "rl", "step": 1}], _rows(1), _rows(60)],
     ids=["empty", "no metrics", "one step", "sixty steps"],

@@ -77,6 +77,7 @@ QUICK = (  # windows: none, within the next shard, over three
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, shards, window, K", QUICK)
 def test_several_devices_give_what_one_gives(method, shards, window, K):
     for case in CASES:

@@ -157,6 +157,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, vocab_size, dtype", CASES, ids=[f"{name_mesh(c)}-{v}-{d}" for c, v, d in CASES]
 )

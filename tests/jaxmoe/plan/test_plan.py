@@ -111,6 +111,7 @@ def a_step(live, sends=()):
     return CompiledStep(live // 2, live - live // 2, Counter(dict(sends)), 3, 1.0)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
     cfg, gpu = load_config("gptoss20b.py"), CHIPS["h100"]
     mem = plan_memory(cfg)
@@ -151,6 +152,7 @@ def test_libtpu_that_finds_no_place_is_read():
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_tells_its_bytes():
     small = ("model.d_model=32", "model.d_expert=24", "model.n_layers=2", "model.n_experts=4")
     cfg = override(load_config("tiny.py"), *small, "rollout.sequences_per_step=16")

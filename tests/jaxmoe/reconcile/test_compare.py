@@ -77,6 +77,7 @@ def test_without_a_fault_they_agree(cfg):
         assert all(x.regret <= 1e-5 for x in r.layers) or cfg is HALF
 
 
+@pytest.mark.slow
 def test_an_engine_in_bfloat16_is_named_beside_a_trainer_in_float32():
     rollouts_made = make_rollouts(Fault(), 0, "bfloat16")
     r = explain_gap(
@@ -94,6 +95,7 @@ def test_a_fault_is_seen_behind_an_engine_in_bfloat16():
     assert name_faults(r) == ("sinks_off", "all_bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [(), ("sinks",)])
 def test_an_engine_that_rounds_experts_as_the_run_asks_is_named_beside_another_fault(stale):
     def round_engine(params):
@@ -107,6 +109,7 @@ def test_an_engine_that_rounds_experts_as_the_run_asks_is_named_beside_another_f
     assert sorted(name_faults(r)) == ["experts_rounded", *(f"stale_{name}" for name in stale)]
 
 
+@pytest.mark.slow
 def test_few_programs_are_compiled():
     make_report(FAULTS["window_off"], run=RUN)
     before = count_compilations(RUN.trunk), count_compilations(RUN.head)
@@ -237,6 +240,7 @@ def make_episodes():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_an_engine_reports_for_the_environment_s_tokens_is_not_compared():
     episodes = make_episodes()
     r = explain_gap(episodes, make_weights(0), CFG, COOL, run=RUN)

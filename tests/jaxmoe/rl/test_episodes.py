@@ -71,6 +71,7 @@ def test_trained_ids_and_positions_are_those_that_the_engine_sampled(seed):
         assert not logp[~batch.loss_mask_BT[row]].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 2 * LENGTH], ids=["unpacked", "packed"])
 @pytest.mark.parametrize(
     "fields",
@@ -104,6 +105,7 @@ def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
     assert float(step(start(a), batch, minibatches)[1][name]) != float(results[0][1][name])
 
 
+@pytest.mark.slow
 def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
     a = algorithm()
     scorer, results = Scorer(CFG, OPS), []

@@ -32,6 +32,7 @@ def updates(cfg, steps, gradient=3.0, count=1, **options):
     return np.array(sizes)
 
 
+@pytest.mark.slow
 def test_constant_gradient_moves_by_the_learning_rate():
     # bias-corrected m / sqrt(v) of a constant is its sign
     sizes = updates(OptimConfig(lr=0.01), steps=4, count=4)
@@ -55,6 +56,7 @@ def test_gradients_are_clipped_by_their_global_norm():
     np.testing.assert_allclose(updates(cfg, 3), [-0.01 * clipped / (1 + clipped)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weight_decay_shrinks_matrices_alone():
     params = init_params(jax.random.key(0), CFG)
     params = jax.tree.map(lambda x: x + 1.0, params)

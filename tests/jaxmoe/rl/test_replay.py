@@ -77,17 +77,20 @@ ALL_CASES = {
 CASES = [pytest.param(case, marks=SLOW if "remat" in case else ()) for case in ALL_CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_r2_keeps_the_experts_of_the_forward_before_the_first_update(case):
     options = ALL_CASES[case] | FOUR_UPDATES
     assert run_updates("R2", own_experts(), **options)["switches"] == 0.0
 
 
+@pytest.mark.slow
 def test_without_r2_the_same_updates_switch_experts():
     options = ALL_CASES["minibatches"] | FOUR_UPDATES
     assert run_updates("", own_experts(), **options)["switches"] > 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if "packed" in case else SLOW) for case in ALL_CASES]
 )
@@ -99,6 +102,7 @@ def test_r3_uses_the_experts_of_the_engine_at_every_token_and_layer(case):
     assert "router/expert_switches" not in metrics
 
 
+@pytest.mark.slow
 def test_experts_of_the_engine_are_compared_with_those_that_r2_replays():
     engine_batch = replace(make_batch(), routed_experts_BTLA=own_experts().astype(np.int8))
     options = ALL_CASES["minibatches"] | FOUR_UPDATES
@@ -112,6 +116,7 @@ def test_experts_of_the_engine_are_compared_with_those_that_r2_replays():
 RECORDING_OPS = replace(OPS, record=partial(record_all, (record_chosen_experts,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "low", "high"),
     [

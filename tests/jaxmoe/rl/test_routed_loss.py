@@ -109,6 +109,7 @@ def mean_over_trained(x):
     return x[make_batch().loss_mask_BT].mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["complete", "microbatches", "packed"])
 def test_a_token_is_switched_where_the_engines_experts_differ_at_the_position_before(
     parts, forwards
@@ -180,6 +181,7 @@ def run_updates(a, scorer=SCORER, tx=SGD, size=0, mesh=None, **options):
     return step(start(a, tx, params=MODEL), batch, minibatches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [rspo, switch_aware_clip])
 def test_old_routing_that_did_not_change_leaves_grpo(objective):
     a, plain = (algorithm(**UPDATES, objective=fn) for fn in (objective, ppo_clip))
@@ -190,6 +192,7 @@ def test_old_routing_that_did_not_change_leaves_grpo(objective):
     assert abs(float(moved) - float(run_updates(replace(plain, epochs=2))[1]["loss"])) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [rspo, erpo, switch_aware_clip])
 def test_microbatches_packing_and_devices_change_nothing(objective):
     a = algorithm(**UPDATES, objective=objective, terms=(Term(router_kl, 0.1, "kl"),))

@@ -184,6 +184,7 @@ def test_instruments_change_no_number_of_the_step(forward):
     assert not any(n.startswith(LAYER_PREFIX) for n in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
 def test_padding_never_counts(garbage, forward):
     batch = make_engine_batch(forward)

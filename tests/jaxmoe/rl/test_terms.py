@@ -61,6 +61,7 @@ def whole_batch_step():
     return step_of(BALANCE, scorer=scorer)(start(BALANCE, params=MODEL), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["microbatches", "packed"])
 def test_a_term_with_an_array_of_all_layers_and_experts_is_that_of_the_complete_batch(
     parts, whole_batch_step

@@ -167,6 +167,7 @@ def test_the_update_does_not_depend_on_microbatches(simple):
     simple.assert_same(*simple.run(make_batch(), step))
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_packing(plain):
     batch, minibatches = split_minibatches(
         make_batch(), plain.a, seed=(0,), tokens_per_microbatch=2 * T
@@ -175,10 +176,12 @@ def test_the_update_does_not_depend_on_packing(plain):
     plain.assert_same(*plain.run(batch))
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_padding(simple):
     simple.assert_same(*simple.run(make_batch(extra=5)))
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_the_number_of_devices(plain):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.device_put(make_batch(), NamedSharding(mesh, P("data")))
@@ -281,6 +284,7 @@ def test_what_stands_at_false_tokens_never_matters(plain, value):
     plain.assert_same(*plain.run(replace(batch, rollout_logp_BT=dirty)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator",
     [

@@ -73,6 +73,7 @@ class TwoFaced(Scorer):
 calls: list[int] = []
 
 
+@pytest.mark.slow
 def test_detached_the_ratio_is_one_where_two_forwards_route_differently():
     calls.clear()
     recomputed = algorithm(old_logp="recomputed")
@@ -109,6 +110,7 @@ GATED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift, closed", [(0.0, False), (6.0, True)])
 @pytest.mark.parametrize("name, bound", [(n, b) for n in GATED for b in ("abs_diff", "k3")])
 def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
@@ -318,6 +320,7 @@ def test_the_kl_term_is_its_weight_times_its_mean():
     assert float(metrics["loss"]) == pytest.approx(float(want["loss"]) + 0.5 * kl, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_broken_at_false_tokens_never_matters():
     a = algorithm(terms=(kl_term(0.5),))
     batch = jax.tree.map(jnp.asarray, make_batch())

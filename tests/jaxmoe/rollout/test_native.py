@@ -102,6 +102,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(engine):
     assert [r.prompt.id for r in a] == np.repeat(range(5), 8).tolist()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_companions(engine):
     a = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     neighbours = [PROMPTS[0], prompt(50, 20), PROMPTS[2], prompt(51, 2), prompt(52, 9)]
@@ -117,6 +118,7 @@ def test_a_row_depends_on_its_place_only_through_its_stream(engine):
     assert assert_same(a, b)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
     small = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
     small.load(weights(), 3)

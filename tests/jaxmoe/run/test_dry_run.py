@@ -36,6 +36,7 @@ def refused(main, args, capsys):
     return out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("main", [train.main, eval.main, doctor.main])
 def test_three_billion_parameters_are_one_line_before_anything_is_made(
     main, capsys, tmp_path, monkeypatch
@@ -151,6 +152,7 @@ def test_a_dry_run_of_adapters_needs_a_packed_base(capsys, tmp_path):
     assert train.main(args) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [("gptoss20b_lora.py", ["embedding", "full table"]), ("gptoss20b_long.py", []),

@@ -11,6 +11,7 @@ from jaxmoe.rl.rounding_metrics import sample_codes
 from jaxmoe.run.start_codes import METRIC, NAME, StartCodes, _read_codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["mxfp4", "mxfp4_rollout"])
 def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}", f"quant.experts={experts}")
@@ -23,6 +24,7 @@ def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
     assert StartCodes(cfg, other, 0, None).measure(other) == {METRIC: 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["scale=least_error", "rounding=stochastic"])
 def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_begins(
     tmp_path, capsys, rule

@@ -80,6 +80,7 @@ def selected_experts():
     return logits_LBTE >= sorted_LBTE[..., active - 1 : active], logits_LBTE
 
 
+@pytest.mark.slow
 def test_an_unselected_expert_gets_no_gradient_under_top_k():
     is_selected, _ = selected_experts()
     gradient = programs(route_top_k).gradient(NO_CHANGE)

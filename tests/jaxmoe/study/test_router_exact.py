@@ -54,6 +54,7 @@ def test_the_noise_of_these_tests_switches_experts():
         assert measured()[key]["statistics"]["switched"] > 0.1, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["selection 0.3", "weights 0.3", "update 0.003", "frozen 0.003"])
 def test_unbounded_sequence_weights_have_no_bias(key):
     bias = biases(key)

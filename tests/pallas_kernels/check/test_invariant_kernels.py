@@ -28,17 +28,20 @@ def find_fault(operation, double):
     return one.find_fault(op, CASES[operation], impl, jnp.float32, repeats=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", CASES)
 def test_one_wrong_tile_of_an_invariant_kernel_is_a_fault_of_that_implementation(operation):
     fault = find_fault(operation, "planted_mosaic_tpu_invariant")
     assert fault is not None and fault.startswith(f"{OPS[operation].results[0]}: relative error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", CASES)
 def test_without_it_the_invariant_kernel_is_correct(operation):
     assert find_fault(operation, "correct_mosaic_tpu_invariant") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["decode_attention", "token_logprobs"])
 def test_the_check_of_the_fast_kernel_cannot_see_it(operation):
     assert find_fault(operation, "planted_mosaic_tpu") is None

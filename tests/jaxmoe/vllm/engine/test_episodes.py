@@ -65,6 +65,7 @@ def server():
     server.crash()
 
 
+@pytest.mark.slow
 def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
     environment = Replies()
     out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=environment)
@@ -80,6 +81,7 @@ def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
         assert len(r.weight_versions) == len(r.tokens) and set(r.weight_versions) == {3}
 
 
+@pytest.mark.slow
 def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine):
     out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=Replies())
     assert len({r.stop for r in out if r.stop.is_truncation}) > 1
@@ -129,6 +131,7 @@ def test_turns_of_an_episode_differ_where_their_texts_are_equal(server, tmp_path
     assert len(seeds) > 10 and len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits, reason", [
     (dict(max_turns=2), StopReason.MAX_TURNS),
     (dict(max_turns=9, max_turn_tokens=1), StopReason.MAX_TOKENS),
@@ -242,6 +245,7 @@ def test_a_request_that_fails_is_sent_again_and_the_episode_is_the_same(tmp_path
     server.crash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_a_sync_between_turns_is_in_the_versions(server, tmp_path, mode):
     with closing(open_loaded(server, tmp_path, on_weight_sync=mode)) as opened:
@@ -259,6 +263,7 @@ def test_a_sync_between_turns_is_in_the_versions(server, tmp_path, mode):
     assert compare_with_trainer(out, {3: 0, 4: 1}, experts=False) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}])
 def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
     with closing(open_loaded(server, tmp_path)) as opened:

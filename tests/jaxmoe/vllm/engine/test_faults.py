@@ -21,6 +21,7 @@ from jaxmoe.vllm.engine.replica import Replica
 FREE = Sampling(NEW, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spoilt_answer_is_asked_for_again(fresh, tmp_path, kind):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=2.0)
@@ -58,6 +59,7 @@ def comes_back(server, restart, folder):
     server.start(folder if restart == "old weights" else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", ["random weights", "old weights"])
 def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, restart):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=10.0)

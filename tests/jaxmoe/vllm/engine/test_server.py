@@ -132,6 +132,7 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
     assert not server.is_alive() and has_ended(logged_child(server))
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
     python, work = environment(tmp_path / "env"), tmp_path / "run"
     command = [

@@ -46,6 +46,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MESSAGES)
 def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
     engine.load(weights(0), 1)
@@ -96,6 +97,7 @@ def directory(request, tmp_path):
             yield Path(memory_folder)
 
 
+@pytest.mark.slow
 def test_weight_files_are_gone_in_the_end(fresh, tmp_path, directory):
     engine = open_engine(fresh.url, tmp_path, weights_dir=str(directory))
     maps, mapped = Path("/proc/self/maps"), []

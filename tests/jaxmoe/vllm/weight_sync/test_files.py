@@ -114,6 +114,7 @@ def memory():
         yield Path(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [100, 1 << 20])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(

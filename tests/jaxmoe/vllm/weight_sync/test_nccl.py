@@ -99,6 +99,7 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("sent", "kind"), [("float32", 7), ("bfloat16", 9)])
 def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(stored_dtype, sent, kind):
