@@ -18,7 +18,7 @@ from jaxmoe.envs.step_check import (
     check_numbers,
     check_step,
 )
-from jaxmoe.envs.user_code import user_code
+from jaxmoe.envs.user_code import read_text, user_code
 from jaxmoe.records import StopReason
 
 
@@ -132,6 +132,6 @@ def find_cause(error: BaseException) -> str:
 
 def describe_fault(error: BaseException) -> str:
     """The kind and the first line of an exception, for one line of a report."""
-    text = str(error).strip()
+    text = read_text(error).strip()
     line = text.splitlines()[0][:200] if text else ""
     return line if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {line}"

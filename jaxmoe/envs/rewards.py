@@ -27,6 +27,7 @@ from jaxmoe.envs.conventions import (
 )
 from jaxmoe.envs.reward_process import CrashError, LateError, Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
+from jaxmoe.envs.user_code import read_text
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
@@ -147,7 +148,11 @@ def score_samples(
         if error is not None:
             if all(kinds) and not count_errors:
                 raise error
-            text = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            text = (
+                error
+                if isinstance(error, ConfigError)
+                else f"{type(error).__name__}: {read_text(error)}"
+            )
             row = samples[[kind in ("late", "raised") for kind in kinds].index(True)].label
             first_fault = first_fault or f"{reward.label} failed on {row}: {text}"
         is_none = [not x or is_undecided(x) for x in values]

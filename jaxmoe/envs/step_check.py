@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.rows import Message
+from jaxmoe.envs.user_code import read_text
 
 MAX_MESSAGES = 64  # in one reply
 MAX_NUMBER = 1e30  # of a reward; float32 ends at 3.4e38
@@ -128,7 +129,9 @@ def check_number(value: Any, label: str) -> float:
         try:
             number = float(value)
         except Exception as error:  # a number of somebody else's class
-            raise EnvironmentFault(f"{label} has no value: {error!r:.200}") from error
+            raise EnvironmentFault(
+                f"{label} has no value: {type(error).__name__} {read_text(error)[:200]}"
+            ) from error
         if abs(number) <= MAX_NUMBER:  # False for NaN
             return number
     raise EnvironmentFault(

@@ -19,6 +19,7 @@ from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.envs.async_loop import wait_for_result
 from jaxmoe.envs.step_check import EnvironmentFault, clean_text, describe_value
 from jaxmoe.envs.tool_schema import check_arguments
+from jaxmoe.envs.user_code import read_text
 
 MAX_RESULT_CHARS = 200_000  # of a result; a longer one is cut in the middle
 _MAX_ERROR_CHARS = 500
@@ -160,10 +161,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _describe_error(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:  # an exception of somebody else's class
-        text = ""
+    text = read_text(error)
     text = f"Error: {type(error).__name__}" + (f": {text}" if text else "")
     return clean_text(text[:_MAX_ERROR_CHARS])
 

@@ -14,7 +14,16 @@ class UserCodeExit(RuntimeError):
 
     @classmethod
     def from_error(cls, error: BaseException) -> "UserCodeExit":
-        return cls(f"{type(error).__name__}({error}) would have ended the run")
+        return cls(f"{type(error).__name__}({read_text(error)}) would have ended the run")
+
+
+def read_text(error: BaseException) -> str:
+    """The text of an error of the user's code, whose class may raise when it is asked for one."""
+    try:
+        with user_code():
+            return str(error)
+    except Exception:
+        return "it has no text"
 
 
 @contextmanager

@@ -142,6 +142,23 @@ def test_an_episode_whose_close_raises_is_lost(error):
     assert r.lost == "close" and type(error).__name__ in r.env_fault
 
 
+class Textless(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+@pytest.mark.parametrize("error", [Textless(), SystemExit(Textless())])
+def test_an_error_without_a_text_loses_its_episode(where, error):
+    def fail(self, *args, **options):
+        raise error
+
+    rollouts = sample(make_echo(**{where: fail}), FINAL)
+    for rollout in rollouts:
+        assert rollout.lost and type(error).__name__ in rollout.env_fault
+        assert "it has no text" in rollout.env_fault
+
+
 def test_a_reply_that_hangs_ends_its_own_episode_and_its_thread_is_counted():
     release = threading.Event()
 

@@ -18,7 +18,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.reward_process import RewardProcess
+from jaxmoe.envs.reward_process import RewardProcess, run_inline
 from jaxmoe.envs.rewards import check_faulty, mean_part_metrics, read_rewards, score_samples
 
 CODE = '''
@@ -57,7 +57,13 @@ def fragile(response):
         os._exit(3)
     if response == "memory":
         bytearray(1 << 50)
+    if response == "no text":
+        raise Textless
     return float(response)
+
+class Textless(Exception):
+    def __str__(self):
+        raise KeyError("no text")
 
 async def fragile_async(response):
     await asyncio.sleep(0.01)
@@ -230,7 +236,7 @@ def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_anoth
 
 
 @pytest.mark.parametrize("name", ["fragile", "fragile_async"])
-@pytest.mark.parametrize("answer", ["crash", "exit", "memory", "no number"])
+@pytest.mark.parametrize("answer", ["crash", "exit", "memory", "no number", "no text"])
 def test_only_an_answer_that_breaks_has_no_reward(run, name, answer):
     scores = score_in_process(run, name, "1", answer, "2", "3")
     np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan, 2.0, 3.0]))
@@ -240,6 +246,12 @@ def test_only_an_answer_that_breaks_has_no_reward(run, name, answer):
     check_faulty(scores, 0.25)
     with pytest.raises(ConfigError, match=r"max_lost_frac \(0.24\) .* on 1 of 4.*row 1 \(a:1\)"):
         check_faulty(scores, 0.24)
+
+
+def test_an_error_without_a_text_is_told_without_a_process(run):
+    scores = score_in_process(run_inline, "fragile", "1", "no text", "2")
+    np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan, 2.0]))
+    assert "failed on row 1 (a:1): Textless: it has no text" in scores.first_fault
 
 
 def test_its_memory_ends_at_half_of_the_machines(run):

@@ -34,9 +34,16 @@ class Hostile:
     __str__ = __len__ = __iter__ = __float__ = __bool__ = __repr__
 
 
+class HostileError(RuntimeError):
+    def __str__(self):
+        raise RuntimeError("no")
+
+    __repr__ = __str__
+
+
 class HostileNumber(float):
     def __float__(self):
-        raise RuntimeError("no")
+        raise HostileError
 
 
 def test_a_step_has_messages_a_reward_two_flags_and_info():
