@@ -10,8 +10,6 @@ import io
 import json
 import os
 import random
-import select
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,55 +20,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.patience import ends_in_time
+from tests.bench.fault_process import meet_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S, SOON_S = 120.0, 60.0  # by a clock that stands still while it waits for a processor
+SOON_S = 60.0  # by a clock that stands still while it waits for a processor
 CPU_S = 20.0  # of one file
 MEMORY = 1 << 30  # bytes above what the process had before
 
 
 def meet(count: int, dice: random.Random) -> list[dict]:
     """Spoil and read that many files in one process, or in more where one hangs or dies."""
-    seeds = [dice.randrange(2**32) for _ in range(count)]
-    faults = list[dict]()
-    while len(faults) < count:
-        faults += _read(seeds[len(faults) :])
-    return faults
-
-
-def _read(seeds: list[int]) -> list[dict]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    child = subprocess.Popen(
-        [sys.executable, __file__], stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-    )  # fmt: skip
-    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
-    faults, wait_s = list[dict](), START_S
-    try:
-        while len(faults) < len(seeds):
-            with contextlib.suppress(BrokenPipeError):
-                print(seeds[len(faults)], file=child.stdin, flush=True)
-            ready = ends_in_time(lambda: _has_output(child), child.pid, wait_s)
-            line = child.stdout.readline() if ready else ""
-            if not line:
-                failure = "traceback" if ready else "hang"
-                what = f"file of seed {seeds[len(faults)]}"
-                child.kill()
-                what += child.stderr.read()[-2000:]
-                return [*faults, {"kind": "file", "failure": failure, "what": what}]
-            faults.append({"kind": "file", **json.loads(line)})
-            wait_s = SOON_S
-        return faults
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def _has_output(child: subprocess.Popen[str]) -> bool:
-    """A line, or the end of them. One line is asked for at a time, so none waits in a buffer."""
-    assert child.stdout is not None
-    return bool(select.select([child.stdout], [], [], 0)[0])
+    return meet_in_process(__file__, ["file"] * count, dice, SOON_S)
 
 
 def spoilt(document: Any, dice: random.Random) -> bytes:
@@ -203,7 +163,8 @@ def main() -> None:
     from jaxmoe.config import ConfigError
 
     answers = os.fdopen(os.dup(1), "w")
-    for seed in map(str.strip, sys.stdin):
+    for line in sys.stdin:
+        seed = line.split()[1]
         dice = random.Random(int(seed))
         with tempfile.TemporaryDirectory() as folder:
             every = readers(Path(folder))

@@ -23,13 +23,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.patience import ends_in_time
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = (
-    "warmup.steps=2", "warmup.sequences_per_step=8", "steps=4", "rollout.sequences_per_step=16",
-    "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", "rollout.max_new_tokens=5",
-    "data.train_rows=64", "data.held_out_rows=4", "data.rewards=odd_rewards:odd_sum",
-    "eval.every_steps=4", "eval.samples_per_prompt=1", "save.every_steps=1", "model.n_layers=2",
-    "model.d_model=32",
+_ALWAYS = (
+    "warmup.sequences_per_step=8", "rollout.sequences_per_step=16", "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1", "data.train_rows=64", "data.held_out_rows=4",
+    "data.rewards=odd_rewards:odd_sum", "eval.every_steps=4", "eval.samples_per_prompt=1",
+    "model.n_layers=2", "model.d_model=32",
 )  # fmt: skip
+SETTINGS = {
+    "answers": (
+        "tiny.py", "warmup.steps=2", "steps=4", "rollout.max_new_tokens=5", "save.every_steps=1",
+    ),
+    # long enough a warm start that the policy calls its tool, which is a sandbox
+    "episodes": (
+        "tiny_tool.py", "warmup.steps=24", "warmup.lr=1e-2", "steps=3", "save.every_steps=2",
+        "warmup.demonstrations=jaxmoe.configs.tiny_tool:demonstrate_calculator(share=1.0)",
+        "data.tools=python_sandbox", "sandbox.warm=1", "sandbox.call_s=60",
+        "rollout.reply_timeout_s=600", "model.d_expert=24", "model.n_experts=4",
+        "optim.tokens_per_microbatch=0", "rollout.max_context=192", "rollout.max_turn_tokens=40",
+    ),
+}  # fmt: skip
+TRAININGS = tuple(SETTINGS)
 REWARDS = '''"""A reward that differs within a group, or no step would change a weight."""
 
 
@@ -47,24 +60,32 @@ HANG_S = 120.0  # after the fault, by a clock that stands still while it waits f
 TRIES = 40  # starts of one training, which may be done before its fault comes
 
 
-def make_reference(out: Path) -> None:
+def make_reference(out: Path, training: str) -> None:
     """Train without a fault; what was compiled is kept for the others."""
     (out / "odd_rewards.py").write_text(REWARDS)
-    if (out / "reference" / "done").exists():
+    reference = reference_folder(out, training)
+    if (reference / "done").exists():
         return
-    shutil.rmtree(out / "reference", ignore_errors=True)
-    done = start(out, out / "reference", keep_programs=True)
+    shutil.rmtree(reference, ignore_errors=True)
+    done = start(out, reference, training, keep_programs=True)
     errors = done.communicate()[1]
     if done.returncode:
         raise SystemExit(f"the training without a fault must end well:\n{errors}")
-    (out / "reference" / "done").touch()
+    (reference / "done").touch()
 
 
-def start(out: Path, work: Path, *, keep_programs: bool = False) -> subprocess.Popen[str]:
+def reference_folder(out: Path, training: str) -> Path:
+    return out / f"reference-{training}"
+
+
+def start(
+    out: Path, work: Path, training: str, *, keep_programs: bool = False
+) -> subprocess.Popen[str]:  # fmt: skip
     """The command as a user types it."""
-    changes = [text for change in SETTINGS for text in ("--set", change)]
+    config, *settings = SETTINGS[training]
+    changes = [text for change in (*_ALWAYS, *settings) for text in ("--set", change)]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxmoe.train", "--config", "tiny.py", "--workdir", str(work),
+        [sys.executable, "-m", "jaxmoe.train", "--config", config, "--workdir", str(work),
          *changes],
         cwd=out, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={
@@ -77,7 +98,7 @@ def start(out: Path, work: Path, *, keep_programs: bool = False) -> subprocess.P
     )  # fmt: skip
 
 
-def meet(kinds: list[str], dice: random.Random, out: Path) -> list[dict]:
+def meet(kinds: list[str], dice: random.Random, out: Path, training: str) -> list[dict]:
     """One training with these faults in turn, then to its end; one answer for each fault."""
     place = out / "trainings" / f"{dice.randrange(2**48):012x}"
     shutil.rmtree(place, ignore_errors=True)
@@ -87,7 +108,7 @@ def meet(kinds: list[str], dice: random.Random, out: Path) -> list[dict]:
     faults, todo = list[dict](), list(kinds)
     try:
         for _ in range(TRIES):
-            fault = _one_run(out, work, todo[0] if todo else "", dice, mounted)
+            fault = _one_run(out, work, training, todo[0] if todo else "", dice, mounted)
             if fault["met"]:
                 todo.pop(0)
                 faults.append(fault)
@@ -95,12 +116,12 @@ def meet(kinds: list[str], dice: random.Random, out: Path) -> list[dict]:
                 faults.append({**fault, "kind": kinds[-1]})
                 break
             if fault["ended"] and todo:  # it was done first: another training for the others
-                compare(work, out / "reference", faults)
+                compare(work, reference_folder(out, training), faults)
                 shutil.rmtree(work, ignore_errors=True)
             elif fault["ended"] or (fault["failure"] and fault["failure"] == "hang"):
                 break
         if not any(f["failure"] == "hang" for f in faults):
-            compare(work, out / "reference", faults)
+            compare(work, reference_folder(out, training), faults)
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(place)], check=False)
@@ -109,9 +130,11 @@ def meet(kinds: list[str], dice: random.Random, out: Path) -> list[dict]:
     return [{name: f[name] for name in ("kind", "failure", "what")} for f in faults]
 
 
-def _one_run(out: Path, work: Path, kind: str, dice: random.Random, mounted: bool) -> dict:
+def _one_run(
+    out: Path, work: Path, training: str, kind: str, dice: random.Random, mounted: bool
+) -> dict:  # fmt: skip
     """Start or resume a training, let a fault of this kind happen, and judge how it ends."""
-    process = start(out, work)
+    process = start(out, work, training)
     begun = time.monotonic()
     # a training inherits what nohup or a background job ignores, and then rightly goes on
     number = dice.choice([n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN])

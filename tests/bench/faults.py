@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random faults: training, a server's answers and files are broken at random, and nothing may hang,
-be lost or end in a traceback.
+"""Random faults: training, episodes, rewards, sandboxes, a server's answers and files are broken at
+random, and nothing may hang, be lost or end in a traceback.
 
-python tests/bench/faults.py [--faults 200] [--seed 0] [--kinds kill,signal,disk,answer,file]
-    [--lanes 2] [--out FOLDER]
+python tests/bench/faults.py [--faults 200] [--seed 0] [--lanes 2] [--out FOLDER]
+    [--kinds kill,signal,disk,answer,file,environment,reward,sandbox]
 
 `FOLDER/results.jsonl` has a line for each fault, and the same command goes on where it was stopped.
 Linux only; a full disk is a small tmpfs, which only root can mount: others get a limit of file
 size. A training is killed several times, resumed each time, and compared in the end, so where it
-differs each fault of it counts as lost. About 15 CPU-seconds a fault of training, 1 of the others.
+differs each fault of it counts as lost. Every second training has episodes whose tool is a sandbox.
+About 15 CPU-seconds a fault of training, 1 of the others.
 """
 
 import argparse
@@ -22,11 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench import fault_answers, fault_files, fault_training
+from tests.bench import fault_answers, fault_episodes, fault_files, fault_training
+from tests.bench.fault_training import TRAININGS
 
-# of all faults; a fault of training costs most
-SHARES = {"kill": 0.125, "signal": 0.125, "disk": 0.1, "answer": 0.325, "file": 0.325}
-BATCH = {"training": 4, "answer": 16, "file": 16}  # faults of one training, or of one process
+# parts of all faults; a fault of training costs most
+SHARES = {
+    "kill": 0.125, "signal": 0.125, "disk": 0.1, "answer": 0.325, "file": 0.325,
+    **dict.fromkeys(fault_episodes.KINDS, 0.15),
+}  # fmt: skip
+# faults of one training, or of one process
+BATCH = {"training": 4, "answer": 16, "file": 16, "episodes": 12}
 FAILURES = ("hang", "lost", "traceback", "other")
 
 
@@ -41,10 +47,12 @@ def batches(count: int, seed: int, kinds: Iterable[str]) -> dict[str, list[str]]
     counts[kinds[-1]] += count - sum(counts.values())
     training = [k for k in ("kill", "signal", "disk") for _ in range(counts.get(k, 0))]
     random.Random(seed).shuffle(training)
+    episodes = [k for k in fault_episodes.KINDS for _ in range(counts.get(k, 0))]
+    random.Random(seed).shuffle(episodes)
     found = dict[str, list[str]]()
     for group, faults in (
         ("training", training), ("answer", ["answer"] * counts.get("answer", 0)),
-        ("file", ["file"] * counts.get("file", 0)),
+        ("file", ["file"] * counts.get("file", 0)), ("episodes", episodes),
     ):  # fmt: skip
         size = BATCH[group]
         for i in range(0, len(faults), size):
@@ -92,7 +100,11 @@ def run_batch(name: str, kinds: list[str], out: Path) -> list[dict]:
     dice = random.Random(name)
     group = name.split()[0]
     if group == "training":
-        return fault_training.meet(kinds, dice, out)
+        return fault_training.meet(
+            kinds, dice, out, TRAININGS[int(name.split()[2]) % len(TRAININGS)]
+        )
+    if group == "episodes":
+        return fault_episodes.meet(kinds, dice)
     meet: Callable[[int, random.Random], list[dict]]
     meet = fault_answers.meet if group == "answer" else fault_files.meet
     return meet(len(kinds), dice)
@@ -112,7 +124,8 @@ def main() -> int:
     todo = batches(args.faults, args.seed, args.kinds.split(","))
     todo = {name: kinds for name, kinds in todo.items() if not results.has(name)}
     if any(name.startswith("training") for name in todo):
-        fault_training.make_reference(out)
+        for training in TRAININGS:
+            fault_training.make_reference(out, training)
     with ThreadPoolExecutor(args.lanes) as pool:
         jobs = [
             pool.submit(lambda n=name, k=kinds: results.add(n, run_batch(n, k, out)))

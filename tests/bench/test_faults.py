@@ -2,13 +2,23 @@
 """The campaign of random faults finds what it is made to find, and a short one ends well."""
 
 import json
+import math
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.bench import fault_answers, fault_files, fault_training
+from jaxmoe.data.rows import Row
+from jaxmoe.records import Prompt
+from tests.bench import (
+    fault_answers,
+    fault_episodes,
+    fault_files,
+    fault_parts,
+    fault_training,
+)
 from tests.bench.faults import Results, batches, run_batch
 
 # a training in small: a line and a checkpoint a step, the odd sum of what was saved before
@@ -49,11 +59,14 @@ def training(monkeypatch, tmp_path):
         )
 
     def meet(kind, broken):
-        monkeypatch.setattr(fault_training, "start", lambda out, work: start(out, work, broken))
-        faults = fault_training.meet([kind] * 3, random.Random(1), tmp_path)
+        def start_broken(out, work, training):
+            return start(out, work, broken)
+
+        monkeypatch.setattr(fault_training, "start", start_broken)
+        faults = fault_training.meet([kind] * 3, random.Random(1), tmp_path, "answers")
         return [fault["failure"] for fault in faults]
 
-    reference = start(tmp_path, tmp_path / "reference", "")
+    reference = start(tmp_path, tmp_path / "reference-answers", "")
     assert reference.communicate()[1] == "" and reference.returncode == 0
     monkeypatch.setattr(fault_training, "START_S", 0.5)
     monkeypatch.setattr(fault_training, "HANG_S", 10.0)
@@ -114,6 +127,31 @@ def test_an_answer_is_judged_by_time_memory_error_and_key(answer, failure):
     assert fault_answers.judged("generate: x", *answer) == failure
 
 
+PAID = fault_parts.PAID
+CRASHED = {"tool/sandbox_crashes": 1.0}
+
+
+@pytest.mark.parametrize(
+    "kind, broken, signals, reward, counts, failure",
+    [("environment", {}, 0, 1 + PAID, {}, ""), ("environment", {}, 0, PAID, {}, "lost"),
+     ("environment", {"q": ["step", "exit"]}, 0, math.nan, {}, ""),
+     ("environment", {"q": ["step", "exit"]}, 0, 1 + PAID, {}, "lost"),
+     ("environment", {"other": ["step", "exit"]}, 0, math.nan, {}, "lost"),
+     ("reward", {"q": ["reward", "binary"]}, 0, 1 + PAID, {}, ""),
+     ("reward", {}, 1, math.nan, {}, ""), ("reward", {}, 1, PAID, {}, "lost"),
+     ("reward", {}, 0, math.nan, {}, "lost"), ("sandbox", {}, 1, PAID, CRASHED, ""),
+     ("sandbox", {}, 1, PAID, {}, "lost"), ("sandbox", {}, 0, PAID, CRASHED, "lost")],
+)  # fmt: skip
+def test_an_episode_is_judged_by_its_reward_and_its_fault(
+    kind, broken, signals, reward, counts, failure
+):
+    rollout = SimpleNamespace(prompt=Prompt(0, "q", (1,), "a"), lost="", env_fault="",
+                              env_metrics=counts)  # fmt: skip
+    scores = SimpleNamespace(rewards=[reward], first_fault="")
+    judged = fault_episodes.judge([Row("q", "a")], kind, broken, signals, [rollout], scores)
+    assert judged.partition(":")[0] == failure
+
+
 PLANTED = """
     def planted(dice):
         exec(FAULTS.pop(0))
@@ -161,7 +199,8 @@ def test_every_fault_is_drawn_once_whoever_asks_and_a_second_call_goes_on(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["answer", "file"])
+@pytest.mark.parametrize("kind", ["answer", "file", *fault_episodes.KINDS])
 def test_a_short_campaign_ends_well(tmp_path, kind):
-    faults = run_batch(f"{kind} 1 0", [kind] * 3, tmp_path)
+    group = "episodes" if kind in fault_episodes.KINDS else kind
+    faults = run_batch(f"{group} 1 0", [kind] * 3, tmp_path)
     assert [fault["failure"] for fault in faults] == [""] * 3, faults
