@@ -32,11 +32,14 @@ def block_table(
     q_lo, q_hi = (x[:, :, None] for x in block_bounds(*q))
     k_lo, k_hi = (x[:, None, :] for x in block_bounds(*k))
     qs_lo, qs_hi = (x[:, :, None] for x in block_bounds(q[1], *q[1:]))
-    ks_lo, ks_hi = (x[:, None, :] for x in block_bounds(k[1], *k[1:]))
+    ks_lo, ks_max = (x[:, None, :] for x in block_bounds(k[1], *k[1:]))
+    # The last segments that see the keys; without shared keys they are the keys' own.
+    last = k[1] if layout.k_last_segment_ids_BS is None else layout.k_last_segment_ids_BS
+    last_min, ks_hi = (x[:, None, :] for x in block_bounds(last, *k[1:]))
     # Bounds of whole blocks cost one comparison a pair of blocks, where the exact test would cost
     # one a pair of tokens.
     needed = (k_lo <= q_hi) & (ks_lo <= qs_hi) & (qs_lo <= ks_hi)
-    uniform = (qs_lo == qs_hi) & (ks_lo == ks_hi) & (qs_lo == ks_lo) & (k_hi <= q_lo)
+    uniform = (ks_max <= qs_lo) & (qs_hi <= last_min) & (k_hi <= q_lo)
     if window:
         needed &= q_lo - window < k_hi
         uniform &= q_hi - k_lo < window

@@ -70,7 +70,7 @@ class _Options(NamedTuple):
 
     def kernel_kwargs(self, layout: Layout) -> dict[str, Any]:
         """Return the keyword arguments of sink_attention and of its backward."""
-        q_pos, k_pos, q_seg, k_seg = layout
+        q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
         return dict(
             q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
             k_segment_ids_BS=k_seg, window=self.window, scale=self.scale, impl=self.impl,

@@ -22,7 +22,6 @@ from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import group_visits, row_visits
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
-from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention.pallas_tpu_backward import split_key_blocks
@@ -68,7 +67,7 @@ def _block_sizes(case: Any, backward: bool) -> blocks.Sizes:
 def _attention_loops(x: blocks.Sizes, case: Any, low: int, high: int) -> LoopCounts:
     """Loop counts of the kernel with key blocks low … high − 1."""
     with _on_cpu():
-        layout = Layout._make(map(jnp.asarray, attention_cases.case_layout(case)))
+        layout = jax.tree.map(jnp.asarray, attention_cases.case_layout(case))
         layout = layout.repeat_queries(x.F).with_padding(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
         runs_Bn4 = np.asarray(
             block_ranges(*block_table(layout, x.bt, x.unit, case.window)), np.int64

@@ -157,9 +157,7 @@ def decode_shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat
             shape_struct(case.B, dtype=i32),
         )
     kv = shape_struct(case.B, case.S, case.K, case.H)
-    layout = Layout._make(
-        shape_struct(case.B, length, dtype=i32) for length in (case.T, case.S) * 2
-    )
+    layout = Layout(*(shape_struct(case.B, length, dtype=i32) for length in (case.T, case.S) * 2))
     return q, kv, kv, sink, layout
 
 

@@ -4,6 +4,8 @@
 Next: reference.py for the formula, xla.py for the blocks.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,11 +15,12 @@ from pallas_kernels.arguments import as_floats, resolve_scale, window_size
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
+    Run,
     implementations_of,
     lazy_implementation,
     select_implementation,
 )
-from pallas_kernels.masks import Layout
+from pallas_kernels.masks import SHARED_KEYS_UNSUPPORTED, Layout
 from pallas_kernels.sink_attention import reference, xla
 from pallas_kernels.sink_attention.common import (
     as_int32_layout,
@@ -47,6 +50,9 @@ BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = implementations_o
     reference.sink_attention_backward_reference,
     extra=_triton("sink_attention_backward"),
 )
+# Those that know `k_last_segment_ids_BS`. An implementation that ignored it would be wrong without
+# an error, so the others refuse it.
+SHARING = ("xla", "reference", "xla_invariant")
 
 
 def sink_attention(
@@ -59,6 +65,7 @@ def sink_attention(
     k_positions_BS: Int[Array, "B S"] | None = None,
     q_segment_ids_BT: Int[Array, "B T"] | None = None,
     k_segment_ids_BS: Int[Array, "B S"] | None = None,
+    k_last_segment_ids_BS: Int[Array, "B S"] | None = None,
     window: int | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -71,6 +78,9 @@ def sink_attention(
     A query sees the keys of its own segment (0 is padding) at positions up to its own, at most
     `window` of them counting its own. Positions and segments are arrays, so another layout of the
     same shape needs no compilation. Keys may be in any order.
+    With `k_last_segment_ids_BS` several segments share keys: a key is seen by all segments from its
+    own to that one. Number a prompt's segment s and those of its n answers s + 1 … s + n; the
+    prompt's keys have s + n, and an answer's keys their own segment.
     The `..._invariant` implementations are batch-invariant, under conditions on the layout that
     xla_invariant.py and mosaic_invariant.py state; "auto" never selects them.
     To attend to parts of the keys, use sink = −inf and merge the results by their lse;
@@ -97,8 +107,9 @@ def sink_attention(
     check_attention_arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
     check_same_batch(q_BTNH, k_BSKH)
     layout_arrays = (q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
-    layout = _default_layout(q_BTNH, k_BSKH, layout_arrays)
-    run = select_implementation(impl, IMPLS, q_BTNH, k_BSKH)
+    layout = _default_layout(q_BTNH, k_BSKH, layout_arrays, k_last_segment_ids_BS)
+    impls = IMPLS if k_last_segment_ids_BS is None else refuse_shared_keys(IMPLS)
+    run = select_implementation(impl, impls, q_BTNH, k_BSKH)
     statics = layout, window_size(window), resolve_scale(scale, q_BTNH.shape[3])
     return run(q_BTNH, k_BSKH, v_BSKH, sink_N, *statics)
 
@@ -115,6 +126,7 @@ def sink_attention_backward(
     k_positions_BS: Int[Array, "B S"] | None = None,
     q_segment_ids_BT: Int[Array, "B T"] | None = None,
     k_segment_ids_BS: Int[Array, "B S"] | None = None,
+    k_last_segment_ids_BS: Int[Array, "B S"] | None = None,
     window: int | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -143,14 +155,36 @@ def sink_attention_backward(
     check_backward_rows(q_BTNH, dout_BTNH, lse_BTN, delta_BTN)
     check_same_batch(q_BTNH, k_BSKH)
     layout_arrays = (q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
-    layout = _default_layout(q_BTNH, k_BSKH, layout_arrays)
-    run = select_implementation(impl, BACKWARD_IMPLS, q_BTNH, k_BSKH)
+    layout = _default_layout(q_BTNH, k_BSKH, layout_arrays, k_last_segment_ids_BS)
+    impls = BACKWARD_IMPLS
+    if k_last_segment_ids_BS is not None:
+        impls = refuse_shared_keys(impls)
+    run = select_implementation(impl, impls, q_BTNH, k_BSKH)
     lse_BTN = jnp.where(jnp.isfinite(lse_BTN), lse_BTN, 0.0)  # all scores of such rows are UNSEEN
     statics = layout, window_size(window), resolve_scale(scale, q_BTNH.shape[3])
     return run(q_BTNH, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN, *statics)
 
 
-def _default_layout(q: Array, k: Array, layout_arrays: tuple[Any, ...]) -> Layout:
+def shares_keys(impl: Impl) -> bool:
+    """True if `sink_attention(…, impl=impl)` takes `k_last_segment_ids_BS`, on any platform."""
+    return impl == "auto" or (impl if isinstance(impl, str) else impl[0]) in SHARING
+
+
+def refuse_shared_keys(
+    impls: Mapping[str, Implementation[Run]],
+) -> dict[str, Implementation[Run]]:
+    """The implementations, of which those that cannot share keys refuse every shape."""
+    return {
+        name: impl
+        if name in SHARING
+        else replace(impl, unsupported=lambda *_: SHARED_KEYS_UNSUPPORTED)
+        for name, impl in impls.items()
+    }
+
+
+def _default_layout(
+    q: Array, k: Array, layout_arrays: tuple[Any, ...], last: Array | None
+) -> Layout:
     """The layout with defaults for omitted arrays. Raises ValueError where there is no default."""
     (B, T), S = q.shape[:2], k.shape[1]
     if layout_arrays[0] is None and T != S:
@@ -170,8 +204,8 @@ def _default_layout(q: Array, k: Array, layout_arrays: tuple[Any, ...]) -> Layou
             )
     arange, one_segment = jnp.arange(max(T, S)), jnp.ones(max(T, S), jnp.int32)
     defaults = zip((arange, arange, one_segment, one_segment), (T, S, T, S), strict=True)
-    layout = Layout._make(
+    arrays = (
         jnp.broadcast_to(default[None, :length], (B, length)) if x is None else x
         for x, (default, length) in zip(layout_arrays, defaults, strict=True)
     )
-    return as_int32_layout(layout, q, k)
+    return as_int32_layout(Layout(*arrays, last), q, k)

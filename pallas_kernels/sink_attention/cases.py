@@ -93,7 +93,7 @@ def attention_flops(case: AttentionCase) -> tuple[int, int]:
 
     A pair takes two products of length H forward and five backward, two operations an element.
     """
-    q_pos, k_pos, q_seg, k_seg = (x.astype(np.int64) for x in case_layout(case))
+    q_pos, k_pos, q_seg, k_seg = (x.astype(np.int64) for x in case_layout(case).unshared_arrays())
     pairs = 0
     for row in range(case.B):
         for segment in np.unique(q_seg[row][q_seg[row] > 0]):
@@ -135,7 +135,7 @@ def case_layout(case: AttentionCase) -> Layout:
         newest_B1 = np.where(k_seg > 0, k_pos, -1).max(1)[:, None]
         q_pos = newest_B1 - (T - 1) + np.arange(T)[None, :]
         q_seg = (q_pos >= 0).astype(int)
-    return Layout._make(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
+    return Layout(*(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg)))
 
 
 def init_attention_inputs(
@@ -153,7 +153,9 @@ def init_attention_inputs(
         sink_N = jnp.where(jnp.arange(case.N) % 2 == 0, 30.0, -30.0)
     elif case.sinks == "none":
         sink_N = jnp.full((case.N,), -jnp.inf)
-    return Inputs(q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, case_layout(case)))
+    return Inputs(
+        q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, case_layout(case).unshared_arrays())
+    )
 
 
 def get_attention_case(name: str) -> AttentionCase:

@@ -106,7 +106,7 @@ def pad_layout(layout: Layout, q_block: int, k_block: int, window: int) -> Padde
     """Pad a layout to complete blocks and compute its tables. Padding has segment 0."""
     T, S = layout.q_positions_BT.shape[1], layout.k_positions_BS.shape[1]
     layout = layout.with_padding(-T % q_block, -S % k_block)
-    q_pos, k_pos, q_seg, k_seg = layout
+    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
     tables = block_table(layout, q_block, k_block, window)
     k_seg = mark_key_padding(k_seg)
     k_seg_BmS = k_seg.reshape(k_seg.shape[0], -1, k_block)

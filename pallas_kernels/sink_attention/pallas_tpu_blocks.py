@@ -182,7 +182,7 @@ def block_layout(x: Sizes, layout: Layout, window: int, masked: bool = False) ->
     With `masked` full blocks are masked like all others, so that all run the same code.
     """
     layout = layout.repeat_queries(x.F).with_padding(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
-    q_pos, k_pos, q_seg, k_seg = layout
+    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
     needed, full = block_table(layout, x.bt, x.unit, window)
     full = jnp.zeros_like(full) if masked else full
 

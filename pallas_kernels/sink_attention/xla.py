@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.arguments import matmul_precision
-from pallas_kernels.blocks import block_ranges, block_table
+from pallas_kernels.blocks import block_table
 from pallas_kernels.masks import Layout, is_visible
 from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
@@ -42,8 +42,9 @@ class _Blocks(NamedTuple):
     q_segments_nBR: Array
     k_positions_BS: Array
     k_segments_BS: Array
+    k_last_segments_BS: Array | None
     sink_KR1: Array
-    ranges_n2: Array  # first and one past the last key block that each query block needs
+    visits_nm: Array  # the number of key blocks that each query block needs, then their indices
 
 
 def xla_block_sizes(B: int, T: int, S: int, K: int, G: int, window: int = 0) -> tuple[int, int]:
@@ -70,8 +71,8 @@ def _make_blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
     bt, bs = xla_block_sizes(B, T, S, K, G, window)
     n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
     layout = layout.with_padding(n * bt - T, m * bs - S)
-    q_pos, k_pos, q_seg, k_seg = layout
-    ranges = _key_block_ranges(layout, bt, bs, window)
+    q_pos, k_pos, q_seg, k_seg, k_last = layout
+    visits = _key_block_visits(layout, bt, bs, window)
 
     def rows(x):
         return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
@@ -82,16 +83,18 @@ def _make_blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
     sink_KR1 = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, bt))[..., None]
     q = _split_rows(q, n, bt, G)
     return _Blocks(
-        q, keys(k), keys(v), rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges
+        q, keys(k), keys(v), rows(q_pos), rows(q_seg), k_pos, k_seg, k_last, sink_KR1, visits
     ), bs
 
 
-def _key_block_ranges(layout, bt, bs, window) -> Array:
-    """First and one past the last key block that any row of the batch needs."""
+def _key_block_visits(layout, bt, bs, window) -> Array:
+    """The number of key blocks that any row of the batch needs, then their indices, ascending."""
     needed, _ = block_table(layout, bt, bs, window)
-    # One loop serves all rows of the batch, so it visits what any of them needs.
-    needed = needed.any(0, keepdims=True)
-    return block_ranges(needed, needed)[0][:, jnp.array([0, 3])]
+    # One loop serves all rows of the batch, so it visits what any of them needs. These blocks are a
+    # list and not a range: an answer needs those of its prompt and not those of other answers.
+    needed = needed.any(0)
+    order = jnp.argsort(~needed, axis=1, stable=True)
+    return jnp.concatenate([needed.sum(1, keepdims=True), order], axis=1, dtype=jnp.int32)
 
 
 def _batched_dot(a, b, contract_a, contract_b):
@@ -104,24 +107,27 @@ def _batched_dot(a, b, contract_a, contract_b):
 def _block_scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
     """Masked scores [B, K, R, bs] of one query block against key block j, and its k and v."""
     if x.k_BKSH.shape[2] == bs:
-        k, v, k_pos, k_seg = x.k_BKSH, x.v_BKSH, x.k_positions_BS, x.k_segments_BS
+        k, v = x.k_BKSH, x.v_BKSH
+        k_pos, k_seg, k_last = x.k_positions_BS, x.k_segments_BS, x.k_last_segments_BS
     else:
         start = j * bs
         k, v = (lax.dynamic_slice_in_dim(y, start, bs, 2) for y in (x.k_BKSH, x.v_BKSH))
-        k_pos, k_seg = (
-            lax.dynamic_slice_in_dim(y, start, bs, 1) for y in (x.k_positions_BS, x.k_segments_BS)
+        k_pos, k_seg, k_last = (
+            None if y is None else lax.dynamic_slice_in_dim(y, start, bs, 1)
+            for y in (x.k_positions_BS, x.k_segments_BS, x.k_last_segments_BS)
         )
     visible = is_visible(
-        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
-    )
+        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :],
+        None if k_last is None else k_last[:, None, :],
+    )  # fmt: skip
     z = jnp.where(visible[:, None], _batched_dot(q, k, 3, 3) * scale, UNSEEN)
     return z, k, v
 
 
-def _each_key_block(x: _Blocks, bs, bounds, body, carry):
+def _each_key_block(x: _Blocks, bs, visits, body, carry):
     if x.k_BKSH.shape[2] == bs:
         return body(0, carry)
-    return lax.fori_loop(bounds[0], bounds[1], body, carry)
+    return lax.fori_loop(0, visits[0], lambda i, carry: body(visits[1 + i], carry), carry)
 
 
 def _each_query_block(body, carry, xs):
@@ -135,7 +141,7 @@ def _forward_blocks(x: _Blocks, bs, window, scale):
     """o [n, B, K, R, H] float32 and lse [n, B, K, R, 1]."""
 
     def query_block(_, xs):
-        q, q_pos, q_seg, bounds = xs
+        q, q_pos, q_seg, visits = xs
 
         def key_block(j, carry):
             top, total, acc = carry
@@ -150,12 +156,12 @@ def _forward_blocks(x: _Blocks, bs, window, scale):
         top = jnp.broadcast_to(jnp.maximum(x.sink_KR1, UNSEEN / 2)[None], (*q.shape[:3], 1))
         total = jnp.broadcast_to(jnp.exp(x.sink_KR1[None] - top), top.shape)
         acc = jnp.zeros(q.shape, jnp.float32)
-        top, total, acc = _each_key_block(x, bs, bounds, key_block, (top, total, acc))
+        top, total, acc = _each_key_block(x, bs, visits, key_block, (top, total, acc))
         has_weights = total > 0
         safe = jnp.where(has_weights, total, 1.0)
         return None, (acc / safe, jnp.where(has_weights, top + jnp.log(safe), -jnp.inf))
 
-    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2)
+    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.visits_nm)
     return _each_query_block(query_block, None, xs)[1]
 
 
@@ -163,7 +169,7 @@ def _backward_blocks(x: _Blocks, bs, window, scale, dout, lse, delta):
     """(dq [n, B, K, R, H], dk, dv [B, K, S, H]), float32."""
 
     def query_block(carry, xs):
-        q, q_pos, q_seg, bounds, dout, lse, delta = xs
+        q, q_pos, q_seg, visits, dout, lse, delta = xs
 
         def key_block(j, carry):
             dk, dv, dq = carry
@@ -176,11 +182,11 @@ def _backward_blocks(x: _Blocks, bs, window, scale, dout, lse, delta):
             return dk, dv, dq
 
         zero = jnp.zeros(q.shape, jnp.float32)
-        dk, dv, dq = _each_key_block(x, bs, bounds, key_block, (*carry, zero))
+        dk, dv, dq = _each_key_block(x, bs, visits, key_block, (*carry, zero))
         return (dk, dv), dq
 
     zero = jnp.zeros(x.k_BKSH.shape, jnp.float32)
-    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2, dout, lse, delta)
+    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.visits_nm, dout, lse, delta)
     (dk, dv), dq = _each_query_block(query_block, (zero, zero), xs)
     return dq, dk, dv
 

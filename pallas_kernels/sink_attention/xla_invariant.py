@@ -54,9 +54,10 @@ def sink_attention_xla_invariant(
 ) -> sig.Result:  # fmt: skip
     """Batch-invariant (o, lse): the bits of a query depend on its keys alone.
 
-    A segment has each position at most once. With `cache` the queries of a row are of one segment,
-    and the keys of that segment are less than S positions apart: their blocks are found without
-    sorting.
+    A segment has each position at most once. Shared keys (`k_last_segment_ids_BS`) give the bits of
+    unshared ones if the positions of every segment begin at a multiple of KEYS. With `cache` the
+    queries of a row are of one segment, and the keys of that segment are less than S positions
+    apart: their blocks are found without sorting.
     Numerics: float32, except inputs and outputs; the sink first, then keys in blocks of KEYS
         positions from 0 on. Gradients are those of xla.py for this (o, lse).
     """
@@ -84,7 +85,7 @@ def _attend_in_pairs(
     G = N // K
     rows = max(1, SCORES // G)  # queries of a pair
     n = -(-T // rows)
-    blocks, ranges_BT = (blocks_by_position if cache else blocks_by_sorting)(layout, window)
+    blocks, ranges = (blocks_by_position if cache else blocks_by_sorting)(layout, window)
     n_iterations = -(-B * n // PAIRS)
 
     def split_pairs(x: Array, fill: int = 0) -> Array:
@@ -95,18 +96,23 @@ def _attend_in_pairs(
         return jnp.pad(x, padding, constant_values=fill)
 
     of_row = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, T))
+    begin_P, shared_begin_P = (
+        jnp.min(split_pairs(x, SENTINEL), axis=1) for x in (ranges.begin_BT, ranges.shared_begin_BT)
+    )
+    end_P, shared_end_P = (
+        jnp.max(split_pairs(x), axis=1) for x in (ranges.end_BT, ranges.shared_end_BT)
+    )
+    # One query's own blocks may be those that another one shares. Each is visited once: the first
+    # range begins at the lower of both, and the second one after the first.
+    shared_begin_P = jnp.minimum(shared_begin_P, begin_P)
     pairs_TP = _Pairs(
         split_pairs(q.astype(jnp.float32)), jnp.max(split_pairs(of_row), axis=1),
-        jnp.min(split_pairs(ranges_BT[0], SENTINEL), axis=1),
-        jnp.max(split_pairs(ranges_BT[1]), axis=1),
+        jnp.maximum(begin_P, shared_end_P), end_P, shared_begin_P,
+        jnp.maximum(shared_end_P - shared_begin_P, 0),
         split_pairs(layout.q_positions_BT), split_pairs(layout.q_segment_ids_BT),
     )  # fmt: skip
     # Sorted by the number of blocks, as an iteration lasts as long as its longest pair.
-    order = (
-        jnp.argsort(pairs_TP.end_P - jnp.minimum(pairs_TP.begin_P, pairs_TP.end_P))
-        if n_iterations > 1
-        else None
-    )
+    order = jnp.argsort(pairs_TP.count_blocks()) if n_iterations > 1 else None
     if order is not None:
         pairs_TP = jax.tree.map(lambda x: gather_in_bounds(x, order), pairs_TP)
     pairs_TP = jax.tree.map(lambda x: x.reshape(n_iterations, PAIRS, *x.shape[1:]), pairs_TP)
@@ -135,8 +141,19 @@ class _Pairs(NamedTuple):
     row_P: Array
     begin_P: Array  # first and one past the last block of its row that its queries need
     end_P: Array
+    shared_begin_P: Array  # the first of the blocks that are visited before these
+    shared_count_P: Array
     positions_PR: Array
     segments_PR: Array
+
+    def count_blocks(self) -> Array:
+        """The number of blocks that each pair visits."""
+        return self.shared_count_P + self.end_P - jnp.minimum(self.begin_P, self.end_P)
+
+    def block_at(self, i: Array) -> Array:
+        """The index of each pair's visited block i, which is below `count_blocks`."""
+        own_P = self.begin_P + i - self.shared_count_P
+        return jnp.where(i < self.shared_count_P, self.shared_begin_P + i, own_P)
 
 
 def _attend_pairs(
@@ -150,7 +167,7 @@ def _attend_pairs(
     """
     (P, rows, _, H), K = pairs.q_PRNH.shape, sink_KR.shape[0]
     q_PKRH = pairs.q_PRNH.reshape(P, rows, K, -1, H).transpose(0, 2, 1, 3, 4).reshape(P, K, -1, H)
-    row_P, begin_P, end_P = pairs.row_P, pairs.begin_P, pairs.end_P
+    row_P, count_P = pairs.row_P, pairs.count_blocks()
     positions_PR1, segments_PR1 = (
         jnp.repeat(x, q_PKRH.shape[2] // rows, axis=1)[:, None, :, None]
         for x in (pairs.positions_PR, pairs.segments_PR)
@@ -160,10 +177,16 @@ def _attend_pairs(
         i, top, total, acc = carry
         # All pairs run as many iterations as the longest one. A pair without further blocks reads
         # its last block again, completely masked, which adds exact zeros.
-        block_index = row_P, jnp.clip(begin_P + i, 0, jnp.maximum(end_P - 1, 0))
+        last_P = jnp.maximum(count_P - 1, 0)
+        # Without blocks `begin_P` is SENTINEL, and any block will do.
+        block_P = jnp.where(count_P > 0, pairs.block_at(jnp.minimum(i, last_P)), 0)
+        block_index = row_P, block_P
         slot_PX = gather_in_bounds(blocks.slot_BCX, *block_index)
-        segment_P = jnp.where(
-            begin_P + i < end_P, gather_in_bounds(blocks.segment_BC, *block_index), 0
+        segment_P = jnp.where(i < count_P, gather_in_bounds(blocks.segment_BC, *block_index), 0)
+        last_segment_P111 = (
+            None
+            if blocks.last_segment_BC is None
+            else gather_in_bounds(blocks.last_segment_BC, *block_index)[:, None, None, None]
         )
         positions_PX = (
             gather_in_bounds(blocks.block_BC, *block_index)[:, None] * KEYS
@@ -174,7 +197,7 @@ def _attend_pairs(
         k_PXKH, v_PXKH = keys(row_P, slot_PX), values(row_P, slot_PX)
         visible = is_visible(
             positions_PR1, positions_PX[:, None, None, :], window, segments_PR1,
-            keys_PX[:, None, None, :],
+            keys_PX[:, None, None, :], last_segment_P111,
         )  # fmt: skip
         z = jnp.where(visible, _pairwise_dot(q_PKRH, k_PXKH, 3, 3) * scale, UNSEEN)
         new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
@@ -187,12 +210,12 @@ def _attend_pairs(
     top = jnp.broadcast_to(jnp.maximum(sink_1KR1, UNSEEN / 2), (*q_PKRH.shape[:3], 1))
     total = jnp.exp(sink_1KR1 - top)
     carry = (jnp.int32(0), top, total, jnp.zeros(q_PKRH.shape, jnp.float32))
-    max_blocks = jnp.max(end_P - begin_P)
+    max_blocks = jnp.max(count_P)
     _, top, total, acc = lax.while_loop(lambda carry: carry[0] < max_blocks, add_block, carry)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
     # Pairs without keys have read arbitrary slots, which may contain NaN.
-    acc = jnp.where((begin_P < end_P)[:, None, None, None], acc / safe, 0.0)
+    acc = jnp.where((count_P > 0)[:, None, None, None], acc / safe, 0.0)
     return jnp.concatenate([acc, lse], axis=3)
 
 

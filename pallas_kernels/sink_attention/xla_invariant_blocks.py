@@ -16,7 +16,17 @@ from pallas_kernels.masks import Layout
 KEYS = 32  # positions of a block
 SENTINEL = 2**30  # segment of padding keys and index of unneeded blocks: sorts after all others
 
-Ranges = tuple[Array, Array]  # first and one past the last block that a query needs, [B, T]
+
+class Ranges(NamedTuple):
+    """The blocks that each query needs: those of shared keys, then those of its own segment.
+
+    Both are a first block and one past the last. Without blocks they are SENTINEL and 0.
+    """
+
+    begin_BT: Array
+    end_BT: Array
+    shared_begin_BT: Array
+    shared_end_BT: Array
 
 
 class Blocks(NamedTuple):
@@ -25,6 +35,7 @@ class Blocks(NamedTuple):
     slot_BCX: Array  # slot of the key at this position; if there is none, ~slot of another key
     segment_BC: Array
     block_BC: Array  # position // KEYS
+    last_segment_BC: Array | None = None  # the last segment that sees the block; None: its own
 
 
 def gather_in_bounds(x: Array, *indices: Array) -> Array:
@@ -37,13 +48,19 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
 
     Positions may have gaps, so a row of S keys may have S blocks: the table takes KEYS integers a
     key.
+
+    Keys of other segments that a query sees form one range, from the first block of the lowest such
+    segment to the last block of the highest. For a prompt and its answers it has no other blocks;
+    in a deeper tree it may have some, which are masked.
     """
     segments = jnp.where(layout.k_segment_ids_BS > 0, layout.k_segment_ids_BS, SENTINEL)
     B, S = segments.shape
     slots = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-    segments_BS, positions_BS, slots_BS = lax.sort(
-        (segments, layout.k_positions_BS, slots), dimension=1, num_keys=2
-    )
+    last = layout.k_last_segment_ids_BS
+    segments_BS, positions_BS, slots_BS, *last_BS = lax.sort(
+        (segments, layout.k_positions_BS, slots, *(() if last is None else (last,))),
+        dimension=1, num_keys=2,
+    )  # fmt: skip
     blocks_BS = positions_BS // KEYS
     same_block_BS = (jnp.diff(segments_BS) == 0) & (jnp.diff(blocks_BS) == 0)
     first_BS = jnp.concatenate([jnp.ones((B, 1), bool), ~same_block_BS], axis=1)
@@ -57,12 +74,18 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
 
     filled = jnp.broadcast_to(~scatter_to_blocks(slots_BS)[:, :, None], (B, S, KEYS))
     table = filled.at[row_B1, block_index_BS, positions_BS % KEYS].set(slots_BS)
-    blocks = Blocks(table, scatter_to_blocks(segments_BS), scatter_to_blocks(blocks_BS))
+    blocks = Blocks(
+        table, scatter_to_blocks(segments_BS), scatter_to_blocks(blocks_BS),
+        *map(scatter_to_blocks, last_BS),
+    )  # fmt: skip
 
     q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
     start = _first_visible_position(q_positions, window) // KEYS * KEYS
-    bounds = jnp.concatenate([start, q_positions + 1], axis=1)
-    bounds_segments = jnp.concatenate([q_segments, q_segments], axis=1)
+    ends = [(q_segments, q_segments)]
+    if last is not None:
+        ends.append(_shared_segments(layout))
+    bounds = jnp.concatenate([start, q_positions + 1] * len(ends), axis=1)
+    bounds_segments = jnp.concatenate([x for pair in ends for x in pair], axis=1)
 
     def bisect(i: Array, low: Array) -> Array:
         """One step of a binary search; at least `low` keys of the row come before the bound."""
@@ -78,12 +101,39 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
         return jnp.where(is_before & (low + width <= S), low + width, low)
 
     low = lax.fori_loop(0, S.bit_length(), bisect, jnp.zeros_like(bounds))
-    begin, end = jnp.split(low, 2, axis=1)
-    has_blocks = (q_segments > 0) & (begin < end)
-    begin, last = (
-        gather_in_bounds(block_index_BS, row_B1, jnp.clip(i, 0, S - 1)) for i in (begin, end - 1)
+
+    def block_range(begin: Array, end: Array) -> tuple[Array, Array]:
+        """The blocks of the sorted keys from `begin` to before `end`."""
+        has_blocks = (q_segments > 0) & (begin < end)
+        begin, last = (
+            gather_in_bounds(block_index_BS, row_B1, jnp.clip(i, 0, S - 1))
+            for i in (begin, end - 1)
+        )
+        return jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, last + 1, 0)
+
+    own, *shared = (
+        block_range(*jnp.split(x, 2, axis=1)) for x in jnp.split(low, len(ends), axis=1)
     )
-    return blocks, (jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, last + 1, 0))
+    return blocks, Ranges(*own, *(shared[0] if shared else _no_blocks(q_segments)))
+
+
+def _shared_segments(layout: Layout) -> tuple[Array, Array]:
+    """The lowest and the highest segment before its own whose keys each query sees.
+
+    SENTINEL and 0 if there is none.
+    """
+    q_segments, k_segments, last = (
+        layout.q_segment_ids_BT[:, :, None], layout.k_segment_ids_BS[:, None],
+        layout.k_last_segment_ids_BS,
+    )  # fmt: skip
+    assert last is not None
+    sees = (k_segments > 0) & (k_segments < q_segments) & (q_segments <= last[:, None])
+    lowest = jnp.min(jnp.where(sees, k_segments, SENTINEL), axis=2)
+    return lowest, jnp.max(jnp.where(sees, k_segments, 0), axis=2)
+
+
+def _no_blocks(like_BT: Array) -> tuple[Array, Array]:
+    return jnp.full_like(like_BT, SENTINEL), jnp.zeros_like(like_BT)
 
 
 def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
@@ -114,7 +164,10 @@ def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     begin = jnp.maximum(_first_visible_position(q_positions, window) // KEYS - first_B1, 0)
     end = jnp.minimum(q_positions // KEYS - first_B1 + 1, C)
     has_blocks = (q_segments > 0) & (q_segments == segment_B1) & (begin < end)
-    return blocks, (jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, end, 0))
+    return blocks, Ranges(
+        jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, end, 0),
+        *_no_blocks(q_segments),
+    )  # fmt: skip
 
 
 def _first_visible_position(positions_BT: Array, window: int) -> Array:

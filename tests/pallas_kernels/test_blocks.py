@@ -19,14 +19,19 @@ def by_block(visible_BTS, q_block, k_block):
     return visible_BTS.reshape(shape).transpose(0, 1, 3, 2, 4)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([0, 1, 5, 30]), st.booleans())
-def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, window, packed):
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 5, 30]), st.booleans(), st.booleans())
+def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(
+    seed, window, packed, shares
+):
     rng = np.random.default_rng(seed)
     q_pos, k_pos = (rng.integers(-3, 40, (2, n)) for n in (24, 30))
     q_seg, k_seg = (rng.integers(0 if packed else 1, 3 if packed else 2, (2, n)) for n in (24, 30))
     if seed % 2:
         q_pos, k_pos, q_seg, k_seg = (np.sort(x, axis=1) for x in (q_pos, k_pos, q_seg, k_seg))
-    layout = Layout._make(jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_seg, k_seg))
+    layout = Layout(*(jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_seg, k_seg)))
+    if shares:
+        last = np.asarray(layout.k_segment_ids_BS) + rng.integers(0, 3, (2, 30))
+        layout = layout._replace(k_last_segment_ids_BS=jnp.asarray(last, jnp.int32))
     needed, full = map(np.asarray, block_table(layout, 8, 6, window))
     blocks = by_block(np.asarray(layout.visible_mask(window)), 8, 6)
     assert not (blocks.any((3, 4)) & ~needed).any()

@@ -52,3 +52,21 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     place, segments = np.arange(4), np.array([0, 1, 1, 0])
     actual = visible(place, place, 0, segments, segments)
     assert not actual[[0, 3]].any() and not actual[:, [0, 3]].any()
+
+
+def test_a_tree_in_preorder_shows_a_key_to_the_nodes_below_it():
+    """Node 1 has the children 2 and 5; 3 and 4 are children of 2. Each has one key of its own."""
+    parents, last = {1: 0, 2: 1, 3: 2, 4: 2, 5: 1}, np.array([5, 4, 3, 4, 5])
+    nodes = np.arange(1, 6)
+    place = np.array([0, 1, 2, 2, 1])
+    queries = (jnp.asarray(x)[:, None] for x in (place, nodes))
+    keys = (jnp.asarray(x)[None] for x in (place, nodes, last))
+    (q_pos, q_seg), (k_pos, k_seg, k_last) = queries, keys
+    actual = np.asarray(is_visible(q_pos, k_pos, 0, q_seg, k_seg, k_last))
+    for query in nodes:
+        ancestors = {query}
+        while parents[min(ancestors)]:
+            ancestors.add(parents[min(ancestors)])
+        assert set(nodes[actual[query - 1]]) == ancestors
+    padding = jnp.zeros_like(q_seg)
+    assert not np.asarray(is_visible(q_pos, k_pos, 0, padding, padding[:, 0][None], k_last)).any()

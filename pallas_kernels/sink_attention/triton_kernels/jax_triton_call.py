@@ -83,7 +83,7 @@ def _run_forward(q, k, v, sink, layout, window, scale):
     out = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
     return _triton_call(
         "forward_kernel", tiles, (table.shape[1], B * K), out,
-        (q, k, v, sink.astype(jnp.float32), *layout, table, *_scalar_args(q, k)),
+        (q, k, v, sink.astype(jnp.float32), *layout.unshared_arrays(), table, *_scalar_args(q, k)),
         launch.kernel_constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
     table = block_ranges(*_block_tables(layout, G, tiles.rows, tiles.keys, window))
     dq = _triton_call(
         "dq_kernel", tiles, (table.shape[1], B * K), jax.ShapeDtypeStruct(q.shape, q.dtype),
-        (q, k, v, *layout, table, *row_args),
+        (q, k, v, *layout.unshared_arrays(), table, *row_args),
         launch.kernel_constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
     like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
     dk, dv = _triton_call(
         "dkv_kernel", tiles, (table.shape[1], B * K), (like_k, like_k),
-        (q, k, v, *layout, table, *row_args),
+        (q, k, v, *layout.unshared_arrays(), table, *row_args),
         launch.kernel_constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
     return dq, dk, dv

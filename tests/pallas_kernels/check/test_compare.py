@@ -131,7 +131,7 @@ def test_the_pieces_of_a_long_case_fit_a_small_memory(operation):
     if op.rows.sizes is not None:
         shapes[op.rows.sizes] = np.asarray(long.group_sizes)
     if hasattr(long, "layout"):
-        shapes[4:8] = map(jnp.asarray, attention_cases.case_layout(long))
+        shapes[4:8] = map(jnp.asarray, attention_cases.case_layout(long).unshared_arrays())
     shapes = tuple(shapes)
     at = sampled.sample_rows(op, shapes)
     cut = sampled._split_sample(op, long, shapes, at)

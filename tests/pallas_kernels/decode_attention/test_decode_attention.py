@@ -96,7 +96,8 @@ def test_slots_nobody_sees_may_hold_nan():
 def test_bits_say_who_sees_each_slot():
     case = cases.get_decode_case("several_new")
     x = cases.init_attention_inputs(case)
-    q_pos, k_pos, q_seg, k_seg = layout = x.arguments[4]
+    layout = x.arguments[4]
+    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
     bits = np.asarray(pages.visibility_bits(layout, 9))
     visible = is_visible(
         q_pos[:, :, None], k_pos[:, None, :], 9, q_seg[:, :, None], k_seg[:, None, :]

@@ -55,7 +55,7 @@ def test_many_new_tokens_of_wide_float32_heads_compile():
     shape = jax.ShapeDtypeStruct
     q, kv = (shape((2, size, n, 128), jnp.float32) for size, n in ((16, 64), (512, 8)))
     assert pallas_tpu.decode_attention_mosaic_tpu_unsupported(q, kv) is None
-    layout = Layout._make(shape((2, size), jnp.int32) for size in (16, 512, 16, 512))
+    layout = Layout(*(shape((2, size), jnp.int32) for size in (16, 512, 16, 512)))
     args = q, kv, kv, shape((64,), jnp.float32), layout
     ahead_of_time.compile_for(
         "v5p", lambda *x: pallas_tpu.decode_attention_mosaic_tpu(*x, 0, 1.0), *args

@@ -124,7 +124,7 @@ def test_a_query_block_reads_few_blocks_more_than_it_must(case):
     blocks, _ = xla._make_blocks(
         *arrays, jax.tree.map(jnp.asarray, cases.case_layout(case)), case.window
     )
-    read = np.diff(np.asarray(blocks.ranges_n2))[:, 0] * bs
+    read = np.asarray(blocks.visits_nm)[:, 0] * bs
     first = np.arange(len(read)) * bt
     expected = np.minimum(first + bt, case.T)
     expected = np.minimum(expected, bt + case.window - 1) if case.window else expected

@@ -118,7 +118,7 @@ def compile_from_jax(name):
         q = place((case.B, T, case.N, case.H), bf16)
         kv = place((case.B, case.S, case.K, case.H), bf16)
         ints = (place((case.B, x), jnp.int32) for x in (T, case.S, T, case.S))
-        return q, kv, kv, place((case.N,), jnp.float32), Layout._make(ints)
+        return q, kv, kv, place((case.N,), jnp.float32), Layout(*ints)
 
     def forward(*args):
         return jax_triton_call.sink_attention_triton(*args, case.window, case.H**-0.5)

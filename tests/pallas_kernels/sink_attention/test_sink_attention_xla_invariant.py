@@ -87,7 +87,7 @@ def test_a_full_ring_has_a_place_for_every_key_wherever_its_first_block_begins(s
             jnp.asarray(x, jnp.int32)[None]
             for x in (q_positions, positions, np.ones_like(q_positions), np.ones_like(positions))
         ))  # fmt: skip
-        blocks, (begin_BT, end_BT) = blocks_by_position(layout, window or 0)
+        blocks, (begin_BT, end_BT, _, _) = blocks_by_position(layout, window or 0)
         for position, begin, end in zip(q_positions, begin_BT[0], end_BT[0], strict=True):
             read = np.asarray(blocks.slot_BCX[0, int(begin) : int(end)])
             first = np.asarray(blocks.block_BC[0, int(begin)]) * KEYS
