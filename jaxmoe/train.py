@@ -43,8 +43,9 @@ from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.rl.batch import shard_rows
 from jaxmoe.rl.engine_experts import check_replayed_experts, unknown_experts_metric
-from jaxmoe.rl.minibatches import pack_batch, split_minibatches
+from jaxmoe.rl.minibatches import pack_batch, sharing_metrics, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
+from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import (
     init_rl_state,
     init_run_adapters,
@@ -200,6 +201,9 @@ def train_rl(job: Job) -> None:
     a = parts.algorithm
     program = parts.rl_program(cfg, job.ops, parts.mesh, a, parts.tx, state)
     step_fn = jax.jit(program.fn, **program.options)
+    sharing = sharing_from_config(cfg, parts.ops.attend)
+    # With "auto" each batch is shared or not, and each of the two ways has a program.
+    programs = 1 if sharing is None or sharing.always else 2
     rollouts = parts.open_rollouts(
         cfg, parts.task, engine, job.position.step, job.position.data, report=job.show_phase,
         stop_signal=lambda: job.stop.signal,
@@ -224,6 +228,7 @@ def train_rl(job: Job) -> None:
                 batch, minibatches = split_minibatches(
                     parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+                    sharing=sharing,
                 )  # fmt: skip
                 if cfg.router.replay == "R3":
                     check_replayed_experts(batch)
@@ -234,8 +239,9 @@ def train_rl(job: Job) -> None:
                         state, placed, minibatches, job.base_for_batch(batch)
                     )
                     metrics = job.fetch_metrics(
-                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr), state=state
-                    )
+                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr), state=state,
+                        programs=programs,
+                    )  # fmt: skip
                 # Before the position moves on, so that a resume samples a refused batch again.
                 job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)
@@ -244,6 +250,7 @@ def train_rl(job: Job) -> None:
                 if cfg.rollout.overlong_buffer:
                     paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
+                metrics |= sharing_metrics(batch, minibatches)
                 metrics |= unknown_experts_metric(batch) | start_codes.measure(state.policy)
                 with job.log_metrics_on_error(metrics):
                     job.write_sample_groups(step, collected, batch, stats)

@@ -23,7 +23,7 @@ CHANGEABLE_KEYS = (
     "critic.lr", "router.lr_scale", "router.instruments", "rollout.reply_timeout_s",
     "rollout.patience_s", "rollout.reply_threads", "rollout.max_lost_frac", "sandbox.",
     # the same sums, in other microbatches
-    "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
+    "optim.microbatches", "optim.tokens_per_microbatch", "optim.share_prompts", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
     "quant.",  # the optimizer has unrounded weights either way
     "lora.embedding_rows", "kernels", "mesh.", "model.numerics",  # the same sums, in another order

@@ -32,6 +32,7 @@ class OptimConfig:
     param_dtype: str = "float32"  # of weights and moments, in storage and updates
     microbatches: int = 1  # number of gradient-accumulation microbatches
     tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
+    share_prompts: str = "auto"  # compute a prompt once for its samples: auto, on or off
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
     remat_keeps: str = ""  # saved in addition to a pair's input: "attention", its outputs, or ""
     remat_inputs: str = "device"  # memory of the saved inputs of layer pairs: device or "host"
@@ -44,6 +45,11 @@ class OptimConfig:
             self.param_dtype in ("float32", "bfloat16"),
             f"optim.param_dtype must be float32 or bfloat16, got {self.param_dtype!r}. "
             "Try --set optim.param_dtype=float32.",
+        )
+        require(
+            self.share_prompts in ("auto", "on", "off"),
+            f"optim.share_prompts must be auto, on or off, got {self.share_prompts!r}. "
+            "Try --set optim.share_prompts=auto.",
         )
         require(
             self.remat_keeps == "" or (self.remat and self.remat_keeps == "attention"),

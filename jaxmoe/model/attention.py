@@ -36,6 +36,13 @@ class TokenLayout:
     positions_BT: Leaf
     segments_BT: Leaf
     tables: Any  # cos and sin
+    last_segments_BT: Leaf = None  # the last segment that sees the token; None: its own
+
+    @property
+    def shared_keys(self) -> dict[str, Leaf]:
+        """The argument of attention for keys that several segments see; {} if there are none."""
+        last = self.last_segments_BT
+        return {} if last is None else {"k_last_segment_ids_BS": last}
 
 
 def attention_block(
@@ -81,7 +88,7 @@ def attention_block(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
             q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,
-            window=window,
+            window=window, **rows.shared_keys,
         )  # fmt: skip
         check_attention(o_BTNH, q_BTNH, attend)
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])

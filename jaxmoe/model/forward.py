@@ -39,6 +39,7 @@ def forward(
     *,
     positions_BT: Int[Array, "B T"] | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
+    last_segment_ids_BT: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
     routed_experts_BTLA: Integer[Array, "B T L A"] | None = None,
     step: Int[Array, ""] | None = None,
@@ -53,6 +54,8 @@ def forward(
     `exploration` the scale of its noise (None: 0), for a router that takes a `RouterContext`.
 
     Segment 0 is padding. Tokens attend to earlier positions of their own segment, in the cache too.
+    With `last_segment_ids_BT` a token is also seen by the segments from its own to that one, so
+    that answers share the tokens of their prompt (pallas_kernels.sink_attention); not with a cache.
     Without `positions_BT` a row counts from 0; without segments everything is segment 1. An id
     outside the vocabulary makes its row NaN, since a gather alone would clamp it. Raises
     ConfigError if the params do not have the shapes of `cfg`.
@@ -64,7 +67,13 @@ def forward(
         positions_BT = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), (batch, time))
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones((batch, time), jnp.int32)
-    rows = TokenLayout(positions_BT, segment_ids_BT, ops.rotary(positions_BT, cfg))
+    if last_segment_ids_BT is not None and cache is not None:
+        raise ConfigError(
+            "last_segment_ids_BT must be None with a cache, whose keys belong to one segment each. "
+            "Try forward(…, cache=None)."
+        )
+    tables = ops.rotary(positions_BT, cfg)
+    rows = TokenLayout(positions_BT, segment_ids_BT, tables, last_segment_ids_BT)
     x_BTD = ops.embed(tokens_BT, params["embed"], cfg.dtype)
     # A gather clamps an id outside of the table, so a wrong tokenizer would go unnoticed without
     # the NaN.

@@ -198,6 +198,11 @@ class MeshOps:
         # and restores the order of its outputs.
         is_zigzag = shards > 1 and self.method == "zigzag" and window is None
         if shards > 1:
+            if "k_last_segment_ids_BS" in layout:
+                raise NotImplementedError(
+                    "shared prompts need whole rows on a device, got tokens of a row on "
+                    f"{shards}. Use mesh.sequence=1, or unshared rows."
+                )
             attention = halo_attention if window is not None else METHODS[self.method]
             options = (
                 # XLA for CPU does not order collectives in a loop, and its devices could then wait

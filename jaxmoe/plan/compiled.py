@@ -27,6 +27,7 @@ from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.sharing_from_config import count_shared_microbatches, sharing_from_config
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.memory import plan_memory
 from jaxmoe.run.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
@@ -74,7 +75,10 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), run_mesh, cfg.model, method=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
-    arguments = (state, *sharded_batch_shapes(*batch_shapes(cfg, a), mesh), step_base_shapes(cfg))
+    sharing = sharing_from_config(cfg, make_ops(cfg, impls).attend)
+    shared_microbatches, _ = count_shared_microbatches(cfg, sharing)
+    shapes = batch_shapes(cfg, a, sharing if shared_microbatches else None)
+    arguments = (state, *sharded_batch_shapes(*shapes, mesh), step_base_shapes(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     start = time.perf_counter()
     try:
@@ -95,6 +99,7 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     )
     # with packing the number of microbatches is an input of the step
     unknown = count_microbatches(cfg) if cfg.optim.tokens_per_microbatch > 0 else 0
+    unknown = shared_microbatches or unknown
     assert sizes is not None and text is not None, "libtpu and XLA's GPU compiler report both"
     return CompiledStep(
         sizes.argument_size_in_bytes,

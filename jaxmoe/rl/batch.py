@@ -164,15 +164,24 @@ def _check_logprobs(i: int, r: Rollout) -> None:
         )
 
 
+def computed_tokens(batch: Batch) -> int:
+    """Tokens that the model computes in one pass over the batch, padding included."""
+    rows, length = batch.tokens_BT.shape
+    packing = batch.packing
+    if packing is None:
+        return rows * length
+    return int(packing.count) * packing.rows * (packing.length or length)
+
+
 def padding_frac(batch: Batch) -> float:
     """Share of padding among the tokens that the model reads in one pass over the batch.
 
     Minibatches are packed separately, and may have more padding.
     """
-    rows, length = batch.tokens_BT.shape
-    if batch.packing is not None:
-        rows = int(batch.packing.count) * batch.packing.rows
-    return 1 - int((np.asarray(batch.segment_ids_BT) > 0).sum()) / (rows * length)
+    tokens = int((np.asarray(batch.segment_ids_BT) > 0).sum())
+    if batch.packing is not None and (shared := batch.packing.shared) is not None:
+        tokens -= int(np.sum(shared.length_B, where=~np.asarray(shared.is_stored_B)))
+    return 1 - tokens / computed_tokens(batch)
 
 
 def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:

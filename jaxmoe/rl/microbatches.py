@@ -2,8 +2,10 @@
 """Microbatches: apply a function to parts of a batch, and merge the results.
 
 A batch is split into equal parts, or packed by tokens: several sequences share one row of the
-model's context, separated by segment ids. Packing changes only what the model reads. The losses
-always see [B, T] arrays in which a row is one sequence. Next: jaxmoe/rl/update.py.
+model's context, separated by segment ids. Samples of one prompt may share its tokens too
+(jaxmoe/rl/shared_prompts.py). Packing changes only what the model reads. The losses always see
+[B, T] arrays in which a row is one sequence: what a shared token has, all its samples get, and
+their gradients of it add up. Next: jaxmoe/rl/update.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +42,32 @@ GRADIENTS = ((SUM, LossAux(SUM, SUM, MAX, MIN, ROWS)), SUM)
 
 
 @struct.dataclass
+class SharedTokens:
+    """The first tokens of each sequence that it shares with others of its row.
+
+    Segments are numbered in preorder: that of the shared tokens, then those of the sequences.
+    """
+
+    length_B: Leaf  # int32: how many
+    start_B: Leaf  # int32: index of the first one in the microbatch's flattened rows
+    is_stored_B: Leaf  # bool: of the sequences that share them, one stores them
+    segment_B: Leaf  # int32: their segment
+    last_segment_B: Leaf  # int32: the last segment that sees them
+    own_segment_B: Leaf  # int32: the segment of the sequence's other tokens
+    unshared: Leaf  # int32 []: tokens that the same pass computes if none are shared
+    refused: Leaf  # int32 []: prompts that are stored again since an engine gave other experts
+
+
+@struct.dataclass
 class Packing:
     """The microbatch of each sequence, and the position in it."""
 
     microbatch_B: Leaf  # int32
-    start_B: Leaf  # int32: index of the first token in the microbatch's flattened rows
+    start_B: Leaf  # int32: index of the first unshared token in the microbatch's flattened rows
     count: Leaf  # int32 []: number of microbatches; an array, so that a change compiles nothing
     rows: int = struct.field(pytree_node=False, default=1)  # rows of a microbatch
+    length: int = struct.field(pytree_node=False, default=0)  # tokens of a row; 0: as the batch's
+    shared: Leaf = None  # SharedTokens
 
 
 @struct.dataclass
@@ -59,6 +80,7 @@ class PackedRows:
     routed_experts_BTLA: Leaf
     old_experts_BTLA: Leaf
     token_index_BT: Leaf  # int32 into the flattened rows; valid for this microbatch's tokens
+    last_segment_ids_BT: Leaf = None  # the last segment that sees each token; None: its own
 
 
 def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Packing:
@@ -142,36 +164,46 @@ def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:
 
 def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     """Return the batch with masks and packed rows of microbatch i, and which rows it contains."""
-    packing, length = batch.packing, batch.tokens_BT.shape[1]
+    packing, (_, length) = batch.packing, batch.tokens_BT.shape
+    row_length, shared = packing.length or length, packing.shared
     in_microbatch_B = jnp.asarray(packing.microbatch_B) == i
     segments_BT = jnp.asarray(batch.segment_ids_BT)
     is_token_BT = in_microbatch_B[:, None] & (segments_BT > 0)
-    token_index_BT = (
-        jnp.asarray(packing.start_B)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    )
-    size = packing.rows * length
+    column_1T = jnp.arange(length, dtype=jnp.int32)[None]
+    token_index_BT = jnp.asarray(packing.start_B)[:, None] + column_1T
+    # Each sequence has its own segment id, so that neighbours in a row do not attend to each other.
+    segment_BT = jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None]
+    last_segment_BT, is_stored_BT = None, is_token_BT
+    if shared is not None:
+        length_B1, start_B1, stored_B1, segment_B1, last_B1, own_B1 = (
+            jnp.asarray(x)[:, None]
+            for x in (shared.length_B, shared.start_B, shared.is_stored_B, shared.segment_B,
+                      shared.last_segment_B, shared.own_segment_B)
+        )  # fmt: skip
+        is_shared_BT = column_1T < length_B1
+        token_index_BT = jnp.where(is_shared_BT, start_B1 + column_1T, token_index_BT - length_B1)
+        segment_BT = jnp.where(is_shared_BT, segment_B1, own_B1)
+        last_segment_BT = jnp.where(is_shared_BT, last_B1, own_B1)
+        is_stored_BT = is_token_BT & (stored_B1 | ~is_shared_BT)
+    size = packing.rows * row_length
     # Tokens of other microbatches get an index past the end, which the scatter below drops.
-    target_M = jnp.where(is_token_BT, token_index_BT, size).reshape(-1)
+    target_M = jnp.where(is_stored_BT, token_index_BT, size).reshape(-1)
 
     def pack_array(x: Array, empty: int = 0) -> Array:
         flat = jnp.full((size, *x.shape[2:]), empty, x.dtype)
         flat = flat.at[target_M].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-        return flat.reshape(packing.rows, length, *x.shape[2:])
-
-    # Each sequence has its own segment id, so that neighbours in a row do not attend to each other.
-    number_BT = jnp.broadcast_to(
-        jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None], segments_BT.shape
-    )
+        return flat.reshape(packing.rows, row_length, *x.shape[2:])
 
     def pack_experts(experts_BTLA: Leaf) -> Array | None:
         return None if experts_BTLA is None else pack_array(experts_BTLA, UNKNOWN_EXPERT)
 
     packed = PackedRows(
         pack_array(jnp.asarray(batch.tokens_BT)), pack_array(jnp.asarray(batch.positions_BT)),
-        pack_array(number_BT),
+        pack_array(jnp.broadcast_to(segment_BT, segments_BT.shape)),
         pack_experts(batch.routed_experts_BTLA), pack_experts(batch.old_experts_BTLA),
         # Other tokens read index 0. Any valid index would do, because the masks exclude them.
         jnp.where(is_token_BT, token_index_BT, 0),
+        None if last_segment_BT is None else pack_array(last_segment_BT),
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]
     part = replace(

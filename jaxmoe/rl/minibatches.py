@@ -12,9 +12,10 @@ from flax import struct
 
 from jaxmoe.config import require
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch, map_rows
+from jaxmoe.rl.batch import Batch, computed_tokens, map_rows
 from jaxmoe.rl.microbatches import pack_sequences
-from jaxmoe.shapes import Leaf
+from jaxmoe.rl.shared_prompts import PromptSharing, share_prompts
+from jaxmoe.shapes import Leaf, Metrics
 
 
 @struct.dataclass
@@ -36,32 +37,64 @@ def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
 
 
 def split_minibatches(
-    batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0
-) -> tuple[Batch, Minibatches | None]:
+    batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0,
+    sharing: PromptSharing | None = None,
+) -> tuple[Batch, Minibatches | None]:  # fmt: skip
     """Return the batch, packed if asked, and the minibatches of its updates.
 
     Minibatches are None if the step has one update, on the whole batch. The order depends only on
-    `seed`.
+    `seed`. With `sharing` the samples of a prompt share its tokens, where that saves enough.
     """
-    batch = pack_batch(batch, tokens_per_microbatch)
-    if a.updates == 1:
-        return batch, None
+    packed = pack_batch(batch, tokens_per_microbatch)
+    unpacked = replace(batch, packing=None)
+    rows_UB = None if a.updates == 1 else _shuffle_rows(len(batch.tokens_BT), a, seed)
+    parts = [
+        map_rows(lambda x, rows=rows: x[rows], unpacked)
+        for rows in ([] if rows_UB is None else rows_UB)
+    ]
+    packed_parts = [pack_batch(part, tokens_per_microbatch) for part in parts]
+    if sharing is not None:
+        shared, *shared_parts = (
+            share_prompts(replace(part, packing=None), sharing, computed_tokens(part))
+            for part in (packed, *packed_parts)
+        )
+        today, computed = (
+            sum(computed_tokens(x) for x in (updates or [whole]))
+            for whole, updates in ((packed, packed_parts), (shared, shared_parts))
+        )
+        if computed <= sharing.max_frac * today:
+            packed, packed_parts = shared, shared_parts
+    if rows_UB is None:
+        return packed, None
+    # The updates are a scan, so their packings must be stacked. Only the counts of microbatches
+    # differ, and those are arrays.
+    packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in packed_parts))
+    return packed, Minibatches(rows_UB, packing)
+
+
+def _shuffle_rows(rows: int, a: Algorithm, seed: tuple[int, ...]) -> np.ndarray:
+    """The rows of each update [U, B], in another order in every epoch."""
     rng = np.random.default_rng(seed)
-    rows = len(batch.tokens_BT)
     require(
         rows % a.minibatches == 0,
         f"minibatches ({a.minibatches}) must divide the batch's {rows} rows. Try --set "
         "loss.minibatches=1.",
     )
     order = np.stack([rng.permutation(rows) for _ in range(a.epochs)])
-    rows_UB = order.reshape(a.updates, -1).astype(np.int32)
-    packing, unpacked = None, replace(batch, packing=None)
-    if tokens_per_microbatch:
-        parts = [
-            pack_batch(map_rows(lambda x, rows=rows: x[rows], unpacked), tokens_per_microbatch)
-            for rows in rows_UB
-        ]
-        # The updates are a scan, so their packings must be stacked. Only the counts of microbatches
-        # differ, and those are arrays.
-        packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))
-    return batch, Minibatches(rows_UB, packing)
+    return order.reshape(a.updates, -1).astype(np.int32)
+
+
+def sharing_metrics(batch: Batch, minibatches: Minibatches | None) -> Metrics:
+    """Return computed tokens as a share of those without shared prompts: 1 if none are shared.
+
+    With recorded experts it is also told how many prompts were computed again because an engine
+    reported other experts for them.
+    """
+    packing = batch.packing if minibatches is None else minibatches.packing
+    if packing is None or packing.shared is None:
+        return {"batch/computed_tokens_frac": 1.0}
+    computed = int(np.sum(packing.count)) * packing.rows * packing.length
+    metrics = {"batch/computed_tokens_frac": computed / int(np.sum(packing.shared.unshared))}
+    if batch.routed_experts_BTLA is not None:
+        metrics["batch/unshared_prompts"] = int(batch.packing.shared.refused)
+    return metrics

@@ -14,12 +14,14 @@ from jaxmoe.envs.demonstrations import check_targets
 from jaxmoe.envs.reward_checks import describe_checks
 from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
 from jaxmoe.envs.tasks import open_task
+from jaxmoe.model.ops import make_ops
 from jaxmoe.model.params import count_params
 from jaxmoe.model.routers_from_config import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
+from jaxmoe.rl.sharing_from_config import describe_sharing
 from jaxmoe.run.kernels import describe_kernels
 from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
 
@@ -48,6 +50,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     for check in (
         _check_checkpoint,
         _check_task,
+        lambda cfg: describe_sharing(cfg, make_ops(cfg).attend),
         lambda cfg: check_memory(cfg, *stages),
     ):
         try:

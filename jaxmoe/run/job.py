@@ -141,12 +141,12 @@ class Job:
 
     def fetch_metrics(
         self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float],
-        state: TrainState,
+        state: TrainState, programs: int = 1,
     ) -> Metrics:  # fmt: skip
         """Wait for the step, and return its metrics as Python numbers.
 
         Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite, or an
-        expert that is rounded. `state` is that after the step.
+        expert that is rounded. `state` is that after the step, which has up to `programs` programs.
         """
         # One transfer for all metrics. It also waits for the step, so that an error on the device
         # is raised in its own step.
@@ -158,7 +158,7 @@ class Job:
         self.layer_metrics = {
             name.removeprefix(LAYER_PREFIX): value.tolist() for name, value in layers.items()
         }
-        assert_compiled_once(step_fn, step - self.first_step)
+        assert_compiled_once(step_fn, step - self.first_step, programs)
         return values
 
     def check_gate(

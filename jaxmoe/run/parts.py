@@ -33,6 +33,7 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.engine import Engine, open_engine
@@ -79,6 +80,7 @@ def make_parts(cfg: Config) -> Parts:
     kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
+    sharing_from_config(cfg, ops.attend)
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)

@@ -23,10 +23,11 @@ from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import Packing
+from jaxmoe.rl.microbatches import Packing, SharedTokens
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
@@ -96,8 +97,10 @@ def out_shardings_option(
     return {"out_shardings": (shardings, *(None,) * n_unspecified) if n_unspecified else shardings}
 
 
-def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
-    """Shapes of the batch and minibatches of an RL step."""
+def batch_shapes(
+    cfg: Config, a: Algorithm, sharing: PromptSharing | None = None
+) -> tuple[Batch, Minibatches | None]:
+    """Shapes of the batch and minibatches of an RL step; with `sharing` prompts are shared."""
     B, T, m = cfg.rollout.sequences_per_step, cfg.context, cfg.model
     rows = cfg.optim.tokens_per_microbatch // T
 
@@ -105,10 +108,17 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def packing(*lead: int) -> Packing | None:
-        if not rows:
+        if not rows and sharing is None:
             return None
-        per_row = array(jnp.int32, *lead)
-        return Packing(per_row, per_row, array(jnp.int32, *lead[:-1]), rows=rows)
+        per_row, scalar = array(jnp.int32, *lead), array(jnp.int32, *lead[:-1])
+        if sharing is None:
+            return Packing(per_row, per_row, scalar, rows=rows)
+        shared = SharedTokens(
+            per_row, per_row, array(jnp.bool_, *lead), per_row, per_row, per_row, scalar, scalar
+        )
+        return Packing(
+            per_row, per_row, scalar, rows=sharing.rows, length=sharing.length, shared=shared
+        )
 
     routed = None
     if cfg.records_experts:

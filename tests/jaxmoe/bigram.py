@@ -42,7 +42,8 @@ class Bigram(Scorer):
 
 
 def make_batch(extra=0, shift=0.0):
-    """Rows of 5 to 12 tokens in groups of 4, padded on the right by `extra` more columns."""
+    """Rows of 5 to 12 tokens in groups of 4 with one prompt of 3, padded on the right by `extra`
+    more columns."""
     rng = np.random.default_rng(0)
     time, ends = np.arange(T)[None, :], ENDS[:, None]
     mask = (time >= 3) & (time < ends) & (time != 5)  # column 5 is a tool's
@@ -51,8 +52,10 @@ def make_batch(extra=0, shift=0.0):
         return np.pad(x, ((0, 0), (0, extra)))
 
     length = T + extra
+    tokens = np.where(time < ends, rng.integers(0, 29, (B, T)), 0).astype(np.int32)
+    tokens[:, :3] = np.repeat(tokens[::R, :3], R, axis=0)
     return Batch(
-        tokens_BT=widen(np.where(time < ends, rng.integers(0, 29, (B, T)), 0).astype(np.int32)),
+        tokens_BT=widen(tokens),
         positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), (B, length)),
         segment_ids_BT=widen((time < ends).astype(np.int32)),
         loss_mask_BT=widen(mask),

@@ -99,6 +99,7 @@ def test_an_override_changes_one_field_of_a_copy():
         ("steps=1.5", "steps must be int, got '1.5'"),
         ("steps=True", "steps must be int, got 'True'"),
         ("optim.remat=1", "optim.remat must be bool, got '1'. Try --set optim.remat=True"),
+        ("optim.share_prompts=True", "got 'True'. Try --set optim.share_prompts=auto."),
         ("optim.remat_keeps=mlp", "Try --set optim.remat=True --set optim.remat_keeps=attention"),
         ("optim.remat_keeps=attention", "got 'attention' with optim.remat=False. Try --set"),
         ("optim.remat_inputs=host", "Try --set optim.remat=True --set optim.remat_inputs=host."),

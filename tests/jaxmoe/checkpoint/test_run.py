@@ -248,6 +248,7 @@ def test_the_run_folder_says_what_it_ran(tmp_path):
 
 
 CUTS = ["optim.microbatches=2", "optim.tokens_per_microbatch=4096", "optim.remat=True",
+        "optim.share_prompts=on", "optim.share_prompts=off",
         "optim.moments=host", "rollout.max_parallel_sequences=8"]  # fmt: skip
 
 

@@ -57,6 +57,7 @@ from jaxmoe.rl.loss import estimate_advantages
 from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
 from jaxmoe.rl.update import NO_GATE, score_batch, update_minibatch
 
@@ -174,6 +175,23 @@ def test_the_update_does_not_depend_on_packing(plain):
     )
     assert minibatches is None and int(batch.packing.count) == 4
     plain.assert_same(*plain.run(batch))
+
+
+def test_the_update_does_not_depend_on_shared_prompts(plain):
+    batch, _ = split_minibatches(make_batch(), plain.a, seed=(0,), sharing=PromptSharing(2 * T))
+    assert batch.packing.shared.is_stored_B.sum() < B and int(batch.packing.count) > 1
+    plain.assert_same(*plain.run(batch))
+
+
+def test_shuffled_updates_do_not_depend_on_shared_prompts():
+    a = algorithm(old_logp="recomputed", epochs=2, minibatches=2, rollout_correction=(token_is,))
+    step, split = step_of(a), partial(split_minibatches, make_batch(), a, seed=(1,))
+    want, expected_metrics = step(start(a), *split())
+    actual, metrics = step(start(a), *split(sharing=PromptSharing(2 * T)))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
+    for name, value in expected_metrics.items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.slow

@@ -13,15 +13,17 @@ from jaxmoe.records import Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import rollout_batch, shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.run.programs import batch_shapes, sharded_batch_shapes
+from pallas_kernels import sink_attention
 
 SMALL = (
     "rollout.sequences_per_step=16", "rollout.max_new_tokens=6", "data.max_prompt_tokens=7",
-    "mesh.fsdp=4", "mesh.expert=2",
+    "mesh.fsdp=4", "mesh.expert=2", "optim.share_prompts=off",
 )  # fmt: skip
 
 
-def called_with(cfg, a):
+def called_with(cfg, a, sharing):
     """Batch and minibatches as train makes them."""
     m, r = cfg.model, cfg.rollout
     read = cfg.data.max_prompt_tokens + 2
@@ -42,8 +44,9 @@ def called_with(cfg, a):
     )  # fmt: skip
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
-        batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch
-    )
+        batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+        sharing=sharing,
+    )  # fmt: skip
 
 
 def shapes_of(tree):
@@ -60,13 +63,19 @@ def shapes_of(tree):
         (
             "loss.minibatches=2", "loss.old_logp=recomputed", "optim.tokens_per_microbatch=104",
         ),
+        ("optim.share_prompts=on",),
+        (
+            "optim.share_prompts=on", "loss.minibatches=2", "loss.old_logp=recomputed",
+            "optim.tokens_per_microbatch=104",
+        ),
     ],
 )  # fmt: skip
 def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
     cfg = override(load_config("tiny.py"), *SMALL, *changes)
     a = algorithm_from_config(cfg)
-    batch, minibatches = called_with(cfg, a)
-    shapes = batch_shapes(cfg, a)
+    sharing = sharing_from_config(cfg, sink_attention)
+    batch, minibatches = called_with(cfg, a, sharing)
+    shapes = batch_shapes(cfg, a, sharing)
     assert shapes_of(shapes) == shapes_of((batch, minibatches))
     mesh = make_mesh(cfg.mesh)
     placed, _ = sharded_batch_shapes(*shapes, mesh)

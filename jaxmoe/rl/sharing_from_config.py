@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide whether a run may share prompts, and the size of the rows that it then computes.
+
+Next: jaxmoe/rl/shared_prompts.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import Config, require
+from jaxmoe.model.check_ops import function_name
+from jaxmoe.model.router import takes_parameter
+from jaxmoe.parallel.ops import attention_impl
+from jaxmoe.rl.shared_prompts import PromptSharing, pack_groups
+from pallas_kernels.sink_attention.api import shares_keys
+from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
+
+# With `auto` a batch is shared if this part of its tokens remains, or less. Longer rows cost time:
+# with 0.9 of the tokens a step took 1.16 times as long on a CPU, with 0.22 of them 0.30 times.
+MAX_FRAC = 0.75
+
+
+def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharing | None:
+    """Return how the run's steps share prompts; None if they do not.
+
+    `attend` is the attention of one device, `Ops.attend`. Raises ConfigError if
+    `optim.share_prompts=on` cannot be had.
+    """
+    wanted = cfg.optim.share_prompts
+    if wanted == "off":
+        return None
+    problem = find_sharing_problem(cfg, attend)
+    require(
+        wanted == "auto" or problem is None,
+        f"optim.share_prompts=on {problem}, or --set optim.share_prompts=auto.",
+    )
+    if problem is not None:
+        return None
+    unit = KEYS if cfg.model.numerics == "invariant" else 1
+    rows, length = shared_row_size(cfg, unit)
+    if wanted == "on":
+        return PromptSharing(length, rows, unit)
+    # Whatever the lengths, a step computes one microbatch or more.
+    today = cfg.rollout.sequences_per_step * cfg.context
+    if not cfg.optim.tokens_per_microbatch and rows * length > MAX_FRAC * today:
+        return None
+    if cfg.rollout.samples_per_prompt == 1:
+        return None
+    return PromptSharing(length, rows, unit, MAX_FRAC)
+
+
+def find_sharing_problem(cfg: Config, attend: Callable[..., Any]) -> str | None:
+    """Return why this run cannot share prompts, with what to type; None if it can."""
+    if cfg.mesh.sequence > 1:
+        return (
+            f"needs whole rows on a device, got mesh.sequence={cfg.mesh.sequence}. Try "
+            "--set mesh.sequence=1"
+        )
+    try:
+        impl = attention_impl(attend)
+    except ValueError:  # a function of the user
+        if takes_parameter(attend, "k_last_segment_ids_BS"):
+            return None
+        return (
+            "needs an attention that takes k_last_segment_ids_BS, and "
+            f"{function_name(attend)} does not. Add the argument"
+        )
+    if shares_keys(impl):
+        return None
+    name = impl if isinstance(impl, str) else impl[0]
+    return f"needs an attention that can share keys, got {name}. Try --set kernels=xla"
+
+
+def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
+    """Return rows and tokens of a row of a microbatch with shared prompts.
+
+    They depend on the config alone, so that all shared batches run one program. With
+    `optim.tokens_per_microbatch` a row is what a microbatch holds on a device. Otherwise it holds a
+    group of full length, and a microbatch the groups of today's.
+    """
+    optim, shards, context = cfg.optim, cfg.mesh.row_shards, cfg.context
+    if optim.tokens_per_microbatch:
+        return shards, optim.tokens_per_microbatch // context // shards * context
+    parts = max(optim.microbatches, cfg.loss.minibatches)
+    sequences = max(1, cfg.rollout.sequences_per_step // parts // shards)
+    groups, more = divmod(sequences, cfg.rollout.samples_per_prompt)
+    shared = max(0, cfg.data.max_prompt_tokens - 1) // unit * unit
+    rest = context - shared
+    group = shared + cfg.rollout.samples_per_prompt * rest
+    if more:  # a microbatch cuts a group
+        return shards, groups * group + shared + more * rest
+    return groups * shards, group
+
+
+def count_shared_microbatches(cfg: Config, sharing: PromptSharing | None) -> tuple[int, float]:
+    """Return the microbatches of an update whose sequences have full length, and the part of its
+    tokens that they compute; (0, 1.0) if such a batch is not shared."""
+    if sharing is None:
+        return 0, 1.0
+    rollout, context = cfg.rollout, cfg.context
+    rows = rollout.sequences_per_step // cfg.loss.minibatches
+    shared = max(0, cfg.data.max_prompt_tokens - 1) // sharing.unit * sharing.unit
+    packing = pack_groups(
+        np.full(rows, context), np.full(rows, shared),
+        np.arange(rows) // rollout.samples_per_prompt, length=sharing.length, rows=sharing.rows,
+    )  # fmt: skip
+    packed_rows = cfg.optim.tokens_per_microbatch // context
+    today = (-(-rows // packed_rows) * packed_rows if packed_rows else rows) * context
+    frac = int(packing.count) * sharing.rows * sharing.length / today
+    return (int(packing.count), frac) if frac <= sharing.max_frac else (0, 1.0)
+
+
+def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
+    """Return the line of a dry run; "" if a batch of full lengths is not shared."""
+    count, frac = count_shared_microbatches(cfg, sharing_from_config(cfg, attend))
+    if not count:
+        return ""
+    return (
+        f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full lengths"
+    )

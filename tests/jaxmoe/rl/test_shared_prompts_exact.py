@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared prompts change no number of a step, and no bit in batch-invariant numerics."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shared_exactness
+from bigram import CFG, EPS, MODEL, OPS, B, T, make_batch, start, step_of
+from shared_exactness import CASES
+
+from jaxmoe.config import MeshConfig
+from jaxmoe.losses import gae
+from jaxmoe.model import init_params
+from jaxmoe.model.ops import invariant_ops, plain_ops
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import make_mesh, state_shardings
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import shard_rows
+from jaxmoe.rl.microbatches import ROWS, SUM, map_microbatches
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.shared_prompts import PromptSharing
+from jaxmoe.rl.state import Trained
+from jaxmoe.rl.terms import value_term
+from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
+
+SCORER = Scorer(CFG, OPS)
+PROGRAM = Path(shared_exactness.__file__)
+
+
+def share(batch, **fields):
+    a = Algorithm()
+    return split_minibatches(batch, a, seed=(0,), sharing=PromptSharing(**fields))[0]
+
+
+@jax.jit
+def graded(params, batch):
+    """The sum and the gradient of all that a step reads of a token, weighted by sample."""
+
+    def loss(params, part):
+        out = SCORER.score_policy(Trained(params), part)
+        logits_BT = jnp.sin(out["logp_BT"]) + 0.3 * out["entropy_BT"]
+        return jnp.sum(jnp.where(part.loss_mask_BT, part.extra["weights_BT"] * logits_BT, 0.0))
+
+    fn = partial(jax.value_and_grad(loss), params)
+    return map_microbatches(fn, batch, 1, (SUM, SUM))
+
+
+def test_the_gradient_of_the_model_is_that_of_own_rows():
+    """Two rows of 24 tokens: groups are cut, and parts of two groups share a row."""
+    batch = make_batch()
+    weights_BT = np.sin(1.0 + np.arange(B * T, dtype=np.float32)).reshape(B, T)
+    batch = replace(batch, extra={"weights_BT": weights_BT})
+    shared = share(batch, length=2 * T, rows=2)
+    assert not shared.packing.shared.is_stored_B.all() and int(shared.packing.count) == 2
+    (loss, grads), (want_loss, want) = graded(MODEL, shared), graded(MODEL, batch)
+    assert float(loss) == pytest.approx(float(want_loss), rel=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        assert np.max(np.abs(x - y)) <= EPS * B * T * max(np.max(np.abs(y)), 1e-3)
+
+
+def differences(case, dtype):
+    command = [sys.executable, str(PROGRAM), case, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow  # each compiles two steps of a model
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_in_float64_differs_by_rounding_alone(case):
+    assert max(differences(case, "float64")["shared"].values()) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["grpo, split groups", "gspo, kl in the loss", "ppo, shared critic", "r3"]
+)
+def test_a_step_in_float32_differs_no_more_than_packed_rows(case):
+    found = differences(case, "float32")
+    for name, difference in found["shared"].items():
+        assert difference <= 4 * max(found["packed"][name], 4 * EPS), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_blocks_give_the_bits_of_own_rows(dtype):
+    """A step with batch-invariant numerics: its log-probs are those of rows without sharing."""
+    case = CASES["grpo, split groups"]
+    cfg = replace(shared_exactness.make_config(case), dtype=dtype)
+    rng, batch = np.random.default_rng(0), shared_exactness.make_batch(case, CFG)
+    longer = rng.integers(0, cfg.vocab_size, (1, 2 * KEYS + 3)).astype(np.int32)
+
+    def lengthen(x, first):
+        return np.concatenate([np.broadcast_to(first, (len(x), longer.shape[1])), x], axis=1)
+
+    segments = lengthen(batch.segment_ids_BT, np.int32(1))
+    batch = replace(
+        batch, tokens_BT=lengthen(batch.tokens_BT, longer), segment_ids_BT=segments,
+        positions_BT=np.broadcast_to(np.arange(segments.shape[1], dtype=np.int32), segments.shape),
+        loss_mask_BT=lengthen(batch.loss_mask_BT, False),
+    )  # fmt: skip
+    scorer = Scorer(cfg, invariant_ops(plain_ops()))
+    params = Trained(shared_exactness.init_weights(cfg))
+
+    @jax.jit
+    def score(batch):
+        return map_microbatches(
+            lambda part: scorer.score_policy(params, part)["logp_BT"], batch, 1, ROWS
+        )
+
+    mask, want = batch.loss_mask_BT, score(batch)
+    for unit, equal in ((KEYS, True), (1, False)):
+        shared = share(batch, length=300, unit=unit)
+        assert not shared.packing.shared.is_stored_B.all()
+        same = np.asarray(score(shared))[mask] == np.asarray(want)[mask]
+        assert same.all() == equal or (not equal and dtype == "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"fsdp": 2}, {"tensor": 3}])
+def test_rows_of_shared_prompts_may_be_on_several_devices(sizes):
+    a = Algorithm(advantages=partial(gae, trace=0.9), critic="shared", terms=(value_term(),))
+    cfg = replace(CFG, n_experts=6, vocab_multiple=8)
+    params = init_params(jax.random.key(0), cfg)
+    mesh = make_mesh(MeshConfig(**sizes))
+    batch, state = share(make_batch(), length=2 * T, rows=2), start(a, params=params)
+    want, _ = step_of(a, scorer=Scorer(cfg, OPS, critic="shared"))(state, make_batch())
+    scorer = Scorer(cfg, sharded_ops(plain_ops(), mesh, cfg), critic="shared")
+    placed = jax.device_put(state, state_shardings(state, cfg, mesh))
+    actual, _ = step_of(a, scorer=scorer)(placed, shard_rows(batch, mesh))
+    for x, y in zip(jax.tree.leaves(actual.params), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mesh_that_cuts_rows_refuses_shared_prompts():
+    mesh = make_mesh(MeshConfig(sequence=2))
+    scorer = Scorer(CFG, sharded_ops(plain_ops(), mesh, CFG))
+    batch = share(make_batch(), length=2 * T)
+
+    def score(batch):
+        return map_microbatches(
+            lambda part: scorer.score_policy(Trained(MODEL), part)["logp_BT"], batch, 1, ROWS
+        )
+
+    with pytest.raises(NotImplementedError, match="whole rows on a device.*mesh.sequence=1"):
+        jax.eval_shape(score, batch)
