@@ -199,8 +199,8 @@ def score_samples(
             scored[i] = True
             metrics |= {f"reward/{reward.name}/mean": value} | numbers
         if first_bad is not None:
-            # One bad value may be the policy's doing; a function without a good one is wrong.
-            if sum(is_bad) == is_none.count(False) and not count_errors:
+            # A few may be the policy's doing, and their share has a limit; all are the function's.
+            if all(is_bad) and not count_errors:
                 raise ConfigError(f"{first_bad}.")
             first_fault = first_fault or first_bad
             for metrics, bad in zip(parts, is_bad, strict=True):

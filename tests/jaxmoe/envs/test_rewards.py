@@ -15,7 +15,12 @@ from jaxmoe.data.cells import read_row
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample, detect_convention
-from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
+from jaxmoe.envs.rewards import (
+    check_faulty,
+    mean_part_metrics,
+    read_rewards,
+    score_samples,
+)
 
 ROWS = [
     {"prompt": "1+1=", "solution": "2", "level": 1},
@@ -70,6 +75,11 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 def native(prompt, response, row, analysis, *, length=4):
     RECEIVED.setdefault("native", []).append((prompt, response, row["level"], analysis))
     return np.True_ if len(response) < length else False
+
+
+def scores_few(response):
+    """A function for some of the rows."""
+    return None if response == "none" else float("nan")
 
 
 def own_source(response, row):
@@ -316,6 +326,16 @@ def test_a_value_that_is_no_number_leaves_its_answer_out_and_is_counted_by_name(
     assert metrics["reward/batch/bad_value_frac"] == 0.5 == metrics["reward/faulty_frac"]
     assert metrics["reward/batch/mean"] == 1.0 and metrics["reward/left_out_frac"] == 0.5
     assert scores.faults == ["", "bad_value"] and "on row 1 (a:2)" in scores.first_fault
+
+
+@pytest.mark.parametrize("count_errors", [True, False])
+def test_a_bad_value_among_answers_without_one_is_counted(count_errors):
+    """One process must do what two do, which count errors and judge the share of the batch."""
+    rewards = read_rewards("some_rewards:scores_few", COLUMNS)
+    samples = make_samples("none", "none", "bad")
+    scores = score_samples(rewards, samples, count_errors=count_errors)
+    assert scores.faults == ["", "", "bad_value"]
+    check_faulty(scores, 0.34)
 
 
 @pytest.mark.parametrize(
