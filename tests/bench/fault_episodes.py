@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.fault_process import meet_in_process
 
-SOON_S = 60.0
+SOON_S = 120.0
 QUESTIONS = tuple(f"{a}*{b}" for a in range(2, 7) for b in range(3, 7))
 PROMPTS, SAMPLES = 4, 2
 SETTINGS = (
     "data.options={}", "data.train_rows=16", "data.held_out_rows=4", "data.tools=python_sandbox",
     "data.environment=tests.bench.fault_parts:Environment",
     "data.rewards=tests.bench.fault_parts:score", "data.reward_timeout_s=5",
-    "data.swapped_share=0.5", "rollout.reply_timeout_s=3", "sandbox.call_s=5", "sandbox.warm=2",
+    "data.swapped_share=0.5", "rollout.reply_timeout_s=15", "sandbox.call_s=5", "sandbox.warm=2",
     "rollout.sequences_per_step=8", "rollout.samples_per_prompt=2", "warmup.steps=0",
     "data.max_prompt_tokens=200", "rollout.max_context=2000", "rollout.max_new_tokens=400",
     "rollout.max_turn_tokens=0",

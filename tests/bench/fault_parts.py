@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxmoe.data.rows import prompt_messages
 
 PLAN_VARIABLE = "JAXMOE_FAULT_PLAN"  # the path of a JSON file: {"question": [method, fault]}
-HANG_S = 10.0  # longer than a reply, a reset or a call may take
+HANG_S = 50.0  # longer than a reply, three resets or a call may take
 PAID = 0.5  # by the environment, to every episode
 
 
