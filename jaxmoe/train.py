@@ -203,7 +203,7 @@ def train_rl(job: Job) -> None:
     step_fn = jax.jit(program.fn, **program.options)
     sharing = sharing_from_config(cfg, parts.ops.attend)
     # With "auto" each batch is shared or not, and each of the two ways has a program.
-    programs = 1 if sharing is None or sharing.always else 2
+    programs = 1 if sharing is None or sharing.is_unconditional else 2
     rollouts = parts.open_rollouts(
         cfg, parts.task, engine, job.position.step, job.position.data, report=job.show_phase,
         stop_signal=lambda: job.stop.signal,

@@ -53,7 +53,7 @@ class SharedTokens:
     is_stored_B: Leaf  # bool: of the sequences that share them, one stores them
     segment_B: Leaf  # int32: their segment
     last_segment_B: Leaf  # int32: the last segment that sees them
-    own_segment_B: Leaf  # int32: the segment of the sequence's other tokens
+    branch_segment_B: Leaf  # int32: the segment of the sequence's other tokens
     unshared: Leaf  # int32 []: tokens that the same pass computes if none are shared
     refused: Leaf  # int32 []: prompts that are stored again since an engine gave other experts
 
@@ -175,15 +175,15 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     segment_BT = jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None]
     last_segment_BT, is_stored_BT = None, is_token_BT
     if shared is not None:
-        length_B1, start_B1, stored_B1, segment_B1, last_B1, own_B1 = (
+        length_B1, start_B1, stored_B1, segment_B1, last_B1, branch_B1 = (
             jnp.asarray(x)[:, None]
             for x in (shared.length_B, shared.start_B, shared.is_stored_B, shared.segment_B,
-                      shared.last_segment_B, shared.own_segment_B)
+                      shared.last_segment_B, shared.branch_segment_B)
         )  # fmt: skip
         is_shared_BT = column_1T < length_B1
         token_index_BT = jnp.where(is_shared_BT, start_B1 + column_1T, token_index_BT - length_B1)
-        segment_BT = jnp.where(is_shared_BT, segment_B1, own_B1)
-        last_segment_BT = jnp.where(is_shared_BT, last_B1, own_B1)
+        segment_BT = jnp.where(is_shared_BT, segment_B1, branch_B1)
+        last_segment_BT = jnp.where(is_shared_BT, last_B1, branch_B1)
         is_stored_BT = is_token_BT & (stored_B1 | ~is_shared_BT)
     size = packing.rows * row_length
     # Tokens of other microbatches get an index past the end, which the scatter below drops.

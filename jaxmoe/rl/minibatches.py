@@ -59,8 +59,8 @@ def split_minibatches(
             for part in (packed, *packed_parts)
         )
         today, computed = (
-            sum(computed_tokens(x) for x in (updates or [whole]))
-            for whole, updates in ((packed, packed_parts), (shared, shared_parts))
+            sum(computed_tokens(x) for x in (updates or [batch]))
+            for batch, updates in ((packed, packed_parts), (shared, shared_parts))
         )
         if computed <= sharing.max_frac * today:
             packed, packed_parts = shared, shared_parts

@@ -30,7 +30,7 @@ class PromptSharing:
     max_frac: float = math.inf  # share a batch that then computes at most this part of the tokens
 
     @property
-    def always(self) -> bool:
+    def is_unconditional(self) -> bool:
         """True if every batch is shared."""
         return self.max_frac == math.inf
 
@@ -57,8 +57,9 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     group_B = number_equal(by_experts)
     refused = len(set(by_experts)) - len(set(by_tokens))
     packing = pack_groups(lengths_B, shared_B, group_B, length=sharing.length, rows=sharing.rows)
-    told = replace(packing.shared, unshared=np.int32(unshared), refused=np.int32(refused))
-    return replace(batch, packing=replace(packing, shared=told))
+    counts = {"unshared": np.int32(unshared), "refused": np.int32(refused)}
+    shared_tokens = replace(packing.shared, **counts)
+    return replace(batch, packing=replace(packing, shared=shared_tokens))
 
 
 def prompt_lengths(batch: Batch) -> np.ndarray:
@@ -69,8 +70,8 @@ def prompt_lengths(batch: Batch) -> np.ndarray:
 
 def number_equal(keys: Sequence[object]) -> np.ndarray:
     """The index of each key's first occurrence among the different keys."""
-    seen: dict[object, int] = {}
-    return np.array([seen.setdefault(key, len(seen)) for key in keys])
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def pack_groups(
@@ -85,15 +86,15 @@ def pack_groups(
     if too_long.size:
         i = too_long[0]
         raise ValueError(f"a row holds {length} tokens, sequence {i} has {lengths_B[i]}.")
-    B, rest_B = len(lengths_B), lengths_B - shared_B
+    B, branch_B = len(lengths_B), lengths_B - shared_B
     parts = [
         part
         for group in range(group_B.max(initial=-1) + 1)
-        for part in _cut_group(np.flatnonzero(group_B == group), shared_B, rest_B, length)
+        for part in _cut_group(np.flatnonzero(group_B == group), shared_B, branch_B, length)
     ]
-    sizes = [int(shared_B[part[0]] + rest_B[part].sum()) for part in parts]
+    sizes = [int(shared_B[part[0]] + branch_B[part].sum()) for part in parts]
     room: list[int] = []
-    microbatch, start, shared_start, first, last, own = (np.zeros(B, np.int32) for _ in range(6))
+    microbatch, start, shared_start, first, last, branch = (np.zeros(B, np.int32) for _ in range(6))
     is_stored, segment = np.zeros(B, bool), 1
     # A stable sort makes the packing of equal sizes depend on the batch alone.
     for i in np.argsort([-size for size in sizes], kind="stable"):
@@ -101,34 +102,34 @@ def pack_groups(
         if row == len(room):
             room.append(length)
         members = parts[i]
-        at = (row % rows) * length + length - room[row]
+        offset = (row % rows) * length + length - room[row]
         shared = shared_B[members[0]]
-        rests = rest_B[members]
-        microbatch[members], shared_start[members] = row // rows, at
-        start[members] = at + shared + np.cumsum(rests) - rests
+        branches = branch_B[members]
+        microbatch[members], shared_start[members] = row // rows, offset
+        start[members] = offset + shared + np.cumsum(branches) - branches
         is_stored[members[0]] = True
         first[members], last[members] = segment, segment + len(members)
-        own[members] = segment + 1 + np.arange(len(members))
+        branch[members] = segment + 1 + np.arange(len(members))
         segment += len(members) + 1
         room[row] -= sizes[i]
-    told = np.int32(0), np.int32(0)
     shared_tokens = SharedTokens(
-        shared_B.astype(np.int32), shared_start, is_stored, first, last, own, *told
-    )
+        shared_B.astype(np.int32), shared_start, is_stored, first, last, branch,
+        unshared=np.int32(0), refused=np.int32(0),
+    )  # fmt: skip
     count = np.int32(-(-len(room) // rows))
     return Packing(microbatch, start, count, rows=rows, length=length, shared=shared_tokens)
 
 
 def _cut_group(
-    members: np.ndarray, shared_B: np.ndarray, rest_B: np.ndarray, length: int
+    members: np.ndarray, shared_B: np.ndarray, branch_B: np.ndarray, length: int
 ) -> list[np.ndarray]:
     """The parts of a group that fit into a row together with the shared tokens."""
     parts: list[list[int]] = []
     free = -1
     for i in members:
-        if rest_B[i] > free:
+        if branch_B[i] > free:
             parts.append([])
             free = length - int(shared_B[i])
         parts[-1].append(int(i))
-        free -= int(rest_B[i])
+        free -= int(branch_B[i])
     return [np.array(part) for part in parts]

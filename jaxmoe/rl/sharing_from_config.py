@@ -28,19 +28,19 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     `attend` is the attention of one device, `Ops.attend`. Raises ConfigError if
     `optim.share_prompts=on` cannot be had.
     """
-    wanted = cfg.optim.share_prompts
-    if wanted == "off":
+    choice = cfg.optim.share_prompts
+    if choice == "off":
         return None
     problem = find_sharing_problem(cfg, attend)
     require(
-        wanted == "auto" or problem is None,
+        choice == "auto" or problem is None,
         f"optim.share_prompts=on {problem}, or --set optim.share_prompts=auto.",
     )
     if problem is not None:
         return None
     unit = KEYS if cfg.model.numerics == "invariant" else 1
     rows, length = shared_row_size(cfg, unit)
-    if wanted == "on":
+    if choice == "on":
         return PromptSharing(length, rows, unit)
     # Whatever the lengths, a step computes one microbatch or more.
     today = cfg.rollout.sequences_per_step * cfg.context
@@ -85,12 +85,12 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
         return shards, optim.tokens_per_microbatch // context // shards * context
     parts = max(optim.microbatches, cfg.loss.minibatches)
     sequences = max(1, cfg.rollout.sequences_per_step // parts // shards)
-    groups, more = divmod(sequences, cfg.rollout.samples_per_prompt)
+    groups, remainder = divmod(sequences, cfg.rollout.samples_per_prompt)
     shared = max(0, cfg.data.max_prompt_tokens - 1) // unit * unit
-    rest = context - shared
-    group = shared + cfg.rollout.samples_per_prompt * rest
-    if more:  # a microbatch cuts a group
-        return shards, groups * group + shared + more * rest
+    branch = context - shared
+    group = shared + cfg.rollout.samples_per_prompt * branch
+    if remainder:  # a microbatch cuts a group
+        return shards, groups * group + shared + remainder * branch
     return groups * shards, group
 
 

@@ -79,8 +79,8 @@ def sink_attention(
     `window` of them counting its own. Positions and segments are arrays, so another layout of the
     same shape needs no compilation. Keys may be in any order.
     With `k_last_segment_ids_BS` several segments share keys: a key is seen by all segments from its
-    own to that one. Number a prompt's segment s and those of its n answers s + 1 … s + n; the
-    prompt's keys have s + n, and an answer's keys their own segment.
+    own to that one, which all keys of a segment have in common. Number a prompt's segment s and
+    those of its n answers s + 1 … s + n; the prompt's keys have s + n, an answer's keys their own.
     The `..._invariant` implementations are batch-invariant, under conditions on the layout that
     xla_invariant.py and mosaic_invariant.py state; "auto" never selects them.
     To attend to parts of the keys, use sink = −inf and merge the results by their lse;

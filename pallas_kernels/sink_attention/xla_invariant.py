@@ -152,8 +152,8 @@ class _Pairs(NamedTuple):
 
     def block_at(self, i: Array) -> Array:
         """The index of each pair's visited block i, which is below `count_blocks`."""
-        own_P = self.begin_P + i - self.shared_count_P
-        return jnp.where(i < self.shared_count_P, self.shared_begin_P + i, own_P)
+        block_P = self.begin_P + i - self.shared_count_P
+        return jnp.where(i < self.shared_count_P, self.shared_begin_P + i, block_P)
 
 
 def _attend_pairs(

@@ -111,10 +111,10 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
         )
         return jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, last + 1, 0)
 
-    own, *shared = (
+    single, *shared = (
         block_range(*jnp.split(x, 2, axis=1)) for x in jnp.split(low, len(ends), axis=1)
     )
-    return blocks, Ranges(*own, *(shared[0] if shared else _no_blocks(q_segments)))
+    return blocks, Ranges(*single, *(shared[0] if shared else _no_blocks(q_segments)))
 
 
 def _shared_segments(layout: Layout) -> tuple[Array, Array]:

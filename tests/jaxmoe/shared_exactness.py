@@ -5,7 +5,7 @@ python tests/jaxmoe/shared_exactness.py CASE float64|float32
 
 Prints one line of JSON: the largest difference of any gradient array, relative to its largest
 entry; of the loss; of trained log-probs; of any metric. In float32 it is also that of packed rows.
-The optimizer stores the gradient. Next: test_shared_prompts_exact.py.
+The optimizer stores the gradient. Next: tests/jaxmoe/rl/test_shared_prompts_exact.py.
 """
 
 import json

@@ -52,7 +52,8 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
     "changes",
     [
         ("model.dtype=bfloat16",),
-        ("optim.tokens_per_microbatch=232",),
+        ("optim.tokens_per_microbatch=232", "optim.share_prompts=off"),
+        ("optim.tokens_per_microbatch=464", "optim.share_prompts=on"),
         ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
         ("optim.expert_tokens=64", "router.replay=R3"),
         ("lora.attention_rank=4", "lora.expert_rank=4"),

@@ -35,8 +35,8 @@ def test_shared_tokens_stand_once_a_row_and_others_alone():
             used[key] = i
         first = int(packing.microbatch_B[i]), prompt[0] if prompt else None
         assert not prompt or GROUPS[used[first]] == GROUPS[i]  # its own group's
-        assert shared.segment_B[i] < shared.own_segment_B[i] <= shared.last_segment_B[i]
-    assert len(set(shared.own_segment_B)) == len(LENGTHS)
+        assert shared.segment_B[i] < shared.branch_segment_B[i] <= shared.last_segment_B[i]
+    assert len(set(shared.branch_segment_B)) == len(LENGTHS)
     # 5 + 4 + 2 + … do not fit into 17: the first group is cut and has two copies of its prompt.
     assert shared.is_stored_B[GROUPS == 0].sum() == 2
     assert shared.is_stored_B[GROUPS == 1].sum() == 1

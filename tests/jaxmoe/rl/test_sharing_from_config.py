@@ -104,7 +104,8 @@ def test_an_own_attention_that_knows_shared_keys_shares():
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
-    cfg = override(TINY, "mesh.sequence=2", "optim.share_prompts=on", f"workdir={tmp_path}")
+    mesh = "mesh.sequence=2", "mesh.data=4"
+    cfg = override(TINY, *mesh, "optim.share_prompts=on", f"workdir={tmp_path}")
     with pytest.raises(ConfigError, match="share_prompts=on needs whole rows on a device"):
         make_parts(cfg)
     assert not list(tmp_path.iterdir())

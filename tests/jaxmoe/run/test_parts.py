@@ -69,3 +69,28 @@ def test_parts_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="must multiply to the number of devices"):
         make_parts(cfg)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wanted, frac", [("auto", 4 * 65 / (8 * 58)), ("off", 1.0)])
+def test_a_run_shares_prompts_as_its_config_says(tmp_path, wanted, frac):
+    """A group of two has 51 + 2 * 7 tokens; rows of its samples have 58 each."""
+    share = f"optim.share_prompts={wanted}"
+    cfg = override(load_config("tiny.py"), *SMALL, share, f"workdir={tmp_path}")
+    shared = []
+
+    def seen_step(*_):
+        step = fixed_step()
+
+        def see(state, batch, minibatches, base):
+            shared.append(batch.packing is not None and batch.packing.shared is not None)
+            return step.fn(state, batch, minibatches, base)
+
+        return JitProgram(see, {})
+
+    train(cfg, replace(
+        make_parts(cfg), open_engine=lambda *_: Random(), rl_program=seen_step,
+        plot_run=lambda *_, **__: None,
+    ))  # fmt: skip
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "gate/closed" in row]
+    assert [row["batch/computed_tokens_frac"] for row in rows] == [pytest.approx(frac)] * 2
+    assert shared == [wanted == "auto"]  # traced once
