@@ -140,10 +140,11 @@ def test_the_metrics_are_those_of_float64_however_the_batch_is_split(parts, forw
         actual = np.asarray(metrics[name])
         assert actual.shape == np.shape(value), name
         np.testing.assert_allclose(actual, value, rtol=500 * EPS, atol=4e-6, err_msg=name)
-    # A quantile is one of the margins, equal to the bit wherever the forward's bits are.
+    # A quantile is one of the margins, and no number between two. The step's program may round the
+    # difference of two logits otherwise than the forward's.
     if parts == "complete":
         margin = forward["router_margin_BTL"][batch.segment_ids_BT > 0]
-        assert float(metrics["router/margin_p05"]) in margin
+        assert np.abs(margin - float(metrics["router/margin_p05"])).min() <= 8 * EPS
 
 
 def test_with_several_updates_a_quantile_is_of_the_tokens_of_all_of_them(forward):
