@@ -102,7 +102,7 @@ class Scorer:
         hidden_BTD, _, recorded = forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT,
-            last_segment_ids_BT=None if batch.packed is None else rows.last_segment_ids_BT,
+            last_segment_ids_BT=None if batch.packed is None else batch.packed.last_segment_ids_BT,
             routed_experts_BTLA=self.select_replayed(rows), step=batch.shared.get("step"),
         )  # fmt: skip
         return hidden_BTD, recorded

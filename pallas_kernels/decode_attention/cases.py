@@ -157,7 +157,8 @@ def decode_shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat
             shape_struct(case.B, dtype=i32),
         )
     kv = shape_struct(case.B, case.S, case.K, case.H)
-    layout = Layout(*(shape_struct(case.B, length, dtype=i32) for length in (case.T, case.S) * 2))
+    arrays = (shape_struct(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
+    layout = Layout._make((*arrays, None))
     return q, kv, kv, sink, layout
 
 

@@ -208,4 +208,4 @@ def _default_layout(
         jnp.broadcast_to(default[None, :length], (B, length)) if x is None else x
         for x, (default, length) in zip(layout_arrays, defaults, strict=True)
     )
-    return as_int32_layout(Layout(*arrays, last), q, k)
+    return as_int32_layout(Layout._make((*arrays, last)), q, k)

@@ -135,7 +135,8 @@ def case_layout(case: AttentionCase) -> Layout:
         newest_B1 = np.where(k_seg > 0, k_pos, -1).max(1)[:, None]
         q_pos = newest_B1 - (T - 1) + np.arange(T)[None, :]
         q_seg = (q_pos >= 0).astype(int)
-    return Layout(*(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg)))
+    arrays = (np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
+    return Layout._make((*arrays, None))
 
 
 def init_attention_inputs(

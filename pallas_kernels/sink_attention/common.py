@@ -91,9 +91,9 @@ def as_int32_layout(layout: Layout, q: Array, k: Array) -> Layout:
     """The layout as int32. Raises ValueError unless its arrays are [B, T] and [B, S] of q and k."""
     (B, T), S = q.shape[:2], k.shape[1]
     lengths = zip(Layout._fields, layout, (T, S, T, S, S), strict=True)
-    return Layout(*(
+    return Layout._make(
         None if x is None else as_integers(name, x, (B, length)) for name, x, length in lengths
-    ))  # fmt: skip
+    )
 
 
 def check_same_batch(q: Any, k: Any) -> None:

@@ -112,9 +112,9 @@ def _block_scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
     else:
         start = j * bs
         k, v = (lax.dynamic_slice_in_dim(y, start, bs, 2) for y in (x.k_BKSH, x.v_BKSH))
-        k_pos, k_seg, k_last = (
-            None if y is None else lax.dynamic_slice_in_dim(y, start, bs, 1)
-            for y in (x.k_positions_BS, x.k_segments_BS, x.k_last_segments_BS)
+        k_pos, k_seg, k_last = jax.tree.map(
+            lambda y: lax.dynamic_slice_in_dim(y, start, bs, 1),
+            (x.k_positions_BS, x.k_segments_BS, x.k_last_segments_BS),
         )
     visible = is_visible(
         q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :],

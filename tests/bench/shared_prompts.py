@@ -76,7 +76,7 @@ def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str
 
 def main() -> None:
     """Print the medians of both sides, and their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="tiny.py")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--rounds", type=int, default=5)

@@ -60,7 +60,7 @@ from jaxmoe.rl.update import rl_step  # noqa: E402
 FLOAT = "float64" if F64 else "float32"
 STORE_GRADIENT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
-    lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
 )
 
 
