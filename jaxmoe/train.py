@@ -239,9 +239,13 @@ def train_rl(job: Job) -> None:
                         state, placed, minibatches, job.base_for_batch(batch)
                     )
                     metrics = job.fetch_metrics(
-                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr), state=state,
+                        step_fn,
+                        metrics,
+                        step,
+                        rate=("optim.lr", cfg.optim.lr),
+                        state=state,
                         programs=programs,
-                    )  # fmt: skip
+                    )
                 # Before the position moves on, so that a resume samples a refused batch again.
                 job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)

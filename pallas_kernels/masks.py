@@ -59,9 +59,13 @@ class Layout(NamedTuple):
         """The predicate for every query (axis 1) and every key (axis 2)."""
         q_pos, k_pos, q_seg, k_seg, k_last = self
         return is_visible(
-            q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :],
+            q_pos[:, :, None],
+            k_pos[:, None, :],
+            window,
+            q_seg[:, :, None],
+            k_seg[:, None, :],
             None if k_last is None else k_last[:, None, :],
-        )  # fmt: skip
+        )
 
 
 def is_visible(

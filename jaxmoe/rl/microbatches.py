@@ -177,9 +177,15 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     if shared is not None:
         length_B1, start_B1, stored_B1, segment_B1, last_B1, branch_B1 = (
             jnp.asarray(x)[:, None]
-            for x in (shared.length_B, shared.start_B, shared.is_stored_B, shared.segment_B,
-                      shared.last_segment_B, shared.branch_segment_B)
-        )  # fmt: skip
+            for x in (
+                shared.length_B,
+                shared.start_B,
+                shared.is_stored_B,
+                shared.segment_B,
+                shared.last_segment_B,
+                shared.branch_segment_B,
+            )
+        )
         is_shared_BT = column_1T < length_B1
         token_index_BT = jnp.where(is_shared_BT, start_B1 + column_1T, token_index_BT - length_B1)
         segment_BT = jnp.where(is_shared_BT, segment_B1, branch_B1)

@@ -37,9 +37,13 @@ def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
 
 
 def split_minibatches(
-    batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0,
+    batch: Batch,
+    a: Algorithm,
+    *,
+    seed: tuple[int, ...],
+    tokens_per_microbatch: int = 0,
     sharing: PromptSharing | None = None,
-) -> tuple[Batch, Minibatches | None]:  # fmt: skip
+) -> tuple[Batch, Minibatches | None]:
     """Return the batch, packed if asked, and the minibatches of its updates.
 
     Minibatches are None if the step has one update, on the whole batch. The order depends only on

@@ -113,9 +113,15 @@ def pack_groups(
         segment += len(members) + 1
         room[row] -= sizes[i]
     shared_tokens = SharedTokens(
-        shared_B.astype(np.int32), shared_start, is_stored, first, last, branch,
-        unshared=np.int32(0), refused=np.int32(0),
-    )  # fmt: skip
+        shared_B.astype(np.int32),
+        shared_start,
+        is_stored,
+        first,
+        last,
+        branch,
+        unshared=np.int32(0),
+        refused=np.int32(0),
+    )
     count = np.int32(-(-len(room) // rows))
     return Packing(microbatch, start, count, rows=rows, length=length, shared=shared_tokens)
 

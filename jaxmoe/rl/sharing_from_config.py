@@ -103,9 +103,12 @@ def count_shared_microbatches(cfg: Config, sharing: PromptSharing | None) -> tup
     rows = rollout.sequences_per_step // cfg.loss.minibatches
     shared = max(0, cfg.data.max_prompt_tokens - 1) // sharing.unit * sharing.unit
     packing = pack_groups(
-        np.full(rows, context), np.full(rows, shared),
-        np.arange(rows) // rollout.samples_per_prompt, length=sharing.length, rows=sharing.rows,
-    )  # fmt: skip
+        np.full(rows, context),
+        np.full(rows, shared),
+        np.arange(rows) // rollout.samples_per_prompt,
+        length=sharing.length,
+        rows=sharing.rows,
+    )
     packed_rows = cfg.optim.tokens_per_microbatch // context
     today = (-(-rows // packed_rows) * packed_rows if packed_rows else rows) * context
     frac = int(packing.count) * sharing.rows * sharing.length / today

@@ -117,9 +117,13 @@ def _block_scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
             (x.k_positions_BS, x.k_segments_BS, x.k_last_segments_BS),
         )
     visible = is_visible(
-        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :],
+        q_pos[:, :, None],
+        k_pos[:, None, :],
+        window,
+        q_seg[:, :, None],
+        k_seg[:, None, :],
         None if k_last is None else k_last[:, None, :],
-    )  # fmt: skip
+    )
     z = jnp.where(visible[:, None], _batched_dot(q, k, 3, 3) * scale, UNSEEN)
     return z, k, v
 

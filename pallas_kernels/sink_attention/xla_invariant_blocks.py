@@ -59,8 +59,9 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     last = layout.k_last_segment_ids_BS
     segments_BS, positions_BS, slots_BS, *last_BS = lax.sort(
         (segments, layout.k_positions_BS, slots, *(() if last is None else (last,))),
-        dimension=1, num_keys=2,
-    )  # fmt: skip
+        dimension=1,
+        num_keys=2,
+    )
     blocks_BS = positions_BS // KEYS
     same_block_BS = (jnp.diff(segments_BS) == 0) & (jnp.diff(blocks_BS) == 0)
     first_BS = jnp.concatenate([jnp.ones((B, 1), bool), ~same_block_BS], axis=1)
@@ -75,9 +76,11 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     filled = jnp.broadcast_to(~scatter_to_blocks(slots_BS)[:, :, None], (B, S, KEYS))
     table = filled.at[row_B1, block_index_BS, positions_BS % KEYS].set(slots_BS)
     blocks = Blocks(
-        table, scatter_to_blocks(segments_BS), scatter_to_blocks(blocks_BS),
+        table,
+        scatter_to_blocks(segments_BS),
+        scatter_to_blocks(blocks_BS),
         *map(scatter_to_blocks, last_BS),
-    )  # fmt: skip
+    )
 
     q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
     start = _first_visible_position(q_positions, window) // KEYS * KEYS
@@ -123,9 +126,10 @@ def _shared_segments(layout: Layout) -> tuple[Array, Array]:
     SENTINEL and 0 if there is none.
     """
     q_segments, k_segments, last = (
-        layout.q_segment_ids_BT[:, :, None], layout.k_segment_ids_BS[:, None],
+        layout.q_segment_ids_BT[:, :, None],
+        layout.k_segment_ids_BS[:, None],
         layout.k_last_segment_ids_BS,
-    )  # fmt: skip
+    )
     assert last is not None
     sees = (k_segments > 0) & (k_segments < q_segments) & (q_segments <= last[:, None])
     lowest = jnp.min(jnp.where(sees, k_segments, SENTINEL), axis=2)
@@ -165,9 +169,10 @@ def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     end = jnp.minimum(q_positions // KEYS - first_B1 + 1, C)
     has_blocks = (q_segments > 0) & (q_segments == segment_B1) & (begin < end)
     return blocks, Ranges(
-        jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, end, 0),
+        jnp.where(has_blocks, begin, SENTINEL),
+        jnp.where(has_blocks, end, 0),
         *_no_blocks(q_segments),
-    )  # fmt: skip
+    )
 
 
 def _first_visible_position(positions_BT: Array, window: int) -> Array:

@@ -30,14 +30,25 @@ SOON_S = 120.0
 QUESTIONS = tuple(f"{a}*{b}" for a in range(2, 7) for b in range(3, 7))
 PROMPTS, SAMPLES = 4, 2
 SETTINGS = (
-    "data.options={}", "data.train_rows=16", "data.held_out_rows=4", "data.tools=python_sandbox",
+    "data.options={}",
+    "data.train_rows=16",
+    "data.held_out_rows=4",
+    "data.tools=python_sandbox",
     "data.environment=tests.bench.fault_parts:Environment",
-    "data.rewards=tests.bench.fault_parts:score", "data.reward_timeout_s=5",
-    "data.swapped_share=0.5", "rollout.reply_timeout_s=15", "sandbox.call_s=5", "sandbox.warm=2",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=2", "warmup.steps=0",
-    "data.max_prompt_tokens=200", "rollout.max_context=2000", "rollout.max_new_tokens=400",
+    "data.rewards=tests.bench.fault_parts:score",
+    "data.reward_timeout_s=5",
+    "data.swapped_share=0.5",
+    "rollout.reply_timeout_s=15",
+    "sandbox.call_s=5",
+    "sandbox.warm=2",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=2",
+    "warmup.steps=0",
+    "data.max_prompt_tokens=200",
+    "rollout.max_context=2000",
+    "rollout.max_new_tokens=400",
     "rollout.max_turn_tokens=0",
-)  # fmt: skip
+)
 KINDS = ("environment", "reward", "sandbox")
 
 
@@ -176,9 +187,7 @@ def meet_one(bed: Bed, kind: str, dice: random.Random) -> tuple[str, str]:
     return judge(bed.task.train, kind, plan, times, rollouts, scores), what
 
 
-def judge(
-    rows: Any, kind: str, plan: dict, n_signals: int, rollouts: list, scores: Any
-) -> str:  # fmt: skip
+def judge(rows: Any, kind: str, plan: dict, n_signals: int, rollouts: list, scores: Any) -> str:
     """ "lost" for a reward that is missing without a fault, or is there in spite of one."""
     from tests.bench import fault_parts
 

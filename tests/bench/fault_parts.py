@@ -44,32 +44,58 @@ def throw(error):
 
 # what any code of a user may do
 COMMON = {
-    "raise": lambda: throw(ConnectionError("lost")), "exit": lambda: sys.exit(3),
-    "exit 0": lambda: sys.exit(), "unprintable": lambda: throw(Unprintable()),
-    "unpicklable": lambda: throw(Unpicklable(1, 2)), "recursion": recurse,
-    "generator exit": lambda: throw(GeneratorExit()), "memory": lambda: throw(MemoryError()),
-    "stop iteration": lambda: throw(StopIteration(1)), "base": lambda: throw(BaseException("x")),
-    "long": lambda: throw(RuntimeError("x\n" * 1_000_000)), "hang": lambda: time.sleep(HANG_S),
+    "raise": lambda: throw(ConnectionError("lost")),
+    "exit": lambda: sys.exit(3),
+    "exit 0": lambda: sys.exit(),
+    "unprintable": lambda: throw(Unprintable()),
+    "unpicklable": lambda: throw(Unpicklable(1, 2)),
+    "recursion": recurse,
+    "generator exit": lambda: throw(GeneratorExit()),
+    "memory": lambda: throw(MemoryError()),
+    "stop iteration": lambda: throw(StopIteration(1)),
+    "base": lambda: throw(BaseException("x")),
+    "long": lambda: throw(RuntimeError("x\n" * 1_000_000)),
+    "hang": lambda: time.sleep(HANG_S),
     "group": lambda: throw(ExceptionGroup("g", [OSError(28, "full")])),
-    "disk": lambda: throw(OSError(28, "full")), "timeout": lambda: throw(TimeoutError()),
+    "disk": lambda: throw(OSError(28, "full")),
+    "timeout": lambda: throw(TimeoutError()),
     "cancelled": lambda: throw(__import__("asyncio").CancelledError()),
-}  # fmt: skip
+}
 # what ends or confuses a process of its own
 PROCESS = {
-    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV), "_exit": lambda: os._exit(0),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "_exit": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "close": lambda: os.closerange(3, 64),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "close": lambda: os.closerange(3, 64),
     "garbage": lambda: [_write(n, b"\0\0\0\x05hello") for n in range(3, 16)],
     "binary": lambda: os.write(1, bytes(range(256))),
-}  # fmt: skip
+}
 # results that nobody can use, of a step and of a reward function
-STEPS = (None, 1, (), ([], 0.0, False, False, {}), ([], float("nan"), True, False, {}),
-         (["x"], 1e40, False, False, {}), (["x" * 2_000_000], 0.0, False, False, {}),
-         ([{"role": "god", "content": "x"}], 0.0, False, False, {}),
-         ([], 0.0, "yes", False, {}), ([], 0.0, True, False, {"metrics": {"a": "b"}}),
-         ([], 0.0, True, False, {"rewards": {"a": 3.0}}))  # fmt: skip
-SCORES = (float("nan"), float("inf"), "1", [1.0], {"score": "x"}, {"score": None}, 1e300, b"1",
-          {"score": float("nan")})  # fmt: skip
+STEPS = (
+    None,
+    1,
+    (),
+    ([], 0.0, False, False, {}),
+    ([], float("nan"), True, False, {}),
+    (["x"], 1e40, False, False, {}),
+    (["x" * 2_000_000], 0.0, False, False, {}),
+    ([{"role": "god", "content": "x"}], 0.0, False, False, {}),
+    ([], 0.0, "yes", False, {}),
+    ([], 0.0, True, False, {"metrics": {"a": "b"}}),
+    ([], 0.0, True, False, {"rewards": {"a": 3.0}}),
+)
+SCORES = (
+    float("nan"),
+    float("inf"),
+    "1",
+    [1.0],
+    {"score": "x"},
+    {"score": None},
+    1e300,
+    b"1",
+    {"score": float("nan")},
+)
 
 
 def read_plan() -> dict[str, list]:

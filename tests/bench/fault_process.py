@@ -38,10 +38,14 @@ def meet_in_process(
 def _ask(program: str, lines: list[str], soon_s: float) -> list[dict]:
     """One answer for each line, or fewer: the process of the last one hung or died."""
     child = subprocess.Popen(
-        [sys.executable, program], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     faults, wait_s = list[dict](), START_S
     try:

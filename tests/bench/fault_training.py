@@ -31,17 +31,31 @@ _ALWAYS = (
 )  # fmt: skip
 SETTINGS = {
     "answers": (
-        "tiny.py", "warmup.steps=2", "steps=4", "rollout.max_new_tokens=5", "save.every_steps=1",
+        "tiny.py",
+        "warmup.steps=2",
+        "steps=4",
+        "rollout.max_new_tokens=5",
+        "save.every_steps=1",
     ),
     # long enough a warm start that the policy calls its tool, which is a sandbox
     "episodes": (
-        "tiny_tool.py", "warmup.steps=24", "warmup.lr=1e-2", "steps=3", "save.every_steps=2",
+        "tiny_tool.py",
+        "warmup.steps=24",
+        "warmup.lr=1e-2",
+        "steps=3",
+        "save.every_steps=2",
         "warmup.demonstrations=jaxmoe.configs.tiny_tool:demonstrate_calculator(share=1.0)",
-        "data.tools=python_sandbox", "sandbox.warm=1", "sandbox.call_s=60",
-        "rollout.reply_timeout_s=600", "model.d_expert=24", "model.n_experts=4",
-        "optim.tokens_per_microbatch=0", "rollout.max_context=192", "rollout.max_turn_tokens=40",
+        "data.tools=python_sandbox",
+        "sandbox.warm=1",
+        "sandbox.call_s=60",
+        "rollout.reply_timeout_s=600",
+        "model.d_expert=24",
+        "model.n_experts=4",
+        "optim.tokens_per_microbatch=0",
+        "rollout.max_context=192",
+        "rollout.max_turn_tokens=40",
     ),
-}  # fmt: skip
+}
 TRAININGS = tuple(SETTINGS)
 REWARDS = '''"""A reward that differs within a group, or no step would change a weight."""
 
@@ -80,7 +94,7 @@ def reference_folder(out: Path, training: str) -> Path:
 
 def start(
     out: Path, work: Path, training: str, *, keep_programs: bool = False
-) -> subprocess.Popen[str]:  # fmt: skip
+) -> subprocess.Popen[str]:
     """The command as a user types it."""
     config, *settings = SETTINGS[training]
     changes = [text for change in (*_ALWAYS, *settings) for text in ("--set", change)]
@@ -132,7 +146,7 @@ def meet(kinds: list[str], dice: random.Random, out: Path, training: str) -> lis
 
 def _one_run(
     out: Path, work: Path, training: str, kind: str, dice: random.Random, mounted: bool
-) -> dict:  # fmt: skip
+) -> dict:
     """Start or resume a training, let a fault of this kind happen, and judge how it ends."""
     process = start(out, work, training)
     begun = time.monotonic()

@@ -28,9 +28,13 @@ from tests.bench.fault_training import TRAININGS
 
 # parts of all faults; a fault of training costs most
 SHARES = {
-    "kill": 0.125, "signal": 0.125, "disk": 0.1, "answer": 0.325, "file": 0.325,
+    "kill": 0.125,
+    "signal": 0.125,
+    "disk": 0.1,
+    "answer": 0.325,
+    "file": 0.325,
     **dict.fromkeys(fault_episodes.KINDS, 0.15),
-}  # fmt: skip
+}
 # faults of one training, or of one process
 BATCH = {"training": 4, "answer": 16, "file": 16, "episodes": 12}
 FAILURES = ("hang", "lost", "traceback", "other")

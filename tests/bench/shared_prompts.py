@@ -50,14 +50,18 @@ def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str
     scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone)
     sharing = sharing_from_config(cfg, ops.attend) if shares else None
     batch, minibatches = split_minibatches(
-        draw_groups(cfg), algorithm, seed=(0,), sharing=sharing,
+        draw_groups(cfg),
+        algorithm,
+        seed=(0,),
+        sharing=sharing,
         tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
-    )  # fmt: skip
+    )
     step = jax.jit(
-        partial(rl_step, tx=tx, algorithm=algorithm, scorer=scorer,
-                microbatches=cfg.optim.microbatches),
+        partial(
+            rl_step, tx=tx, algorithm=algorithm, scorer=scorer, microbatches=cfg.optim.microbatches
+        ),
         donate_argnums=0,
-    )  # fmt: skip
+    )
     state = init_state(Trained(init_params(jax.random.key(0), cfg.model)), tx)
     compiled = step.lower(state, batch, minibatches).compile()
     batch, minibatches = jax.device_put((batch, minibatches))
@@ -88,12 +92,17 @@ def main() -> None:
     )
     print_times("step", medians)
     own, shared = (made[name][1] for name in ("own", "shared"))
-    print(json.dumps({
-        "cpu": round(float(medians["shared"][0] / medians["own"][0]), 3),
-        "seconds": round(float(medians["shared"][1] / medians["own"][1]), 3),
-        "temporary": round(shared["temporary"] / own["temporary"], 3),
-        "tokens": round(shared["tokens"], 3), "loss": [own["loss"], shared["loss"]],
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "cpu": round(float(medians["shared"][0] / medians["own"][0]), 3),
+                "seconds": round(float(medians["shared"][1] / medians["own"][1]), 3),
+                "temporary": round(shared["temporary"] / own["temporary"], 3),
+                "tokens": round(shared["tokens"], 3),
+                "loss": [own["loss"], shared["loss"]],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

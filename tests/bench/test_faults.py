@@ -133,20 +133,27 @@ CRASHED = {"tool/sandbox_crashes": 1.0}
 
 @pytest.mark.parametrize(
     "kind, broken, signals, reward, counts, failure",
-    [("environment", {}, 0, 1 + PAID, {}, ""), ("environment", {}, 0, PAID, {}, "lost"),
-     ("environment", {"q": ["step", "exit"]}, 0, math.nan, {}, ""),
-     ("environment", {"q": ["step", "exit"]}, 0, 1 + PAID, {}, "lost"),
-     ("environment", {"other": ["step", "exit"]}, 0, math.nan, {}, "lost"),
-     ("reward", {"q": ["reward", "binary"]}, 0, 1 + PAID, {}, ""),
-     ("reward", {}, 1, math.nan, {}, ""), ("reward", {}, 1, PAID, {}, "lost"),
-     ("reward", {}, 0, math.nan, {}, "lost"), ("sandbox", {}, 1, PAID, CRASHED, ""),
-     ("sandbox", {}, 1, PAID, {}, "lost"), ("sandbox", {}, 0, PAID, CRASHED, "lost")],
-)  # fmt: skip
+    [
+        ("environment", {}, 0, 1 + PAID, {}, ""),
+        ("environment", {}, 0, PAID, {}, "lost"),
+        ("environment", {"q": ["step", "exit"]}, 0, math.nan, {}, ""),
+        ("environment", {"q": ["step", "exit"]}, 0, 1 + PAID, {}, "lost"),
+        ("environment", {"other": ["step", "exit"]}, 0, math.nan, {}, "lost"),
+        ("reward", {"q": ["reward", "binary"]}, 0, 1 + PAID, {}, ""),
+        ("reward", {}, 1, math.nan, {}, ""),
+        ("reward", {}, 1, PAID, {}, "lost"),
+        ("reward", {}, 0, math.nan, {}, "lost"),
+        ("sandbox", {}, 1, PAID, CRASHED, ""),
+        ("sandbox", {}, 1, PAID, {}, "lost"),
+        ("sandbox", {}, 0, PAID, CRASHED, "lost"),
+    ],
+)
 def test_an_episode_is_judged_by_its_reward_and_its_fault(
     kind, broken, signals, reward, counts, failure
 ):
-    rollout = SimpleNamespace(prompt=Prompt(0, "q", (1,), "a"), lost="", env_fault="",
-                              env_metrics=counts)  # fmt: skip
+    rollout = SimpleNamespace(
+        prompt=Prompt(0, "q", (1,), "a"), lost="", env_fault="", env_metrics=counts
+    )
     scores = SimpleNamespace(rewards=[reward], first_fault="")
     judged = fault_episodes.judge([Row("q", "a")], kind, broken, signals, [rollout], scores)
     assert judged.partition(":")[0] == failure

@@ -87,21 +87,34 @@ CASES = {
     ),
     "grpo, completely full rows": Case({}, length=FULL_GROUP, rows=2, fixed=True),
     "grpo, split groups": Case(dict(terms=(entropy_term(0.08),)), length=PROMPT + 2 * ANSWER),
-    "gspo, kl in the loss": Case(dict(
-        objective=partial(gspo, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
-        old_logp="recomputed", rollout_correction=(partial(sequence_is, high=2.0),),
-        terms=(kl_term(0.1),),
-    )),
-    "reinforce++, kl in the reward": Case(dict(
-        objective=reinforce, advantages=reinforce_pp_advantages, reward_kl=kl_term(0.1, kl_k1),
-        old_logp="recomputed", aggregation=kept_token_mean, rollout_correction=(token_is,),
-    )),
-    "dr_grpo": Case(dict(
-        advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9)
-    )),
-    "ppo anchored at the rollout": Case(dict(
-        objective=partial(ppo_clip, dual_clip=1.5), old_logp="rollout",
-    )),
+    "gspo, kl in the loss": Case(
+        dict(
+            objective=partial(gspo, clip_low=0.1, clip_high=0.2),
+            aggregation=seq_mean_token_mean,
+            old_logp="recomputed",
+            rollout_correction=(partial(sequence_is, high=2.0),),
+            terms=(kl_term(0.1),),
+        )
+    ),
+    "reinforce++, kl in the reward": Case(
+        dict(
+            objective=reinforce,
+            advantages=reinforce_pp_advantages,
+            reward_kl=kl_term(0.1, kl_k1),
+            old_logp="recomputed",
+            aggregation=kept_token_mean,
+            rollout_correction=(token_is,),
+        )
+    ),
+    "dr_grpo": Case(
+        dict(advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9))
+    ),
+    "ppo anchored at the rollout": Case(
+        dict(
+            objective=partial(ppo_clip, dual_clip=1.5),
+            old_logp="rollout",
+        )
+    ),
     "cispo": Case(dict(objective=cispo, aggregation=seq_mean_token_mean)),
     "ppo, shared critic": Case(
         VALUES | dict(critic="shared", rollout_correction=(geometric_is,)), rows=2
@@ -111,23 +124,34 @@ CASES = {
         dict(old_logp="recomputed", epochs=2, minibatches=2), replay="R2", length=120
     ),
     "minibatches, packed, own critic": Case(
-        VALUES | dict(critic="own", old_logp="recomputed", minibatches=2), length=80,
+        VALUES | dict(critic="own", old_logp="recomputed", minibatches=2),
+        length=80,
         tokens_per_microbatch=2 * (PROMPT + ANSWER),
     ),
     "r3": Case(dict(old_logp="recomputed"), replay="R3"),
     "router terms": Case(
         dict(terms=(Term(load_balance, 0.1, "balance"), Term(z_loss, 0.1, "z"))),
-        replay="R3", records=True,
+        replay="R3",
+        records=True,
     ),
     "lora": Case(dict(terms=(kl_term(0.1),)), lora=True),
-}  # fmt: skip
+}
 
 
 def make_config(case: Case) -> ModelConfig:
     cfg = ModelConfig(
-        vocab_size=61, d_model=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=8, n_experts=5,
-        experts_per_token=2, d_expert=24, sliding_window=case.window, dtype="float32",
-    )  # fmt: skip
+        vocab_size=61,
+        d_model=32,
+        n_layers=2,
+        n_q_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        n_experts=5,
+        experts_per_token=2,
+        d_expert=24,
+        sliding_window=case.window,
+        dtype="float32",
+    )
     object.__setattr__(cfg, "dtype", FLOAT)  # float64 is not for users
     return cfg
 
@@ -151,13 +175,16 @@ def make_batch(case: Case, cfg: ModelConfig, seed: int = 0) -> Batch:
             experts[i, :p] = experts[first, :p]
     mask[1] = False
     return Batch(
-        tokens_BT=tokens, positions_BT=np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
-        segment_ids_BT=segments, loss_mask_BT=mask,
+        tokens_BT=tokens,
+        positions_BT=np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
+        segment_ids_BT=segments,
+        loss_mask_BT=mask,
         rollout_logp_BT=np.where(mask, rng.uniform(-6, -3, (B, T)), 0).astype(FLOAT),
-        rewards_B=rng.normal(size=B).astype(FLOAT), samples_per_prompt=SAMPLES,
+        rewards_B=rng.normal(size=B).astype(FLOAT),
+        samples_per_prompt=SAMPLES,
         truncated_B=truncated,
         routed_experts_BTLA=experts if case.replay == "R3" else None,
-    )  # fmt: skip
+    )
 
 
 def init_weights(cfg: ModelConfig) -> Any:
@@ -185,8 +212,9 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
         lora = LoraConfig(attention_rank=3, expert_rank=2)
         base, scales = weights, lora.scales
         policy = init_adapters(jax.random.key(2), cfg, lora, base)
-        policy = jax.tree.map(lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)
-                                                          .reshape(x.shape)), policy)  # fmt: skip
+        policy = jax.tree.map(
+            lambda x: x + 0.05 * jnp.sin(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)), policy
+        )
     needs_copy = a.needs_reference and not case.lora
     reference = jax.tree.map(lambda x: 1.05 * x, policy) if needs_copy else None
     state = init_state(Trained(policy, critic), STORE_GRADIENT, Frozen(reference=reference))

@@ -47,8 +47,13 @@ def whole_run(name: str, limit_s: float, *arguments: str) -> Stage:
 
 
 # Widths and a type that Hopper's kernels take; tiny.py's own are smaller, and float32.
-WIDE = ("model.d_model=256", "model.head_dim=64", "model.d_expert=256", "model.vocab_multiple=64",
-        "model.dtype=bfloat16")  # fmt: skip
+WIDE = (
+    "model.d_model=256",
+    "model.head_dim=64",
+    "model.d_expert=256",
+    "model.vocab_multiple=64",
+    "model.dtype=bfloat16",
+)
 RUN = tuple(x for setting in WIDE for x in ("--set", setting))
 INVARIANT = ("--set", "model.numerics=invariant")
 LONG = ("--tokens", "24576", "--sequences", "2")

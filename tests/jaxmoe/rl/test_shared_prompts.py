@@ -67,8 +67,9 @@ def test_prompts_with_other_recorded_experts_are_not_shared_and_counted():
     experts[:, :2] = experts[:1, :2]
     a, sharing = algorithm(), PromptSharing(32)  # a group of 32 tokens and one of 26
     assert sharing_metrics(*split_minibatches(batch, a, seed=(0,), sharing=sharing)) == {
-        "batch/computed_tokens_frac": 2 * 32 / (B * T), "batch/unshared_prompts": 0,
-    }  # fmt: skip
+        "batch/computed_tokens_frac": 2 * 32 / (B * T),
+        "batch/unshared_prompts": 0,
+    }
     experts[2, 1, 0] = experts[2, 1, 0, ::-1]
     packed, _ = split_minibatches(batch, a, seed=(0,), sharing=sharing)
     assert sharing_metrics(packed, None)["batch/unshared_prompts"] == 1
@@ -87,9 +88,12 @@ def test_a_batch_is_shared_where_that_saves_enough():
         assert metrics == {"batch/computed_tokens_frac": frac if shares else 1.0}
     # Packed rows without sharing are what it is compared with.
     packed, _ = split_minibatches(
-        batch, algorithm(), seed=(0,), tokens_per_microbatch=2 * T,
+        batch,
+        algorithm(),
+        seed=(0,),
+        tokens_per_microbatch=2 * T,
         sharing=PromptSharing(2 * T, max_frac=0.99),
-    )  # fmt: skip
+    )
     unshared, _ = split_minibatches(batch, algorithm(), seed=(0,), tokens_per_microbatch=2 * T)
     assert packed.packing.shared is not None
     assert int(packed.packing.shared.unshared) == computed_tokens(unshared) == 4 * 2 * T

@@ -101,10 +101,12 @@ def test_whole_blocks_give_the_bits_of_own_rows(dtype):
 
     segments = lengthen(batch.segment_ids_BT, np.int32(1))
     batch = replace(
-        batch, tokens_BT=lengthen(batch.tokens_BT, longer), segment_ids_BT=segments,
+        batch,
+        tokens_BT=lengthen(batch.tokens_BT, longer),
+        segment_ids_BT=segments,
         positions_BT=np.broadcast_to(np.arange(segments.shape[1], dtype=np.int32), segments.shape),
         loss_mask_BT=lengthen(batch.loss_mask_BT, False),
-    )  # fmt: skip
+    )
     scorer = Scorer(cfg, invariant_ops(plain_ops()))
     params = Trained(shared_exactness.init_weights(cfg))
 

@@ -50,11 +50,12 @@ def sharing_of(*changes):
         # long answers: a row of full length saves a tenth of the tokens
         (("data.max_prompt_tokens=6", "rollout.max_new_tokens=52"), None),
         (
-            ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"), None,
+            ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"),
+            None,
         ),
         (("mesh.sequence=2",), None),
     ],
-)  # fmt: skip
+)
 def test_a_config_gets_rows_that_hold_its_groups(changes, expected):
     assert sharing_of(*changes) == expected
 
@@ -68,8 +69,9 @@ def test_full_lengths_say_how_much_is_saved():
     packed = override(TINY, "optim.tokens_per_microbatch=580")
     # Ten rows of 58 tokens a microbatch: 256 rows take 26, and 16 groups of 163 tokens six.
     assert count_shared_microbatches(packed, sharing_of("optim.tokens_per_microbatch=580")) == (
-        6, 6 / 26,
-    )  # fmt: skip
+        6,
+        6 / 26,
+    )
 
 
 def own_attention(q, k, v, sink, *, q_positions_BT, k_positions_BS, window, **layout):

@@ -87,10 +87,15 @@ def test_a_run_shares_prompts_as_its_config_says(tmp_path, wanted, frac):
 
         return JitProgram(see, {})
 
-    train(cfg, replace(
-        make_parts(cfg), open_engine=lambda *_: Random(), rl_program=seen_step,
-        plot_run=lambda *_, **__: None,
-    ))  # fmt: skip
+    train(
+        cfg,
+        replace(
+            make_parts(cfg),
+            open_engine=lambda *_: Random(),
+            rl_program=seen_step,
+            plot_run=lambda *_, **__: None,
+        ),
+    )
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "gate/closed" in row]
     assert [row["batch/computed_tokens_frac"] for row in rows] == [pytest.approx(frac)] * 2
     assert shared == [wanted == "auto"]  # traced once

@@ -44,9 +44,12 @@ def called_with(cfg, a, sharing):
     )  # fmt: skip
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
-        batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+        batch,
+        a,
+        seed=(0,),
+        tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
         sharing=sharing,
-    )  # fmt: skip
+    )
 
 
 def shapes_of(tree):

@@ -57,10 +57,18 @@ def join(sink, prompt, answers, shared):
 @partial(jax.jit, static_argnums=(0, 1))
 def attend_shared(impl, window, q, k, v, sink, positions, segments, last):
     return sink_attention(
-        q, k, v, sink, q_positions_BT=positions, k_positions_BS=positions,
-        q_segment_ids_BT=segments, k_segment_ids_BS=segments, k_last_segment_ids_BS=last,
-        window=window, impl=impl,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=positions,
+        k_positions_BS=positions,
+        q_segment_ids_BT=segments,
+        k_segment_ids_BS=segments,
+        k_last_segment_ids_BS=last,
+        window=window,
+        impl=impl,
+    )
 
 
 def weigh(o, lse):
@@ -107,24 +115,32 @@ def test_whole_shared_blocks_give_the_bits_of_own_rows_and_of_decoding(window):
     sink, prompt, answers = draw(1, prompt_length, answers_lengths)
     shared = (prompt_length - 1) // KEYS * KEYS
     layout = shared_layout(prompt_length, answers_lengths, shared)
-    o, lse = attend_shared("xla_invariant", window, *join(sink, prompt, answers, shared), sink,
-                           *layout)  # fmt: skip
+    o, lse = attend_shared(
+        "xla_invariant", window, *join(sink, prompt, answers, shared), sink, *layout
+    )
     at = shared
     for answer, n in zip(answers, answers_lengths, strict=True):
         q, k, v = (jnp.concatenate(x, 1) for x in zip(prompt, answer, strict=True))
-        want_o, want_lse = jax.jit(
-            partial(sink_attention, window=window, impl="xla_invariant")
-        )(q, k, v, sink)  # fmt: skip
+        want_o, want_lse = jax.jit(partial(sink_attention, window=window, impl="xla_invariant"))(
+            q, k, v, sink
+        )
         end = at + prompt_length - shared + n
         for actual, want in ((o, want_o), (lse, want_lse)):
             np.testing.assert_array_equal(actual[:, :shared], want[:, :shared])
             np.testing.assert_array_equal(actual[:, at:end], want[:, shared:])
         place = jnp.arange(prompt_length + n)[None]
         decoded, _ = decode_attention(
-            q[:, -1:], k, v, sink, q_positions_BT=place[:, -1:], k_positions_BS=place,
-            q_segment_ids_BT=jnp.ones((1, 1), jnp.int32), k_segment_ids_BS=jnp.ones_like(place),
-            window=window, impl="xla_invariant",
-        )  # fmt: skip
+            q[:, -1:],
+            k,
+            v,
+            sink,
+            q_positions_BT=place[:, -1:],
+            k_positions_BS=place,
+            q_segment_ids_BT=jnp.ones((1, 1), jnp.int32),
+            k_segment_ids_BS=jnp.ones_like(place),
+            window=window,
+            impl="xla_invariant",
+        )
         np.testing.assert_array_equal(o[:, end - 1], decoded[:, 0])
         at = end
 
@@ -155,13 +171,11 @@ def test_other_implementations_refuse_shared_keys_by_name():
     assert api.shares_keys("auto") and api.shares_keys(("xla", "mosaic_gpu"))
     last = jnp.ones((1, 8), jnp.int32)
     with pytest.raises(KernelUnsupported, match="mosaic_tpu"):
-        sink_attention(
-            x, kv, kv, jnp.zeros(N), k_last_segment_ids_BS=last, impl="mosaic_tpu"
-        )  # fmt: skip
+        sink_attention(x, kv, kv, jnp.zeros(N), k_last_segment_ids_BS=last, impl="mosaic_tpu")
     with pytest.raises(KernelUnsupported, match="triton"):
         sink_attention_backward(
             x, kv, kv, x, x[..., 0], x[..., 0], k_last_segment_ids_BS=last, impl="triton"
-        )  # fmt: skip
+        )
 
 
 def test_kernels_called_by_themselves_refuse_shared_keys():

@@ -139,10 +139,12 @@ def test_keys_of_a_cache_come_to_the_columns_of_their_positions(window):
         cached_length[:, :, None, None] >= 0, cached_length[:, :, None, None], np.nan
     ).astype(np.float32)
     is_query = np.array([[1], [1], [0]], np.int32)
-    layout = Layout(*(
-        jnp.asarray(x, jnp.int32)
-        for x in (start[:, None], np.maximum(cached_length, 0), is_query, segments)
-    ))  # fmt: skip
+    layout = Layout(
+        *(
+            jnp.asarray(x, jnp.int32)
+            for x in (start[:, None], np.maximum(cached_length, 0), is_query, segments)
+        )
+    )
     if window is None:  # the cache of a full layer, which holds the beginning
         layout = layout._replace(q_segment_ids_BT=jnp.array([[1], [1], [0]]))
     k_BCKH, v_BCKH, moved = order_by_position(jnp.asarray(k), jnp.asarray(k), layout, window or 0)
