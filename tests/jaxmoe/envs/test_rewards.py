@@ -2,8 +2,6 @@
 """Reward functions as TRL and verl document them, and ours: called, checked, weighed, logged."""
 
 import asyncio
-import functools
-import math
 import sys
 import types
 
@@ -11,173 +9,18 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.cells import read_row
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample, detect_convention
-from jaxmoe.envs.rewards import (
-    check_faulty,
-    mean_part_metrics,
-    read_rewards,
-    score_samples,
-)
-
-ROWS = [
-    {"prompt": "1+1=", "solution": "2", "level": 1},
-    {"prompt": [{"role": "user", "content": "1+2="}], "level": 2, "data_source": "sums",
-     "reward_model": {"ground_truth": 3}, "extra_info": {"index": 7, "tags": ["a"]}},
-]  # fmt: skip
-COLUMNS = [*ROWS[0], *ROWS[1]]
-RECEIVED = {}
-
-
-def make_samples(*texts):
-    return [
-        Sample(
-            i,
-            read_row(f"a:{i + 1}", ROWS[i % 2], answers=False),
-            ParsedResponse(text, "hm"),
-            [65, i],
-        )
-        for i, text in enumerate(texts)
-    ]
-
-
-def trl(prompts, completions, solution, level=None, *, bonus=1.0, **columns):
-    RECEIVED["trl"] = {"prompts": prompts, "completions": completions, "solution": solution,
-                   "level": level, **columns}  # fmt: skip
-    return [None if gold is None else bonus * (text == gold)
-            for text, gold in zip(completions, solution, strict=True)]  # fmt: skip
-
-
-def only_ids(completion_ids, **columns):
-    return np.array([len(ids) for ids in completion_ids], np.float32)
-
-
-def counts_trick(prompt, response, row):
-    return {"score": 1.0, "hack/trick": 0.5}
-
-
-def verl(data_source, solution_str, ground_truth, extra_info=None):
-    RECEIVED.setdefault("verl", []).append(
-        (data_source, solution_str, ground_truth, dict(extra_info))
-    )
-    extra_info["num_turns"] = 1  # as verl's own manager does to its rows
-    is_correct = str(ground_truth) in solution_str
-    return {
-        "score": float(is_correct),
-        "acc": is_correct,
-        "pred": solution_str,
-        "half": np.float32(0.5),
-    }
-
-
-def native(prompt, response, row, analysis, *, length=4):
-    RECEIVED.setdefault("native", []).append((prompt, response, row["level"], analysis))
-    return np.True_ if len(response) < length else False
-
-
-def scores_few(response):
-    """A function for some of the rows."""
-    return None if response == "none" else float("nan")
-
-
-def own_source(response, row):
-    return float(row["answer"] == response)
-
-
-def raises(prompt, response, row):
-    return row["no such column"]
-
-
-def leaves(prompt, response, row):
-    sys.exit(0)
-
-
-def returns(prompt, response, row, *, value=None):
-    values = {"nan": math.nan, "inf": np.inf, "huge": 1e39, "text": "1", "array": np.ones(2),
-           "numpys": np.str_("1")}  # fmt: skip
-    return values.get(value, value) if isinstance(value, str) else value
-
-
-def batch(completions, *, value=None, **columns):
-    return {"short": [1.0], "number": 1.0, "text": "ab", "dict": {0: 1, 1: 1}, "nan": [1, math.nan],
-            "strings": ["1", "2"], "mixed": [1, "2"]}.get(value)  # fmt: skip
-
-
-def none_at_all(completions, **columns):
-    return [None for _ in completions]
-
-
-def two_numbers(x, y):
-    return x + y
-
-
-def anything(response, *args):
-    return 1.0
-
-
-def of_verl(solution_str, model):
-    return 1.0
-
-
-def all_keywords(**kwargs):
-    RECEIVED["all_keywords"] = kwargs
-    return [float(len(c)) for c in kwargs["completions"]]
-
-
-def of_trainer(completions, trainer_state, **columns):
-    return [float(trainer_state.global_step) for _ in completions]
-
-
-def in_batches(data_sources, solution_strs, ground_truths, extra_infos):
-    RECEIVED["batch"] = (data_sources, solution_strs, ground_truths, extra_infos)
-    return [{"score": 1.0, "acc": True}, None][: len(solution_strs)]
-
-
-async def waits(completions, **columns):
-    await asyncio.sleep(0.01)
-    return [1.0 for _ in completions]
-
-
-async def judges(solution_str, ground_truth):
-    """Returns when all of them have been asked, and never where they are asked one by one."""
-    RECEIVED["asked"] = RECEIVED.get("asked", 0) + 1
-    while RECEIVED["asked"] < 8:
-        await asyncio.sleep(0.001)
-    return None if solution_str == "7" else float(solution_str)
-
-
-class Constant:
-    def __init__(self, worth):
-        self.worth = worth
-
-    def __call__(self, completions, *, bonus=0.0, **columns):
-        return [self.worth + bonus for _ in completions]
-
-    def method(self, response):
-        return self.worth
-
-
-class Waiting:
-    async def __call__(self, response):
-        return 3.0
-
-
-constant, waiting = Constant(2.0), Waiting()
-bound = functools.partial(constant, bonus=0.5)
+from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
+from tests.jaxmoe.envs import some_rewards
+from tests.jaxmoe.envs.some_rewards import COLUMNS, RECEIVED, ROWS, make_samples, score_texts
 
 
 @pytest.fixture(autouse=True)
 def install_module(monkeypatch):
-    rewards_module = types.ModuleType("some_rewards")
-    vars(rewards_module).update({k: v for k, v in globals().items() if not k.startswith("__")})
-    monkeypatch.setitem(sys.modules, "some_rewards", rewards_module)
+    monkeypatch.setitem(sys.modules, "some_rewards", some_rewards)
     RECEIVED.clear()
-
-
-def score_texts(text, *texts, columns=COLUMNS):
-    return score_samples(read_rewards(text, columns), make_samples(*texts))
 
 
 def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
@@ -289,74 +132,6 @@ def test_verls_batch_convention_gets_lists():
     assert RECEIVED["batch"] == ([None, "sums"], ["2", "4"], ["2", 3], [{}, ROWS[1]["extra_info"]])
     np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan], np.float32))
     assert mean_part_metrics(scores.parts)["reward/in_batches/acc/mean"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("some_rewards:returns(value='none')",
-         "returns must return a finite number.*got 'none'.*on row 0 .a:1"),
-        ("some_rewards:returns(value='nan')", "returns must return a finite.*got nan"),
-        ("some_rewards:returns(value='inf')", "got inf"),
-        ("some_rewards:returns(value='huge')", "got 1e.39"),
-        ("1e30 * some_rewards:returns(value=1e9)", r"got 1000000000.0 \(weight 1e.30\)"),
-        ("some_rewards:returns(value='text')", "got '1'"),
-        ("some_rewards:returns(value='array')", "got array"),
-        ("some_rewards:returns(value='numpys')", "got np.str_"),
-        ("some_rewards:returns(value={'acc': 1})", "a dict with one as its score, got None"),
-        ("some_rewards:batch", "must return a list of 2 rewards, one per completion, got None"),
-        *((f"some_rewards:batch(value={value!r})", "must return a list of 2 rewards")
-          for value in ("short", "number", "text", "dict")),
-        ("some_rewards:batch(value='strings')", "got '1'"),
-    ],
-)  # fmt: skip
-def test_what_is_no_reward_is_refused_by_function_and_row(text, message):
-    with pytest.raises(ConfigError, match=message):
-        score_texts(text, "2", "3")
-
-
-@pytest.mark.parametrize("value", ["nan", "mixed"])
-def test_a_value_that_is_no_number_leaves_its_answer_out_and_is_counted_by_name(value):
-    """A policy can cause one, so it must not end a run; and 0 would punish a right answer."""
-    scores = score_texts(
-        f"some_rewards:batch(value='{value}') + 0.1 * some_rewards:constant", *"23"
-    )
-    np.testing.assert_allclose(scores.rewards, [1.2, np.nan], rtol=1e-6)
-    metrics = mean_part_metrics(scores.parts)
-    assert metrics["reward/batch/bad_value_frac"] == 0.5 == metrics["reward/faulty_frac"]
-    assert metrics["reward/batch/mean"] == 1.0 and metrics["reward/left_out_frac"] == 0.5
-    assert scores.faults == ["", "bad_value"] and "on row 1 (a:2)" in scores.first_fault
-
-
-@pytest.mark.parametrize("count_errors", [True, False])
-def test_a_bad_value_among_answers_without_one_is_counted(count_errors):
-    """One process must do what two do, which count errors and judge the share of the batch."""
-    rewards = read_rewards("some_rewards:scores_few", COLUMNS)
-    samples = make_samples("none", "none", "bad")
-    scores = score_samples(rewards, samples, count_errors=count_errors)
-    assert scores.faults == ["", "", "bad_value"]
-    check_faulty(scores, 0.34)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [("raises", "raised"), ("leaves", "raised"), ("batch(value='short')", "raised"),
-     ("returns(value='nan')", "bad_value"), ("batch(value='strings')", "bad_value")],
-)  # fmt: skip
-def test_errors_that_are_counted_name_their_kind_for_each_answer(name, fault):
-    rewards = read_rewards(f"some_rewards:{name}", COLUMNS, "data.second_grader")
-    scores = score_samples(rewards, make_samples("2", "3"), count_errors=True)
-    assert np.isnan(scores.rewards).all() and scores.faults == [fault] * 2
-    assert scores.first_fault.startswith("data.second_grader: ")
-
-
-def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
-    with pytest.raises(KeyError) as caught:
-        score_texts("some_rewards:raises", "2")
-    assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]
-    with pytest.raises(RuntimeError, match=r"it called sys.exit\(0\)") as caught:
-        score_texts("some_rewards:leaves", "2")
-    assert "leaves raised this on row 0" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
