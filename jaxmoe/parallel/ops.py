@@ -25,10 +25,9 @@ from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel import vocabulary
+from jaxmoe.parallel.attention import attend_over_shards, attention_impl
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
-from jaxmoe.parallel.halo import halo_attention
-from jaxmoe.parallel.ring import ring_attention
 from jaxmoe.parallel.rounding import gather_packed, packed_specs
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
@@ -41,15 +40,11 @@ from jaxmoe.parallel.sharding import (
     mesh_spec,
     partition_axes,
 )
-from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.shapes import Params
-from pallas_kernels import sink_attention
-from pallas_kernels.dispatch import Impl, target_device
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import Rounded
 
 _TENSOR: Names = ("tensor",)
-# for layers without a window
-METHODS = {"ring": ring_attention, "zigzag": ring_attention, "ulysses": ulysses_attention}
 
 
 def sharded_ops(
@@ -61,8 +56,8 @@ def sharded_ops(
     Without a mesh they are `ops` unchanged. Custom ops go into `ops` and are wrapped like the
     others: they receive one device's rows and tokens, and unsharded weights. There are two
     exceptions: `embed` receives a shard of the width and `logits` a shard of the vocabulary; both
-    see the tokens gathered over the remaining axes. `method` names one of METHODS, for rows whose
-    tokens are sharded. Raises ValueError if tokens are sharded and `ops.attend` is not
+    see the tokens gathered over the remaining axes. `method` names one of attention.METHODS, for
+    rows whose tokens are sharded. Raises ValueError if tokens are sharded and `ops.attend` is not
     sink_attention.
     """
     if mesh is None:
@@ -89,19 +84,6 @@ def sharded_ops(
         experts=WrappedOp(mesh_ops.experts, ops.experts),
         logits=WrappedOp(mesh_ops.logits, ops.logits),
         logprobs=WrappedOp(mesh_ops.logprobs, ops.logprobs),
-    )
-
-
-def attention_impl(attend: Callable[..., Any]) -> Impl:
-    """Return the `impl` of a sink_attention. Raises ValueError for another function."""
-    if attend is sink_attention:
-        return "auto"
-    if isinstance(attend, partial) and attend.func is sink_attention:
-        if not attend.args and attend.keywords.keys() == {"impl"}:
-            return attend.keywords["impl"]
-    raise ValueError(
-        "Ops.attend must be sink_attention, optionally with impl=, when the tokens of a row are "
-        f"sharded; got {attend!r}. Use mesh.sequence=1 with a custom attention."
     )
 
 
@@ -198,18 +180,7 @@ class MeshOps:
         # and restores the order of its outputs.
         is_zigzag = shards > 1 and self.method == "zigzag" and window is None
         if shards > 1:
-            if "k_last_segment_ids_BS" in layout:
-                raise NotImplementedError(
-                    "shared prompts need whole rows on a device, got tokens of a row on "
-                    f"{shards}. Use mesh.sequence=1, or unshared rows."
-                )
-            attention = halo_attention if window is not None else METHODS[self.method]
-            options = (
-                # XLA for CPU does not order collectives in a loop, and its devices could then wait
-                # for each other forever.
-                {"unroll": target_device().platform == "cpu"} if attention is ring_attention else {}
-            )
-            inner = partial(attention, axis="sequence", impl=attention_impl(inner), **options)
+            inner = attend_over_shards(inner, self.method, window, names)
 
         def run_shard(q: Array, k: Array, v: Array, sink_n: Array, *layout_arrays: Array) -> Any:
             return inner(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmoe.config import Config, require
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.router import takes_parameter
-from jaxmoe.parallel.ops import attention_impl
+from jaxmoe.parallel.attention import attention_impl
 from jaxmoe.rl.shared_prompts import PromptSharing, pack_groups
 from pallas_kernels.sink_attention.api import shares_keys
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS

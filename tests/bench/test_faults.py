@@ -148,9 +148,7 @@ CRASHED = {"tool/sandbox_crashes": 1.0}
         ("sandbox", {}, 0, PAID, CRASHED, "lost"),
     ],
 )
-def test_an_episode_is_judged_by_its_reward_and_its_fault(
-    kind, broken, signals, reward, counts, failure
-):
+def test_an_episode_is_judged_by_reward_and_fault(kind, broken, signals, reward, counts, failure):
     rollout = SimpleNamespace(
         prompt=Prompt(0, "q", (1,), "a"), lost="", env_fault="", env_metrics=counts
     )

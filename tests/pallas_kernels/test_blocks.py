@@ -20,9 +20,7 @@ def by_block(visible_BTS, q_block, k_block):
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0, 1, 5, 30]), st.booleans(), st.booleans())
-def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(
-    seed, window, packed, shares
-):
+def test_skipped_blocks_hide_all_and_full_ones_none(seed, window, packed, shares):
     rng = np.random.default_rng(seed)
     q_pos, k_pos = (rng.integers(-3, 40, (2, n)) for n in (24, 30))
     q_seg, k_seg = (rng.integers(0 if packed else 1, 3 if packed else 2, (2, n)) for n in (24, 30))

@@ -54,7 +54,7 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
     assert not actual[[0, 3]].any() and not actual[:, [0, 3]].any()
 
 
-def test_a_tree_in_preorder_shows_a_key_to_the_nodes_below_it():
+def test_a_key_is_visible_to_the_nodes_below():
     """Node 1 has the children 2 and 5; 3 and 4 are children of 2. Each has one key of its own."""
     parents, last = {1: 0, 2: 1, 3: 2, 4: 2, 5: 1}, np.array([5, 4, 3, 4, 5])
     nodes = np.arange(1, 6)

@@ -40,13 +40,13 @@ def install_module(monkeypatch):
         ("some_rewards:batch(value='strings')", "got '1'"),
     ],
 )
-def test_what_is_no_reward_is_refused_by_function_and_row(text, message):
+def test_what_is_no_reward_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         score_texts(text, "2", "3")
 
 
 @pytest.mark.parametrize("value", ["nan", "mixed"])
-def test_a_value_that_is_no_number_leaves_its_answer_out_and_is_counted_by_name(value):
+def test_a_value_without_a_number_is_counted(value):
     """A policy can cause one, so it must not end a run; and 0 would punish a right answer."""
     scores = score_texts(
         f"some_rewards:batch(value='{value}') + 0.1 * some_rewards:constant", *"23"
@@ -59,7 +59,7 @@ def test_a_value_that_is_no_number_leaves_its_answer_out_and_is_counted_by_name(
 
 
 @pytest.mark.parametrize("count_errors", [True, False])
-def test_a_bad_value_among_answers_without_one_is_counted(count_errors):
+def test_a_bad_value_among_missing_ones_is_counted(count_errors):
     """One process must do what two do, which count errors and judge the share of the batch."""
     rewards = read_rewards("some_rewards:scores_few", COLUMNS)
     samples = make_samples("none", "none", "bad")
@@ -78,14 +78,14 @@ def test_a_bad_value_among_answers_without_one_is_counted(count_errors):
         ("batch(value='strings')", "bad_value"),
     ],
 )
-def test_errors_that_are_counted_name_their_kind_for_each_answer(name, fault):
+def test_counted_errors_name_their_kind(name, fault):
     rewards = read_rewards(f"some_rewards:{name}", COLUMNS, "data.second_grader")
     scores = score_samples(rewards, make_samples("2", "3"), count_errors=True)
     assert np.isnan(scores.rewards).all() and scores.faults == [fault] * 2
     assert scores.first_fault.startswith("data.second_grader: ")
 
 
-def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
+def test_an_error_keeps_its_traceback_and_names_the_row():
     with pytest.raises(KeyError) as caught:
         score_texts("some_rewards:raises", "2")
     assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]

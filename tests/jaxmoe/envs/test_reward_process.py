@@ -248,7 +248,7 @@ def test_only_an_answer_that_breaks_has_no_reward(run, name, answer):
         check_faulty(scores, 0.24)
 
 
-def test_an_error_without_a_text_is_told_without_a_process(run):
+def test_an_error_without_text_is_named_inline(run):
     scores = score_in_process(run_inline, "fragile", "1", "no text", "2")
     np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan, 2.0]))
     assert "failed on row 1 (a:1): Textless: it has no text" in scores.first_fault

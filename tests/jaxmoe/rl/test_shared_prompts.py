@@ -46,7 +46,7 @@ def test_shared_tokens_stand_once_a_row_and_others_alone():
 
 
 @pytest.mark.parametrize("unit, expected", [(1, 2), (2, 2), (3, 0)])
-def test_a_prompt_without_its_last_token_is_shared_in_whole_units(unit, expected):
+def test_prompts_are_shared_in_complete_units(unit, expected):
     """Prompts have three tokens."""
     shared = share_prompts(make_batch(), PromptSharing(4 * T, unit=unit), 1).packing.shared
     assert shared.length_B.tolist() == [expected] * B
@@ -61,7 +61,7 @@ def test_a_row_that_trains_nothing_is_packed_alone():
     assert len({*shared.segment_B[:R]}) == 2
 
 
-def test_prompts_with_other_recorded_experts_are_not_shared_and_counted():
+def test_prompts_of_different_experts_are_counted_unshared():
     batch = routed_batch()
     experts = batch.routed_experts_BTLA
     experts[:, :2] = experts[:1, :2]

@@ -51,7 +51,7 @@ def score(batch):
     return map_microbatches(read, batch, 1, ROWS)
 
 
-def test_what_the_model_says_of_a_token_is_that_of_own_rows():
+def test_shared_rows_have_the_outputs_of_separate_rows():
     """Two rows of 24 tokens: groups are cut, and parts of two groups share a row."""
     batch = make_batch()
     shared = share(batch, length=2 * T, rows=2)
@@ -81,7 +81,7 @@ def test_a_step_in_float64_differs_by_rounding_alone(case):
 @pytest.mark.parametrize(
     "case", ["grpo, split groups", "gspo, kl in the loss", "ppo, shared critic", "r3"]
 )
-def test_a_step_in_float32_differs_no_more_than_packed_rows(case):
+def test_float32_differs_no_more_than_packed_rows(case):
     found = differences(case, "float32")
     for name, difference in found["shared"].items():
         assert difference <= 4 * max(found["packed"][name], 4 * EPS), name

@@ -92,7 +92,7 @@ def knowing_attention(q, k, v, sink, *, window, k_last_segment_ids_BS=None, **la
         (own_attention, (), "own_attention does not"),
     ],
 )
-def test_what_cannot_share_is_off_or_refused_in_one_line(attend, changes, problem):
+def test_runs_that_cannot_share_are_off_or_refused(attend, changes, problem):
     assert sharing_from_config(override(TINY, *changes), attend) is None
     with pytest.raises(ConfigError) as error:
         sharing_from_config(override(TINY, *changes, "optim.share_prompts=on"), attend)

@@ -110,7 +110,7 @@ def test_values_and_gradients_are_those_of_own_rows(impl, window):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_whole_shared_blocks_give_the_bits_of_own_rows_and_of_decoding(window):
+def test_shared_blocks_have_the_bits_of_separate_rows(window):
     prompt_length, answers_lengths = 3 * KEYS + 4, (40, 1)
     sink, prompt, answers = draw(1, prompt_length, answers_lengths)
     shared = (prompt_length - 1) // KEYS * KEYS
