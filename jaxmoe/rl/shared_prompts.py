@@ -38,22 +38,25 @@ class PromptSharing:
 def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     """Return the batch packed with equal prompts stored once a row.
 
-    Prompts are equal if their tokens and the experts that an engine recorded for them are. They are
-    found by content, so minibatches of shuffled rows share what they still have in common.
+    Prompts are equal if their tokens, positions and recorded experts are. They are found by
+    content, so minibatches of shuffled rows share what they still have in common.
     `unshared` is the number of tokens that the batch computes without sharing.
     Raises ValueError for a sequence that is longer than a row.
     """
     lengths_B = (np.asarray(batch.segment_ids_BT) > 0).sum(axis=1)
     prompts_B = prompt_lengths(batch)
     shared_B = np.maximum(prompts_B - 1, 0) // sharing.unit * sharing.unit
-    tokens_BT, experts = np.asarray(batch.tokens_BT), batch.routed_experts_BTLA
+    tokens_BT, positions_BT = np.asarray(batch.tokens_BT), np.asarray(batch.positions_BT)
+    experts = [
+        np.asarray(x) for x in (batch.routed_experts_BTLA, batch.old_experts_BTLA) if x is not None
+    ]
     by_tokens: list[object] = []
     by_experts: list[object] = []
     for i, (prompt, shared) in enumerate(zip(prompts_B, shared_B, strict=True)):
         # A row that shares nothing is a group of its own.
-        by_tokens.append(tokens_BT[i, :prompt].tobytes() if shared else i)
-        recorded = np.asarray(experts[i, :shared]).tobytes() if experts is not None else b""
-        by_experts.append((by_tokens[i], recorded))
+        inputs = (tokens_BT[i, :prompt].tobytes(), positions_BT[i, :prompt].tobytes())
+        by_tokens.append(inputs if shared else i)
+        by_experts.append((by_tokens[i], *(x[i, :shared].tobytes() for x in experts)))
     group_B = number_equal(by_experts)
     refused = len(set(by_experts)) - len(set(by_tokens))
     packing = pack_groups(lengths_B, shared_B, group_B, length=sharing.length, rows=sharing.rows)

@@ -121,5 +121,6 @@ def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
     if not count:
         return ""
     return (
-        f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full lengths"
+        f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full "
+        "lengths and where attention runs in XLA"
     )

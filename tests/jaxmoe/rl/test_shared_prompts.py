@@ -61,6 +61,14 @@ def test_a_row_that_trains_nothing_is_packed_alone():
     assert len({*shared.segment_B[:R]}) == 2
 
 
+def test_prompts_at_other_positions_are_not_shared():
+    batch = make_batch()
+    batch = replace(batch, positions_BT=np.array(batch.positions_BT))
+    batch.positions_BT[1] += 1
+    shared = share_prompts(batch, PromptSharing(4 * T), 1).packing.shared
+    assert len({*shared.segment_B[:R]}) == 2 and shared.is_stored_B.sum() == B // R + 1
+
+
 def test_prompts_of_different_experts_are_counted_unshared():
     batch = routed_batch()
     experts = batch.routed_experts_BTLA
