@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from jaxmoe.config.engine import check_engine_name
 from jaxmoe.config.errors import ConfigError, require
+from jaxmoe.config.values import check_no_password
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,10 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            # Messages print the URL.
-            require(
-                "@" not in url.partition("://")[2].partition("/")[0],
-                "rollout.vllm.url must not contain a user name or password; "
-                f"http://…@{url.rpartition('@')[2]} was given. Leave them out, and export "
-                "VLLM_API_KEY=… for the server and for this command.",
+            check_no_password(
+                url if "://" in url else f"http://{url}",
+                "rollout.vllm.url",
+                "Type export VLLM_API_KEY=… for the server and for this command.",
             )
             require(
                 _is_url(url),

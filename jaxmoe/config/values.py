@@ -13,6 +13,7 @@ from jaxmoe.config.errors import require
 
 MAX_NUMBER = 1e30  # its product with another ordinary number is still finite in float32
 MAX_SECONDS = 1e9  # 31 years; the clocks of sockets and threads refuse much more
+_JUDGE_KEY = "A judge reads its key from a variable: export JUDGE_KEY=…, and key_env='JUDGE_KEY'."
 _CREDENTIALS = re.compile(r"(\w+://)[^\s'\"]*@")  # a password may have a "/" that is not escaped
 # Texts for the policy, which may speak of any address.
 _PROMPTS = ("data.system", "data.template")
@@ -32,15 +33,17 @@ def check_values(config: Any) -> None:
             check_no_password(value, key)
 
 
-def check_no_password(text: str, key: str) -> None:
-    """Raise ConfigError for a URL with a user name or password, without printing them."""
+def check_no_password(text: str, key: str, hint: str = _JUDGE_KEY) -> None:
+    """Raise ConfigError for a URL with a user name or password, without printing them.
+
+    hint: the sentence that says where a key goes.
+    """
     match = _CREDENTIALS.search(text)
     require(
         match is None,
         f"{key} must not contain a user name or password, which would be printed and "
         f"written to files; {match[1] if match else ''}…@ was given. Leave it out; write "
-        "the @ of a path as %40. A judge reads its key from a variable: "
-        "export JUDGE_KEY=…, and key_env='JUDGE_KEY'.",
+        f"the @ of a path as %40. {hint}",
     )
 
 

@@ -80,7 +80,7 @@ def make_parts(cfg: Config) -> Parts:
     kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
-    sharing_from_config(cfg, ops.attend)
+    sharing_from_config(cfg, ops.attend)  # refuses what cannot be shared; train.py calls it again
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
