@@ -8,6 +8,7 @@ import asyncio
 import functools
 import math
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def counts_trick(prompt, response, row):
     return {"score": 1.0, "hack/trick": 0.5}
 
 
-def verl(data_source, solution_str, ground_truth, extra_info=None):
+def verl(data_source, solution_str, ground_truth, extra_info: Any = None):
     RECEIVED.setdefault("verl", []).append(
         (data_source, solution_str, ground_truth, dict(extra_info))
     )
@@ -112,7 +113,7 @@ def returns(prompt, response, row, *, value=None):
     return values.get(value, value) if isinstance(value, str) else value
 
 
-def batch(completions, *, value=None, **columns):
+def batch(completions, *, value: Any = None, **columns):
     return {
         "short": [1.0],
         "number": 1.0,
