@@ -48,6 +48,7 @@ from jaxmoe.losses import (  # noqa: E402
 from jaxmoe.model import init_critic, init_params, plain_ops  # noqa: E402
 from jaxmoe.model.lora import init_adapters  # noqa: E402
 from jaxmoe.model.router import record_router_logits, replay_routing  # noqa: E402
+from jaxmoe.model.routers_from_config import record_all  # noqa: E402
 from jaxmoe.rl.algorithm import Algorithm  # noqa: E402
 from jaxmoe.rl.batch import Batch  # noqa: E402
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches  # noqa: E402
@@ -203,7 +204,8 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
     """Return gradient, metrics and log-probs of a step."""
     a, weights = Algorithm(**case.algorithm), init_weights(cfg)
     ops = replace(plain_ops(), router=replay_routing) if case.replay else plain_ops()
-    ops = replace(ops, record=record_router_logits) if case.records else ops
+    record = partial(record_all, (record_router_logits,))
+    ops = replace(ops, record=record) if case.records else ops
     critic, base, policy, scales = None, None, weights, {}
     if a.critic != "none":
         critic = init_critic(weights, cfg, FLOAT, own_backbone=a.critic == "own")
