@@ -5,7 +5,7 @@ The policy writes matmul(A, B), and is paid for the speed of what it wrote, meas
 sandbox, if all products are right. The 40 rows of configs/kernels.jsonl differ in their sizes.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_kernels.py --dry-run
-EXPECT   73.6 GB per device in training, 39.1 GB while sampling, by the dry run's arithmetic. It
+EXPECT   73.6 GB per device in training, 38.7 GB while sampling, by the dry run's arithmetic. It
          has not been trained.
 SOURCE   gptoss20b.py and what it cites. The reward and what it costs: docs/kernel_task.md. A step
          grades 512 answers, one at a time for two processors of the host.

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import (
     LayerKind,
+    PromptKeys,
     newest_slots,
     row_slots,
     write_row_slots,
@@ -24,6 +25,7 @@ from jaxmoe.model.cache import (
 )
 from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
+from jaxmoe.model.prompt_keys import attend_with_prompt
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels import decode_attention, decode_attention_in_stack
 from pallas_kernels.decode_attention import MAX_QUERIES
@@ -84,6 +86,9 @@ def attention_block(
                 k_BTKH, v_BTKH, select_layer=in_stack is None
             )
             attend = attend if in_stack is None else partial(in_stack, layer=cached.pair)
+            if cached.prompt is not None:
+                kv = cached.read_prompt(cfg.n_kv_heads, select_layer=in_stack is None)
+                attend = partial(attend_with_prompt, attend, cached.prompt, *kv)
         o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
@@ -160,6 +165,16 @@ class CachedLayer:
     kind: LayerKind
     pair: Leaf  # int32 []
     slots: Slots
+    prompt: PromptKeys | None = None
+
+    def read_prompt(self, n_kv_heads: int, *, select_layer: bool) -> list[Array]:
+        """Return k and v of the prompts, of the layer or as the stacks of all."""
+        assert self.prompt is not None
+        kv = (self.prompt.kind.k, self.prompt.kind.v)
+        kv = (x.reshape(*x.shape[:3], n_kv_heads, -1) for x in kv)
+        if not select_layer:
+            return list(kv)
+        return [lax.dynamic_index_in_dim(x, self.pair, keepdims=False) for x in kv]
 
     def append_kv(
         self, k_BTKH: Array, v_BTKH: Array, *, select_layer: bool

@@ -31,18 +31,30 @@ class LayerKind:
 
 
 @struct.dataclass
+class PromptKeys:
+    """What the full layers of all samples of a prompt read, stored once a prompt."""
+
+    kind: LayerKind  # [pair, P, C, K·H]: P prompts
+    # int32: sample of the row + `samples` · its prompt; None: all P · samples rows, in that order
+    place_B: Leaf
+    samples: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
 class KVCache:
     sliding: LayerKind
-    full: LayerKind
+    full: LayerKind  # with `prompt`, of the tokens after the prompt only
     # Both are int32 [], if all rows read their tokens together, or [B]. With [B] a row that reads
     # padding writes nothing, so rows may wait while others continue.
     used: Leaf  # slots of the full layers written so far
     next_slot: Leaf  # the sliding slot to write next; it stores the oldest key
+    prompt: PromptKeys | None = None
 
 
-def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
+def init_cache(cfg: ModelConfig, batch: int, slots: int, full_slots: int | None = None) -> KVCache:
     """Return an empty cache for `batch` rows of up to `slots` tokens, padding included.
 
+    `full_slots`: of the full layers, if they will not store all of the tokens.
     Caches of 512 slots or more are rounded up to a multiple of 64, so that GPU kernels can read
     them in place; other sizes would have to be copied.
     """
@@ -56,12 +68,14 @@ def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
 
     return KVCache(
         sliding=init_kind(min(cfg.sliding_window, slots)),
-        full=init_kind(
-            slots if slots < _LONG_CACHE_SLOTS else -(-slots // _TILE_SLOTS) * _TILE_SLOTS
-        ),
+        full=init_kind(_round_up_slots(slots if full_slots is None else full_slots)),
         used=jnp.zeros((), jnp.int32),
         next_slot=jnp.zeros((), jnp.int32),
     )
+
+
+def _round_up_slots(slots: int) -> int:
+    return slots if slots < _LONG_CACHE_SLOTS else -(-slots // _TILE_SLOTS) * _TILE_SLOTS
 
 
 @cache

@@ -78,7 +78,7 @@ def forward(
     # A gather clamps an id outside of the table, so a wrong tokenizer would go unnoticed without
     # the NaN.
     x_BTD = jnp.where(is_in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
-    plan = None
+    plan, prompts = None, {"full": None if cache is None else cache.prompt}
     if cache is not None:
         plan = {
             "sliding": sliding_layer_slots(cache.sliding, cache.next_slot, rows),
@@ -99,7 +99,8 @@ def forward(
         layers = restore_packed(layers, params["layers"], pair)
         recorded = []
         for i, (name, window) in enumerate(windows.items()):
-            cached = None if plan is None else CachedLayer(kinds[name], pair, plan[name])
+            prompt = prompts.get(name)
+            cached = None if plan is None else CachedLayer(kinds[name], pair, plan[name], prompt)
             x_BTD, updated_kind = attention_block(
                 x_BTD, layers[name], rows, cfg, ops, window=window, cached=cached
             )
@@ -146,5 +147,9 @@ def _advance_cache(
     # A call with several tokens leaves the slots sorted by age, so the oldest key is in slot 0.
     next_slot = (cache.next_slot + n_new) % size if time == 1 else jnp.zeros_like(cache.next_slot)
     return KVCache(
-        sliding=slots["sliding"], full=slots["full"], used=cache.used + n_new, next_slot=next_slot
+        sliding=slots["sliding"],
+        full=slots["full"],
+        used=cache.used + n_new,
+        next_slot=next_slot,
+        prompt=cache.prompt,
     )

@@ -22,6 +22,7 @@ from pallas_kernels.blocks import block_table
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.merge import merge_parts
 
 
 def ring_attention(
@@ -189,24 +190,6 @@ def is_anything_visible(layout: Layout, window: int | None) -> Bool[Array, ""]:
     q_half, k_half = (x.shape[1] // (1 if x.shape[1] % 2 else 2) for x in layout[:2])
     is_needed, _ = block_table(layout, q_half, k_half, window_size(window))
     return is_needed.any()
-
-
-def merge_parts(
-    o_btnH: Array, lse_btn: Array, part_btnH: Array, part_lse_btn: Array
-) -> tuple[Array, Array]:
-    """Return (o, lse) over the keys of both parts, float32; o is 0 where neither has keys."""
-    total_lse_btn = jnp.logaddexp(lse_btn, part_lse_btn)
-    # Without keys in either part −inf − (−inf) would be NaN.
-    finite_lse_btn = jnp.where(jnp.isfinite(total_lse_btn), total_lse_btn, 0.0)
-    old_weight_btn, new_weight_btn = (
-        jnp.exp(lse_btn - finite_lse_btn),
-        jnp.exp(part_lse_btn - finite_lse_btn),
-    )
-    o_btnH = (
-        o_btnH * old_weight_btn[..., None]
-        + part_btnH.astype(jnp.float32) * new_weight_btn[..., None]
-    )
-    return o_btnH, total_lse_btn
 
 
 def add_sink(o_btnH: Array, lse_btn: Array, sink_n: Array) -> tuple[Array, Array]:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
@@ -21,6 +20,7 @@ from jaxmoe.plan.collectives import Collective, sent_bytes
 from jaxmoe.plan.compiled import count_microbatches
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rollout.native_memory import rows_cache_bytes
 from jaxmoe.run.memory import layer_bytes, layer_flops, microbatch_rows, plan_memory
 
 
@@ -124,7 +124,7 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     active_share = 1 - (1 - m.experts_per_token / m.n_experts) ** (rows / mesh.data)
     row_devices = mesh.devices / mesh.tensor  # devices with rows of their own
     # The mean token of an answer reads half of the answer's keys.
-    keys = cache_bytes(m, 1, P + N // 2) * rows / mesh.devices
+    keys = rows_cache_bytes(cfg, prompts, P + N // 2) / mesh.devices
     return (
         StepWork(
             prefill_flops,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode: pure functions over the trainer's forward, which an engine jits.
 
-A prompt is prefilled once, and its cache rows are repeated for its samples. Decode is one
-`while_loop` on the device. Each row has its own random stream, so its tokens do not depend on the
+A prompt is prefilled once, for all its samples (cache_rows.py). Decode is one `while_loop` on the
+device. Each row has its own random stream, so its tokens do not depend on the
 other rows of the batch. Next: jaxmoe/model/forward.py.
 """
 
@@ -19,6 +19,7 @@ from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import own_slots, write_slots
 from jaxmoe.model.head import sampled_logprobs
 from jaxmoe.records import Sampling, expert_dtype
+from jaxmoe.rollout.cache_rows import put_rows, take_rows
 from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass, sample_tokens
 from jaxmoe.shapes import Leaf, Params
 
@@ -70,15 +71,16 @@ def init_rows(
 def prefill_prompts(
     params: Params, tokens_BT: Array, lengths_B: Array, step: Array, exploration: Array, *,
     cfg: ModelConfig, ops: Ops, slots: int, keep_experts: bool, slots_per_row: bool = False,
+    full_slots: int | None = None,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
     """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
 
     `step` is the number of RL steps behind the params, `exploration` the scale of the router's
     noise. With `slots_per_row` the next tokens of a row are written over its padding, as
-    `append_tokens` needs it; else behind the padding of all rows.
+    `append_tokens` needs it; else behind the padding of all rows. `full_slots` as in `init_cache`.
     """
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
-    cache = init_cache(cfg, tokens_BT.shape[0], slots)
+    cache = init_cache(cfg, tokens_BT.shape[0], slots, full_slots)
     hidden_BTD, cache, recorded = forward(
         params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step,
         exploration=exploration,
@@ -95,60 +97,6 @@ def prefill_prompts(
 def experts_batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
     """Convert experts that a forward recorded to the layout and dtype of rollouts."""
     return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
-
-
-def repeat_rows(cache: KVCache, samples: int) -> KVCache:
-    """Return the cache with each row repeated `samples` times."""
-
-    def repeat_kind(k):
-        return replace(
-            k, k=jnp.repeat(k.k, samples, axis=1), v=jnp.repeat(k.v, samples, axis=1),
-            positions_BC=jnp.repeat(k.positions_BC, samples, axis=0),
-            segments_BC=jnp.repeat(k.segments_BC, samples, axis=0),
-        )  # fmt: skip
-
-    def repeat_count(x):
-        return x if x.ndim == 0 else jnp.repeat(x, samples)
-
-    return KVCache(
-        sliding=repeat_kind(cache.sliding), full=repeat_kind(cache.full),
-        used=repeat_count(cache.used), next_slot=repeat_count(cache.next_slot),
-    )  # fmt: skip
-
-
-def take_rows(cache: KVCache, rows: Array) -> KVCache:
-    """Return the cache of the rows with these indices."""
-
-    def take_kind(k):
-        return replace(
-            k, k=k.k[:, rows], v=k.v[:, rows],
-            positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
-        )  # fmt: skip
-
-    def take_count(x):
-        return x if x.ndim == 0 else x[rows]
-
-    return KVCache(
-        sliding=take_kind(cache.sliding), full=take_kind(cache.full),
-        used=take_count(cache.used), next_slot=take_count(cache.next_slot),
-    )  # fmt: skip
-
-
-def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
-    """Return the cache with the rows at these indices replaced by those of `part`."""
-
-    def put_kind(k, new):
-        return replace(
-            k, k=k.k.at[:, rows].set(new.k), v=k.v.at[:, rows].set(new.v),
-            positions_BC=k.positions_BC.at[rows].set(new.positions_BC),
-            segments_BC=k.segments_BC.at[rows].set(new.segments_BC),
-        )  # fmt: skip
-
-    return KVCache(
-        sliding=put_kind(cache.sliding, part.sliding), full=put_kind(cache.full, part.full),
-        used=cache.used.at[rows].set(part.used),
-        next_slot=cache.next_slot.at[rows].set(part.next_slot),
-    )  # fmt: skip
 
 
 def select_rows(rows: DecodeState, keep: Array) -> DecodeState:

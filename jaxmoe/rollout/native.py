@@ -19,6 +19,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.model import Ops
 from jaxmoe.model.params import cast_for_forward
+from jaxmoe.model.prompt_keys import merges_parts
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import (
@@ -29,13 +30,13 @@ from jaxmoe.parallel.sharding import (
     shard_batch,
 )
 from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rollout.cache_rows import repeat_rows, share_prompt_keys
 from jaxmoe.rollout.decoding import (
     DecodeState,
     append_tokens,
     decode_tokens,
     init_rows,
     prefill_prompts,
-    repeat_rows,
     restore_rows,
     select_rows,
 )
@@ -46,6 +47,7 @@ from jaxmoe.shapes import Leaf, Params
 
 MAX_APPEND_TOKENS = 128  # that one call reads of a reply; longer replies take several calls
 MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two
+MOST_SHARED_CACHE = 0.75
 
 
 class NativeEngine:
@@ -68,6 +70,7 @@ class NativeEngine:
         self._max_context = max_context
         self._rules = rules = sampling_rules(cfg)
         self._mesh, self._shards = mesh, count_shards(mesh, rules.rows)
+        self._merges_parts = merges_parts(ops.decode)
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
         # All caches have one size, so that decode is compiled for one number of slots.
@@ -77,7 +80,8 @@ class NativeEngine:
             partial(
                 prefill_prompts, cfg=cfg, ops=ops, slots=self.slots, keep_experts=keep_experts,
                 slots_per_row=max_context > 0,
-            )
+            ),
+            static_argnames="full_slots",
         )  # fmt: skip
         decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
@@ -87,6 +91,9 @@ class NativeEngine:
         # New partials, because engines would otherwise share jit's cache and count the programs of
         # each other.
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
+        self._share = jax.jit(
+            partial(share_prompt_keys, cfg=cfg, slots=max_new_tokens), static_argnames="samples"
+        )
         self._programs = NativePrograms(
             decode, jax.jit(partial(select_rows)),
             jax.jit(partial(restore_rows), donate_argnums=0),
@@ -126,12 +133,17 @@ class NativeEngine:
 
     def count_compilations(self) -> int:
         """Number of programs compiled so far; it does not grow with the length of a run."""
-        jitted = (self._prefill, self._repeat, *vars(self._programs).values())
+        jitted = (self._prefill, self._repeat, self._share, *vars(self._programs).values())
         return sum(count_compilations(f) for f in jitted)
 
     def prompts_per_batch(self, samples: int) -> int:
         """Number of prompts of a batch, divided evenly among the devices."""
         return prompts_per_batch(self._max_rows, samples, self._shards)
+
+    def _shares_prompts(self, samples: int) -> bool:
+        return self._merges_parts and shares_prompt_keys(
+            self._cfg, self._longest, self._max_new, samples, is_episode=self._max_context > 0
+        )
 
     def compile_programs(
         self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
@@ -172,12 +184,15 @@ class NativeEngine:
         tokens, lengths, *fresh, stop_ids, temperature, step, exploration = (
             jax.ShapeDtypeStruct(*shape) for shape in shapes
         )
+        shares = self._shares_prompts(samples)
         prefill_program = make(
-            self._prefill, params, *shard_rows((tokens, lengths)), step, exploration
-        )
+            self._prefill, params, *shard_rows((tokens, lengths)), step, exploration,
+            full_slots=self._longest if shares else self.slots,
+        )  # fmt: skip
         cache, _, prompt_experts = result_shapes(prefill_program)
         if samples > 1:
-            cache = result_shapes(make(self._repeat, cache, samples=samples))
+            repeat = self._share if shares else self._repeat
+            cache = result_shapes(make(repeat, cache, samples=samples))
         state = shard_rows(
             jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
         )
@@ -283,12 +298,14 @@ class NativeEngine:
             lengths[row] = len(prompt.tokens)
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         params, version = loaded
+        shares = self._shares_prompts(samples)
         cache, hidden, prompt_experts = self._prefill(
-            params, *placed, jnp.int32(version), jnp.float32(sampling.explores)
-        )
+            params, *placed, jnp.int32(version), jnp.float32(sampling.explores),
+            full_slots=self._longest if shares else self.slots,
+        )  # fmt: skip
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
-            cache = self._repeat(cache, samples=samples)
+            cache = (self._share if shares else self._repeat)(cache, samples=samples)
         # A random stream belongs to the number of an answer among all answers, and not to its
         # batch, so that max_parallel_sequences does not change the tokens.
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
@@ -299,6 +316,21 @@ class NativeEngine:
         )  # fmt: skip
         state = replace(shard_batch(state, self._mesh, self._rules), cache=cache)
         return state, gather_to_hosts(prompt_experts)
+
+
+def shares_prompt_keys(
+    cfg: ModelConfig, prompt_tokens: int, new_tokens: int, samples: int, *, is_episode: bool
+) -> bool:
+    """Return True if the samples of a prompt read its keys from one copy.
+
+    False in batch-invariant numerics, whose softmax has one part; for episodes, whose rows need
+    slots for their complete context; and where the cache would still have more than
+    MOST_SHARED_CACHE of its size: two parts of attention then cost what they save.
+    """
+    if is_episode or samples < 2 or cfg.numerics == "invariant":
+        return False
+    shared_slots = prompt_tokens + samples * new_tokens
+    return shared_slots <= MOST_SHARED_CACHE * samples * (prompt_tokens + new_tokens)
 
 
 def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:

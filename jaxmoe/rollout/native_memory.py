@@ -4,14 +4,18 @@
 Next: jaxmoe/run/memory.py adds the trainer's.
 """
 
+import jax
+
 from jaxmoe.config import Config
 from jaxmoe.config.engine import EngineMemory
+from jaxmoe.model import KVCache, init_cache
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.lora import Pair, lora_specs
 from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.param_bytes import count_local_entries, engine_bytes, full_copy_bytes
 from jaxmoe.parallel.sharding import sampling_rules
-from jaxmoe.rollout.native import prompts_per_batch
+from jaxmoe.rollout.cache_rows import share_prompt_keys
+from jaxmoe.rollout.native import prompts_per_batch, shares_prompt_keys
 from jaxmoe.rollout.native_turns import shrunk_size
 
 
@@ -26,11 +30,27 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
-    cache = cache_bytes(cfg.model, rows, cfg.context)
+    cache = rows_cache_bytes(cfg, prompts // shards, cfg.context)
     if cfg.has_environment and mesh.devices == 1:
         # Rows that return keep their cache while a small batch continues with a copy.
         cache += cache_bytes(cfg.model, shrunk_size(rows), cfg.context)
     return EngineMemory(weights=weights, cache=cache)
+
+
+def rows_cache_bytes(cfg: Config, prompts: int, context: int) -> int:
+    """Bytes of the cache of all samples of `prompts` prompts, with `context` tokens of a row."""
+    longest, samples = cfg.data.max_prompt_tokens, cfg.rollout.samples_per_prompt
+    if not shares_prompt_keys(
+        cfg.model, longest, cfg.rollout.max_new_tokens, samples, is_episode=cfg.has_environment
+    ):
+        return cache_bytes(cfg.model, prompts * samples, context)
+
+    def init_shared() -> KVCache:
+        cache = init_cache(cfg.model, prompts, context, longest)
+        return share_prompt_keys(cache, samples, cfg=cfg.model, slots=context - longest)
+
+    leaves = jax.tree.leaves(jax.eval_shape(init_shared))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def adapter_copy_bytes(cfg: Config) -> int:

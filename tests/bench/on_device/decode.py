@@ -3,10 +3,10 @@
 
     python -m tests.bench.on_device.decode --model 20b --rows 64 --keys 8192
 
-One prompt is read and its cache repeated for all rows, which then sample the same number of tokens.
-Times are of the jitted decode loop. `share_of_bandwidth` is over the bytes that a token must read:
-the weights, of the experts those that some row chooses under balanced routing, and the keys that
-rows see.
+One prompt is read for all rows, which then sample the same number of tokens. Times are of the
+jitted decode loop. `share_of_bandwidth` is over the bytes that a token must read: the weights, of
+the experts those that some row chooses under balanced routing, and the keys that rows see, those of
+the prompt once.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 from jaxmoe.config import Config
 from jaxmoe.config_file import override
 from jaxmoe.model import make_engine_ops, make_ops
-from jaxmoe.model.cache import cache_bytes
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.compiled import policy_shapes
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.native_memory import rows_cache_bytes
 from pallas_kernels.ahead_of_time import chip_mesh, compile_jitted
 from tests.bench.on_device.dearest import trace_dearest
 from tests.bench.on_device.sizes import lora_config
@@ -82,7 +82,7 @@ def token_bytes(cfg: Config, keys: int) -> float:
     routed = sum(count_bytes(x) for x in weights if m.n_experts in x.shape[1:2])
     chosen = 1 - (1 - m.experts_per_token / m.n_experts) ** rows
     dense = sum(map(count_bytes, weights)) - routed
-    return dense + chosen * routed + rows * cache_bytes(m, 1, keys)
+    return dense + chosen * routed + rows_cache_bytes(cfg, 1, keys)
 
 
 def count_bytes(x: jax.ShapeDtypeStruct) -> int:

@@ -341,7 +341,7 @@ def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
     cfg = replace(CFG, dtype="bfloat16")
     loaded = {}
     native = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
-    native._prefill = lambda params, *arguments: loaded.update(params) or 1 / 0
+    native._prefill = lambda params, *arguments, **named: loaded.update(params) or 1 / 0
     native.load(weights(), 3)
     with pytest.raises(ZeroDivisionError):
         native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
@@ -377,7 +377,7 @@ def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
 
     ahead, ran = [], []
     engine.compile_programs(Made, STOPPING, abstract_params(CFG), samples=8)
-    for name in ("_prefill", "_repeat"):
+    for name in ("_prefill", "_share"):
         monkeypatch.setattr(engine, name, partial(recorded, getattr(engine, name)))
     programs = engine._programs
     monkeypatch.setattr(

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a cache: repeated for the samples of a prompt, taken, and put back.
+
+Next: jaxmoe/model/cache.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import KVCache, init_cache
+from jaxmoe.model.cache import LayerKind, PromptKeys
+
+
+def repeat_rows(cache: KVCache, samples: int) -> KVCache:
+    """Return the cache with each row repeated `samples` times."""
+    return _map_arrays(cache, lambda x, axis: jnp.repeat(x, samples, axis=axis))
+
+
+def share_prompt_keys(cache: KVCache, samples: int, *, cfg: ModelConfig, slots: int) -> KVCache:
+    """Return a cache for `samples` rows of each prompt, of which they read one copy.
+
+    Only the full layers share, since the sliding layers store no more than a window. The rows can
+    write `slots` tokens. The prompts must have been read together, as one call of `forward`.
+    """
+    rows = cache.full.positions_BC.shape[0] * samples
+    return KVCache(
+        sliding=_map_kind(cache.sliding, lambda x, axis: jnp.repeat(x, samples, axis=axis)),
+        full=init_cache(cfg, rows, slots).full,
+        used=jnp.zeros_like(cache.used),
+        next_slot=cache.next_slot,
+        prompt=PromptKeys(cache.full, None, samples),
+    )
+
+
+def take_rows(cache: KVCache, rows: Array) -> KVCache:
+    """Return the cache of the rows with these indices, and of their prompts."""
+    smaller = _map_arrays(cache, lambda x, axis: jnp.take(x, rows, axis=axis))
+    return replace(smaller, prompt=cache.prompt and _take_prompts(cache.prompt, rows))
+
+
+def _take_prompts(prompt: PromptKeys, rows: Array) -> PromptKeys:
+    """The prompts of these rows. Where several rows have one prompt, some prompt is repeated and
+    has no row, so that the shapes do not depend on the indices."""
+    place_B = rows if prompt.place_B is None else prompt.place_B[rows]
+    n_prompts = min(prompt.kind.positions_BC.shape[0], rows.shape[0])
+    prompts, prompt_B = jnp.unique(
+        place_B // prompt.samples, return_inverse=True, size=n_prompts, fill_value=None
+    )
+    kind = _map_kind(prompt.kind, lambda x, axis: jnp.take(x, prompts, axis=axis))
+    place_B = prompt_B * prompt.samples + place_B % prompt.samples
+    return PromptKeys(kind, place_B.astype(jnp.int32), prompt.samples)
+
+
+def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
+    """Return the cache with the rows at these indices replaced by those of `part`."""
+
+    def put_kind(k: LayerKind, new: LayerKind) -> LayerKind:
+        return replace(
+            k,
+            k=k.k.at[:, rows].set(new.k),
+            v=k.v.at[:, rows].set(new.v),
+            positions_BC=k.positions_BC.at[rows].set(new.positions_BC),
+            segments_BC=k.segments_BC.at[rows].set(new.segments_BC),
+        )
+
+    return replace(
+        cache,
+        sliding=put_kind(cache.sliding, part.sliding),
+        full=put_kind(cache.full, part.full),
+        used=cache.used.at[rows].set(part.used),
+        next_slot=cache.next_slot.at[rows].set(part.next_slot),
+    )
+
+
+def _map_arrays(cache: KVCache, fn: Callable[[Array, int], Array]) -> KVCache:
+    """Apply fn(array, axis of rows) to all arrays but those of the prompts."""
+    return replace(
+        cache,
+        sliding=_map_kind(cache.sliding, fn),
+        full=_map_kind(cache.full, fn),
+        used=cache.used if cache.used.ndim == 0 else fn(cache.used, 0),
+        next_slot=cache.next_slot if cache.next_slot.ndim == 0 else fn(cache.next_slot, 0),
+    )
+
+
+def _map_kind(kind: LayerKind, fn: Callable[[Array, int], Array]) -> LayerKind:
+    return LayerKind(
+        k=fn(kind.k, 1),
+        v=fn(kind.v, 1),
+        positions_BC=fn(kind.positions_BC, 0),
+        segments_BC=fn(kind.segments_BC, 0),
+    )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planned cache is the engine's, and samples share a prompt where that is smaller."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.config_file import load_config, override
+from jaxmoe.model import plain_ops
+from jaxmoe.model.ops import invariant_ops
+from jaxmoe.model.prompt_keys import merges_parts
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rollout.native import NativeEngine, shares_prompt_keys
+from jaxmoe.rollout.native_memory import rows_cache_bytes
+from pallas_kernels import decode_attention
+from tests.jaxmoe.random_weights import random_weights
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "samples", "numerics", "shares"),
+    [
+        (64, 6, 16, "fast", True),
+        (64, 512, 8, "fast", False),
+        (512, 64, 1, "fast", False),
+        (512, 64, 8, "invariant", False),
+    ],
+)
+def test_samples_share_a_prompt_where_that_is_smaller(prompt, answer, samples, numerics, shares):
+    cfg = replace(load_config("tiny.py").model, numerics=numerics)
+    assert shares_prompt_keys(cfg, prompt, answer, samples, is_episode=False) == shares
+    assert not shares_prompt_keys(cfg, prompt, answer, samples, is_episode=True)
+
+
+@pytest.mark.parametrize("answer", [8, 640])
+def test_the_planned_cache_has_the_engines_bytes(answer):
+    cfg = override(
+        load_config("tiny.py"), "data.max_prompt_tokens=64", f"rollout.max_new_tokens={answer}",
+        "rollout.samples_per_prompt=4",
+    )  # fmt: skip
+    engine = NativeEngine(
+        cfg.model, plain_ops(), max_prompt_tokens=64, max_new_tokens=answer, max_rows=8
+    )
+    engine.load(random_weights(cfg.model, 0), 0)
+    prompts = [Prompt(i, "", (1,) * 64, None) for i in range(2)]
+    limits = np.full(8, answer, np.int32)
+    assert engine._loaded is not None
+    state, _ = engine._prefill_batch(
+        engine._loaded, prompts, Sampling(answer, ()), 0, 4, 2, 0, limits
+    )
+    stored = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+    assert stored == rows_cache_bytes(cfg, 2, cfg.context)
+    assert (state.cache.prompt is not None) == (answer == 8)
+
+
+def test_only_decode_attention_reads_a_prompt_in_parts():
+    """An op of the user's may return no log-sum-exp, and invariant ones need a softmax in one."""
+    assert merges_parts(decode_attention)
+    assert merges_parts(partial(decode_attention, impl="xla"))
+    assert not merges_parts(invariant_ops(plain_ops()).decode)
+    assert not merges_parts(lambda *arrays, **options: decode_attention(*arrays, **options))
