@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench.ops import OPS, Op
 from pallas_kernels.decode_attention import decode_attention_in_stack
 from pallas_kernels.grouped_matmul.cases import MatmulCase
+from pallas_kernels.sink_attention.api import shares_keys, sink_attention
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
@@ -38,15 +39,41 @@ def _decode_in_stack(case: Any, impl: str) -> Callable[..., Any]:
     return call
 
 
+def _attend_to_shared_keys(case: Any, impl: str) -> Callable[..., Any]:
+    """`sink_attention` where all segments see the keys of the first one."""
+
+    def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
+        return sink_attention(
+            q,
+            k,
+            v,
+            sink,
+            q_positions_BT=q_pos,
+            k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg,
+            k_segment_ids_BS=k_seg,
+            k_last_segment_ids_BS=jnp.where(k_seg == 1, jnp.max(k_seg), k_seg),
+            window=case.window or None,
+            impl=impl,
+        )
+
+    return call
+
+
+_SHARED_KEYS = replace(OPS["sink_attention"], call=_attend_to_shared_keys)
 _STACKED_DECODE = replace(OPS["decode_attention"], call=_decode_in_stack)
 _attention = partial(AttentionCase, N=16, K=2, H=64)
 HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, as in GPT-OSS
-    "sink_attention": _with_op(
-        "sink_attention",
-        _attention("ragged", 2, 300, 300, layout="right"),
-        _attention("window_packed", 2, 421, 421, window=128, layout="packed"),
-        _attention("window_left_big_sinks", 2, 300, 300, window=33, layout="left", sinks="big"),
-        _attention("chunk_no_sinks", 1, 129, 590, layout="chunk", sinks="none"),
+    "sink_attention": (
+        *_with_op(
+            "sink_attention",
+            _attention("ragged", 2, 300, 300, layout="right"),
+            _attention("window_packed", 2, 421, 421, window=128, layout="packed"),
+            _attention("window_left_big_sinks", 2, 300, 300, window=33, layout="left", sinks="big"),
+            _attention("chunk_no_sinks", 1, 129, 590, layout="chunk", sinks="none"),
+        ),
+        (_SHARED_KEYS, _attention("shared_keys", 2, 421, 421, layout="packed")),
+        (_SHARED_KEYS, _attention("window_shared_keys", 2, 421, 421, window=128, layout="packed")),
     ),
     "decode_attention": (
         *_with_op(
@@ -76,3 +103,9 @@ HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key hea
         LogprobsCase("cold", 517, 256, 2176, 2111, 0.5),
     ),
 }
+
+
+def select_hard_cases(operation: str, impl: str) -> tuple[tuple[Op, Any], ...]:
+    """Return HARD_CASES of the operation, without those that this implementation refuses."""
+    refuses = operation == "sink_attention" and ":" not in impl and not shares_keys(impl)
+    return tuple(x for x in HARD_CASES[operation] if not (refuses and x[0] is _SHARED_KEYS))

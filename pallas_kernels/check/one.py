@@ -21,7 +21,7 @@ from jaxlib import version as jaxlib_version
 from pallas_kernels.bench.measure import JittedOp, first_line, generate_inputs
 from pallas_kernels.bench.ops import OPS, Op
 from pallas_kernels.check import compare
-from pallas_kernels.check.cases import HARD_CASES
+from pallas_kernels.check.cases import select_hard_cases
 from pallas_kernels.check.sampled import (
     mask_cotangents,
     run_references,
@@ -73,7 +73,7 @@ def check_cases(
     {unable}, when the device runs out of memory.
     `impl` is a name, or module:function of a function (op, case) -> call.
     """
-    cases = [(op, case, False) for op, case in HARD_CASES[operation]]
+    cases = [(op, case, False) for op, case in select_hard_cases(operation, impl)]
     for fields in real or ():
         op = OPS[fields.get("op", operation)]
         cases.append((op, case_from_json(operation, fields), True))

@@ -125,7 +125,7 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         k_s=shared.tile_refs(tiles.stages, tiles.step, H, dtype),
         v_s=shared.tile_refs(tiles.stages, tiles.step, H, dtype),
         q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
-        k_at=plgpu.SMEM((tiles.stages, 2, tiles.step), jnp.int32),
+        k_at=plgpu.SMEM((tiles.stages, layout_blocks.k_BRS.shape[1], tiles.step), jnp.int32),
         lse_s=plgpu.SMEM((C, ROWS), jnp.float32),
         q_filled=plgpu.Barrier(num_arrivals=2, num_barriers=2 * C),
         k_filled=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
@@ -156,7 +156,7 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         if ordered
         else layout_blocks.nonempty_key_block_table()
     )
-    o, lse = kernel(q, k, v, starts, layout_blocks.q_B2T, layout_blocks.k_B2S, table)
+    o, lse = kernel(q, k, v, starts, layout_blocks.q_B2T, layout_blocks.k_BRS, table)
     return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
 
 

@@ -64,6 +64,9 @@ def _pad_queries(multiple, q, dout, stats):
 def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
     (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
     tiles = mosaic_dq_tiles(H, window, N // K)
+    if layout.k_last_segment_ids_BS is not None:
+        # 128 columns with three numbers each, and not two, would spill registers.
+        tiles = tiles._replace(step=min(tiles.step, 64))
     layout_blocks = shared.pad_layout(layout, tiles.rows, tiles.step, window)
     q, dout, stats = _pad_queries(tiles.rows, q, dout, stats)
     k, v = shared.pad_to_multiple(k, tiles.step), shared.pad_to_multiple(v, tiles.step)
@@ -75,7 +78,7 @@ def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
         k_s=shared.tile_refs(stages, tiles.step, H, dtype),
         v_s=shared.tile_refs(stages, tiles.step, H, dtype),
-        k_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
+        k_at=plgpu.SMEM((stages, layout_blocks.k_BRS.shape[1], tiles.step), jnp.int32),
         q_filled=plgpu.Barrier(num_arrivals=4, num_barriers=2 * C),
         filled=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
@@ -97,7 +100,7 @@ def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         dout,
         stats,
         layout_blocks.q_B2T,
-        layout_blocks.k_B2S,
+        layout_blocks.k_BRS,
         layout_blocks.key_block_table(),
     )[:, :T]
 
@@ -198,7 +201,7 @@ def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
     scratch = dict(
         k_s=shared.tile_refs(C, ROWS, H, dtype),
         v_s=shared.tile_refs(C, ROWS, H, dtype),
-        k_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        k_at=plgpu.SMEM((C, layout_blocks.k_BRS.shape[1], ROWS), jnp.int32),
         q_s=shared.tile_refs(stages, tiles.step, H, dtype),
         dout_s=shared.tile_refs(stages, tiles.step, H, dtype),
         stats_s=plgpu.SMEM((stages, 2, tiles.step), jnp.float32),
@@ -225,7 +228,7 @@ def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         dout,
         stats,
         layout_blocks.q_B2T,
-        layout_blocks.k_B2S,
+        layout_blocks.k_BRS,
         layout_blocks.query_block_table(),
     )
     return dk[:, :S], dv[:, :S]

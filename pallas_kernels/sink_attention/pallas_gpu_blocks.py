@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table
 from pallas_kernels.dispatch import target_device
-from pallas_kernels.masks import Layout, is_in_window, mark_key_padding
+from pallas_kernels.masks import PADDING_KEY_SEGMENT, Layout, is_in_window, mark_key_padding
 
 BEFORE_ALL_KEYS = -(2**30)  # a position before all keys; distances from it do not overflow
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
@@ -50,10 +50,12 @@ class Padded(NamedTuple):
     """A padded layout; positions and segments are in one array, so that one copy fetches both."""
 
     q_B2T: Int[Array, "B 2 T"]
-    k_B2S: Int[Array, "B 2 S"]  # padding has a segment that no query has
+    # The third row, of shared keys alone: the last segments that see them. No query sees padding.
+    k_BRS: Int[Array, "B R S"]
     needed_Bnm: Bool[Array, "B n m"]
     full_Bnm: Bool[Array, "B n m"]
-    single_Bm: Bool[Array, "B m"]  # key blocks of one segment, without padding among it
+    # key blocks of one segment, which the same queries see, without padding among it
+    single_Bm: Bool[Array, "B m"]
 
     def key_block_table(self) -> Array:
         """The key blocks that each block of queries visits."""
@@ -106,13 +108,16 @@ def pad_layout(layout: Layout, q_block: int, k_block: int, window: int) -> Padde
     """Pad a layout to complete blocks and compute its tables. Padding has segment 0."""
     T, S = layout.q_positions_BT.shape[1], layout.k_positions_BS.shape[1]
     layout = layout.with_padding(-T % q_block, -S % k_block)
-    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
+    q_pos, k_pos, q_seg, k_seg, k_last = layout
     tables = block_table(layout, q_block, k_block, window)
-    k_seg = mark_key_padding(k_seg)
-    k_seg_BmS = k_seg.reshape(k_seg.shape[0], -1, k_block)
+    k_places = [k_pos, mark_key_padding(k_seg)]
+    if k_last is not None:
+        k_places.append(jnp.where(k_seg > 0, k_last, PADDING_KEY_SEGMENT))
+    k_BRS = jnp.stack(k_places, 1)
+    k_BRmS = k_BRS[:, 1:].reshape(*k_BRS[:, 1:].shape[:2], -1, k_block)
     # In a larger window a query at BEFORE_ALL_KEYS could see keys.
-    single_Bm = (k_seg_BmS == k_seg_BmS[:, :, :1]).all(2) & (window <= -BEFORE_ALL_KEYS)
-    return Padded(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables, single_Bm)
+    single_Bm = (k_BRmS == k_BRmS[..., :1]).all((1, 3)) & (window <= -BEFORE_ALL_KEYS)
+    return Padded(jnp.stack([q_pos, q_seg], 1), k_BRS, *tables, single_Bm)
 
 
 class Mask(Enum):
@@ -222,23 +227,35 @@ def mask_scores(
 ) -> Array:  # fmt: skip
     """Scores with −∞ where the visibility predicate is false.
 
-    The refs hold (positions, segments) of rows and columns; q_axis is the axis of the queries.
+    The refs hold (positions, segments) of rows and columns, those of shared keys also their last
+    segments; q_axis is the axis of the queries.
     """
     if mask is Mask.NONE:
         return z
     pos, seg = hopper.load_two_rows(row_places, hopper.PER_ROW, interpret)
+    key_places, key_axis = (row_places, 0) if q_axis else (column_places, 1)
+    shares = key_places.shape[0] == 3
     if mask is Mask.ALL:
         columns = hopper.load_two_rows(column_places, hopper.PER_COLUMN, interpret)
         column_pos, column_seg = (hopper.broadcast_along(x, z.shape, 1) for x in columns)
-        same_segment = hopper.broadcast_along(seg, z.shape, 0) == column_seg
-    else:  # queries of other segments get a position before all keys
+        row_seg = hopper.broadcast_along(seg, z.shape, 0)
+        is_seen = row_seg == column_seg
+        if shares:
+            layout = hopper.PER_COLUMN if key_axis else hopper.PER_ROW
+            last = hopper.load_registers(key_places.at[2], layout, interpret)
+            last = hopper.broadcast_along(last, z.shape, key_axis)
+            q_seg, k_seg = (column_seg, row_seg) if q_axis else (row_seg, column_seg)
+            is_seen = (k_seg <= q_seg) & (q_seg <= last)
+    else:  # queries that see none of the keys get a position before all keys
         column_pos = hopper.load_registers(column_places.at[0], hopper.PER_COLUMN, interpret)
         column_pos = hopper.broadcast_along(column_pos, z.shape, 1)
-        pos, same_segment = jnp.where(seg == column_places[1, 0], pos, BEFORE_ALL_KEYS), None
+        first = column_places[1, 0]
+        is_seen = (first <= seg) & (seg <= column_places[2, 0]) if shares else seg == first
+        pos, is_seen = jnp.where(is_seen, pos, BEFORE_ALL_KEYS), None
     row_pos = hopper.broadcast_along(pos, z.shape, 0)
     q_pos, k_pos = (column_pos, row_pos) if q_axis else (row_pos, column_pos)
     in_window = is_in_window(q_pos, k_pos, window)
-    return jnp.where(in_window if same_segment is None else same_segment & in_window, z, -jnp.inf)
+    return jnp.where(in_window if is_seen is None else is_seen & in_window, z, -jnp.inf)
 
 
 def tile_refs(count: int, rows: int, width: int, dtype: Any) -> Any:

@@ -86,7 +86,7 @@ def knowing_attention(q, k, v, sink, *, window, k_last_segment_ids_BS=None, **la
     "attend, changes, problem",
     [
         (sink_attention, ("mesh.sequence=2",), "mesh.sequence=1, or --set"),
-        (partial(sink_attention, impl="mosaic_gpu"), (), "got mosaic_gpu. Try --set kernels=xla"),
+        (partial(sink_attention, impl="mosaic_tpu"), (), "got mosaic_tpu. Try --set kernels=xla"),
         (partial(sink_attention, impl=("triton", "xla")), (), "got triton. Try --set kernels=xla"),
         (partial(sink_attention, impl="mosaic_tpu_invariant"), (), "got mosaic_tpu_invariant"),
         (own_attention, (), "own_attention does not"),

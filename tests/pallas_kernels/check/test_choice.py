@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import child, choice, one, verdicts
+from pallas_kernels.check import cases, child, choice, one, verdicts
 from pallas_kernels.check.choice import PLATFORMS, Choice, KernelRefused, choose_kernels, make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
 from pallas_kernels.grouped_matmul.cases import MatmulCase
@@ -295,7 +295,7 @@ def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_
 
 
 def test_the_runs_experts_are_checked_by_the_product_that_reads_them(monkeypatch):
-    monkeypatch.setitem(one.HARD_CASES, "grouped_matmul", ())
+    monkeypatch.setitem(cases.HARD_CASES, "grouped_matmul", ())
     checked, find_fault = [], one.find_fault
 
     def record(op, case, *args):
@@ -312,7 +312,7 @@ def test_the_runs_experts_are_checked_by_the_product_that_reads_them(monkeypatch
 
 
 def test_a_verdict_has_no_advice_for_direct_calls(monkeypatch):
-    monkeypatch.setitem(one.HARD_CASES, "grouped_matmul", ())
+    monkeypatch.setitem(cases.HARD_CASES, "grouped_matmul", ())
     real = [MatmulCase("run", 70, 64, 128, (30, 0, 40))._asdict()]
     messages = list(one.check_cases("grouped_matmul", "mosaic_gpu", "float32", real))
     assert messages[-1]["refused"] == "it needs gpu, this is cpu"

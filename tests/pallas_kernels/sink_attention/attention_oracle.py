@@ -15,9 +15,11 @@ NAMES = ("o", "lse", "dq", "dk", "dv", "dsink")
 
 def visible(case, inputs):
     """The keys that each query sees, [B, T, S]: an independent implementation of the predicate."""
-    q_pos, k_pos, q_seg, k_seg = map(np.asarray, inputs[4:])
+    q_pos, k_pos, q_seg, k_seg, *shared = map(np.asarray, inputs[4:])
+    last = shared[0] if shared else k_seg
     distance = q_pos[:, :, None] - k_pos[:, None, :]
-    mask = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0) & (distance >= 0)
+    reaches = (k_seg[:, None, :] <= q_seg[:, :, None]) & (q_seg[:, :, None] <= last[:, None, :])
+    mask = reaches & (k_seg[:, None, :] > 0) & (distance >= 0)
     return mask & ((distance < case.window) | (case.window == 0))
 
 

@@ -79,6 +79,40 @@ def test_forward_and_backward_compile_without_spilling(case):
     print(f"\n{case.name}: {compiled.kernels}, temporary {compiled.temp_bytes:,} bytes")
 
 
+@pytest.mark.slow  # the same kernels with one row of segments more
+@pytest.mark.parametrize("name", ["full_20b", "window_20b", "head128"])
+def test_shared_keys_compile_without_spilling(name):
+    case = cases.get_attention_case(name)
+    ct, inputs = abstract(case)
+
+    def values_and_gradients(ct, inputs, last):
+        q_pos, k_pos, q_seg, k_seg = inputs[4:]
+
+        def attend(*x):
+            return sink_attention(
+                *x,
+                q_positions_BT=q_pos,
+                k_positions_BS=k_pos,
+                q_segment_ids_BT=q_seg,
+                k_segment_ids_BS=k_seg,
+                k_last_segment_ids_BS=last,
+                window=case.window or None,
+                impl="mosaic_gpu",
+            )
+
+        out, pull = jax.vjp(attend, *inputs[:4])
+        return *out, *pull(ct)
+
+    compiled = ahead_of_time.compile_for(
+        CHIP, values_and_gradients, ct, inputs, inputs.k_segment_ids_BS
+    )
+    assert len(compiled.kernels) == compiled.mosaic_calls == 3
+    for kernel in compiled.kernels:
+        assert kernel.spills == 0 and kernel.stack == 0 and not kernel.warnings
+        assert kernel.shared <= hopper.SHARED_BYTES
+    print(f"\n{case.name}: {compiled.kernels}")
+
+
 @pytest.mark.slow
 def test_float16_compiles_too():
     case = cases.get_attention_case("train_4k")._replace(T=1000, S=1300, B=1, layout="chunk")

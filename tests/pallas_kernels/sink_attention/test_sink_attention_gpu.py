@@ -87,6 +87,53 @@ def test_values_and_every_gradient_are_as_good_as_the_plain_formula(
     compare(case, dtype)
 
 
+def share_first_segment(inputs):
+    """The inputs with the first segment as the prompt of all others, whose positions follow it."""
+    segments = np.asarray(inputs.k_segment_ids_BS)
+    prompt = (segments == 1).sum(1, keepdims=True)
+    positions = jnp.asarray(inputs.k_positions_BS + prompt * (segments > 1), jnp.int32)
+    last = jnp.asarray(np.where(segments == 1, segments.max(), segments), jnp.int32)
+    places = positions, positions, inputs.q_segment_ids_BT, inputs.k_segment_ids_BS, last
+    return *inputs[:4], *places
+
+
+@fast
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("shared", 1, 150, 150, 2, 1, 64, 0, "packed"),
+        AttentionCase("window_shared", 1, 150, 150, 4, 2, 64, 40, "packed"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_segments_read_the_keys_of_their_prompt(case, monkeypatch):
+    on_cores(monkeypatch, 1)
+    inputs = share_first_segment(cases.init_attention_inputs(case, jnp.bfloat16))
+    ct = oracle.cotangents(case, jnp.bfloat16)
+    actual = run(case.window, case.H**-0.5, *ct, *inputs)
+    oracle.compare(case, actual, inputs, ct)
+
+
+def test_few_blocks_of_keys_beyond_those_needed_are_visited(monkeypatch):
+    """A prompt of 2,048 tokens and 16 answers of 128, with the tiles of the real thing."""
+    monkeypatch.undo()
+    answers = np.repeat(np.arange(2, 18), 128)
+    segments = np.concatenate([np.ones(2048, np.int32), answers])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(2048), 2048 + np.tile(np.arange(128), 16)])[None]
+    last = np.where(segments == 1, 17, segments)
+    layout = Layout(*map(jnp.asarray, (positions, positions, segments, segments, last)))
+    seen = np.asarray(layout.visible_mask(0))[0]
+    for rows, step in ((192, 128), (128, 64), (64, 128)):
+        padded = pallas_gpu_blocks.pad_layout(layout, rows, step, 0)
+        pairs = np.pad(seen, ((0, -len(seen) % rows), (0, -len(seen) % step)))
+        blocks = pairs.reshape(-1, rows, pairs.shape[1] // step, step)
+        needed = int(blocks.any((1, 3)).sum())
+        visited = int(padded.key_block_table()[:, :, 2].sum())
+        assert needed <= visited <= 1.05 * needed
+        tests = blocks.shape[0] * blocks.shape[2] - int((~blocks.any((1, 3))).sum())
+        assert int(padded.key_block_table()[:, :, 1].sum()) < 0.2 * tests  # with a mask
+
+
 def test_one_block_is_right_in_every_version_and_a_scale_may_be_negative():
     compare(AttentionCase("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
 
