@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.check import one
-from pallas_kernels.check.cases import HARD_CASES
+from pallas_kernels.check.cases import HARD_CASES, select_hard_cases
 from tests.pallas_kernels.interpreted import OLD, interpreted
 
 pytestmark = pytest.mark.slow
@@ -35,8 +35,8 @@ def needs_fewer_heads(impl, operation):
         pytest.param(impl, op, fewer_heads(case) if needs_fewer_heads(impl, operation) else case,
                      dtype, id=f"{impl}-{operation}-{case.name}-{dtype}")
         for impl, dtypes in DTYPES.items()
-        for operation, several in HARD_CASES.items()
-        for op, case in several
+        for operation in HARD_CASES
+        for op, case in select_hard_cases(operation, impl)
         for dtype in dtypes
     ],
 )  # fmt: skip
