@@ -71,7 +71,7 @@ def test_what_the_compiler_adds_counts():
 
 
 def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
-    cfg = override(CFG, "rollout.max_parallel_sequences=8192")
+    cfg = override(CFG, "rollout.max_parallel_sequences=16384")
     held = plan_memory(cfg)
     assert held.sampling > held.training
     assert find_nearest_fit(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
