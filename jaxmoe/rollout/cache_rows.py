@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import KVCache, init_cache
 from jaxmoe.model.cache import LayerKind, PromptKeys
+from jaxmoe.parallel.sharding import TRAINING, MeshRules, mesh_spec
 
 
 def repeat_rows(cache: KVCache, samples: int) -> KVCache:
@@ -20,20 +23,37 @@ def repeat_rows(cache: KVCache, samples: int) -> KVCache:
     return _map_arrays(cache, lambda x, axis: jnp.repeat(x, samples, axis=axis))
 
 
-def share_prompt_keys(cache: KVCache, samples: int, *, cfg: ModelConfig, slots: int) -> KVCache:
+def share_prompt_keys(
+    cache: KVCache,
+    samples: int,
+    *,
+    cfg: ModelConfig,
+    slots: int,
+    mesh: Mesh | None = None,
+    rules: MeshRules = TRAINING,
+) -> KVCache:
     """Return a cache for `samples` rows of each prompt, of which they read one copy.
 
     Only the full layers share, since the sliding layers store no more than a window. The rows can
     write `slots` tokens. The prompts must have been read together, as one call of `forward`.
     """
     rows = cache.full.positions_BC.shape[0] * samples
-    return KVCache(
+    shared = KVCache(
         sliding=_map_kind(cache.sliding, lambda x, axis: jnp.repeat(x, samples, axis=axis)),
         full=init_cache(cfg, rows, slots).full,
         used=jnp.zeros_like(cache.used),
         next_slot=cache.next_slot,
         prompt=PromptKeys(cache.full, None, samples),
     )
+    if mesh is None:
+        return shared
+
+    def shard_rows(x: Array, axis: int) -> Array:
+        # New arrays take over no sharding: XLA would put all rows on every device.
+        spec = mesh_spec(*[()] * axis, rules.rows)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return _map_arrays(shared, shard_rows)
 
 
 def take_rows(cache: KVCache, rows: Array) -> KVCache:

@@ -92,7 +92,8 @@ class NativeEngine:
         # each other.
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
         self._share = jax.jit(
-            partial(share_prompt_keys, cfg=cfg, slots=max_new_tokens), static_argnames="samples"
+            partial(share_prompt_keys, cfg=cfg, slots=max_new_tokens, mesh=mesh, rules=rules),
+            static_argnames="samples",
         )
         self._programs = NativePrograms(
             decode, jax.jit(partial(select_rows)),

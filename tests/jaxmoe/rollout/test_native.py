@@ -87,6 +87,11 @@ def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     for a, b in zip(engine_logp, expected, strict=True):
         np.testing.assert_allclose(a.rollout_logp, b.rollout_logp, atol=64 * EPS)
     assert cut.count_compilations() == 3
+    assert cut._loaded is not None
+    limits = np.full(32, NEW, np.int32)
+    state, _ = cut._prefill_batch(cut._loaded, PROMPTS[:4], STOPPING, 7, 8, 4, 0, limits)
+    for x in (state.cache.full.k, state.cache.prompt.kind.k, state.cache.sliding.k):
+        assert x.addressable_shards[0].data.shape[1] == x.shape[1] // 4
 
 
 def assert_same(a, b):
