@@ -4,9 +4,11 @@
 Next: jaxmoe/run/memory.py adds the trainer's.
 """
 
+from functools import cache
+
 import jax
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, ModelConfig
 from jaxmoe.config.engine import EngineMemory
 from jaxmoe.model import KVCache, init_cache
 from jaxmoe.model.cache import cache_bytes
@@ -45,9 +47,16 @@ def rows_cache_bytes(cfg: Config, prompts: int, context: int) -> int:
     ):
         return cache_bytes(cfg.model, prompts * samples, context)
 
+    return _shared_cache_bytes(cfg.model, prompts, samples, longest, context)
+
+
+@cache
+def _shared_cache_bytes(
+    cfg: ModelConfig, prompts: int, samples: int, prompt_tokens: int, context: int
+) -> int:
     def init_shared() -> KVCache:
-        cache = init_cache(cfg.model, prompts, context, longest)
-        return share_prompt_keys(cache, samples, cfg=cfg.model, slots=context - longest)
+        keys = init_cache(cfg, prompts, context, prompt_tokens)
+        return share_prompt_keys(keys, samples, cfg=cfg, slots=context - prompt_tokens)
 
     leaves = jax.tree.leaves(jax.eval_shape(init_shared))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
