@@ -58,6 +58,7 @@ class ScriptedEngine:
     def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         repeated = [prompt for prompt in prompts for _ in range(samples)]
         episodes = [Episode(prompt, sampling, sampling.max_context) for prompt in repeated]
+        assert environment is not None
         pending = PendingReplies(environment)
 
         def speak(i):
