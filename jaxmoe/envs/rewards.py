@@ -135,8 +135,8 @@ def score_samples(
     run: calls a function.
     count_errors: True to raise nothing.
 
-    Raises: the error of a function that failed on all samples; ConfigError that names function and
-        row if a function returned no finite number at all.
+    Raises the error of a function that failed on all samples, and ConfigError, which names function
+    and row, if a function returned no finite number at all.
     """
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
