@@ -25,9 +25,9 @@ from jaxmoe.model.cache import (
 )
 from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.prompt_keys import attend_with_prompt
+from jaxmoe.model.prompt_keys import attend_with_prompt, decode_options
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels import decode_attention, decode_attention_in_stack
+from pallas_kernels import decode_attention_in_stack
 from pallas_kernels.decode_attention import MAX_QUERIES
 
 
@@ -104,8 +104,8 @@ def attention_block(
 
 def decode_in_stack(attend: Callable[..., Any]) -> Callable[..., Any] | None:
     """The same op on one layer of stacked caches, which it need not copy; None for another op."""
-    op, options = (attend.func, attend.keywords) if type(attend) is partial else (attend, {})
-    return partial(decode_attention_in_stack, **options) if op is decode_attention else None
+    options = decode_options(attend)
+    return None if options is None else partial(decode_attention_in_stack, **options)
 
 
 @dataclass(frozen=True)

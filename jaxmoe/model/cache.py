@@ -32,7 +32,7 @@ class LayerKind:
 
 @struct.dataclass
 class PromptKeys:
-    """What the full layers of all samples of a prompt read, stored once a prompt."""
+    """Keys and values of prompts in the full layers, which all samples of a prompt read."""
 
     kind: LayerKind  # [pair, P, C, K·H]: P prompts
     # int32: sample of the row + `samples` · its prompt; None: all P · samples rows, in that order

@@ -19,16 +19,23 @@ from pallas_kernels.decode_attention import MAX_QUERIES
 from pallas_kernels.sink_attention.merge import merge_parts
 
 
+def decode_options(attend: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the options with which an op calls decode_attention; None for another function."""
+    op, options = (attend.func, attend.keywords) if type(attend) is partial else (attend, {})
+    return options if op is decode_attention else None
+
+
 def merges_parts(decode: Callable[..., Any]) -> bool:
     """Return True if the results of this `Ops.decode` may be merged: those of decode_attention.
 
     False for batch-invariant implementations, whose bits are those of a softmax in one part, and
     for another function, whose log-sum-exp nothing has read so far.
     """
-    op, options = (decode.func, decode.keywords) if type(decode) is partial else (decode, {})
+    if (options := decode_options(decode)) is None:
+        return False
     impl = options.get("impl", "auto")
     name = impl if isinstance(impl, str) else impl[0]
-    return op is decode_attention and not name.endswith("_invariant")
+    return not name.endswith("_invariant")
 
 
 def attend_with_prompt(

@@ -35,8 +35,10 @@ def share_prompt_keys(
     """Return a cache for `samples` rows of each prompt, of which they read one copy.
 
     Only the full layers share, since the sliding layers store no more than a window. The rows can
-    write `slots` tokens. The prompts must have been read together, as one call of `forward`.
+    write `slots` tokens. Raises ValueError for a cache of `own_slots`.
     """
+    if cache.used.ndim > 0:
+        raise ValueError("the rows of a prompt must write together, got a count of slots for each.")
     rows = cache.full.positions_BC.shape[0] * samples
     shared = KVCache(
         sliding=_map_kind(cache.sliding, lambda x, axis: jnp.repeat(x, samples, axis=axis)),

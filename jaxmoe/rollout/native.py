@@ -187,9 +187,13 @@ class NativeEngine:
         )
         shares = self._shares_prompts(samples)
         prefill_program = make(
-            self._prefill, params, *shard_rows((tokens, lengths)), step, exploration,
+            self._prefill,
+            params,
+            *shard_rows((tokens, lengths)),
+            step,
+            exploration,
             full_slots=self._longest if shares else self.slots,
-        )  # fmt: skip
+        )
         cache, _, prompt_experts = result_shapes(prefill_program)
         if samples > 1:
             repeat = self._share if shares else self._repeat
@@ -301,9 +305,12 @@ class NativeEngine:
         params, version = loaded
         shares = self._shares_prompts(samples)
         cache, hidden, prompt_experts = self._prefill(
-            params, *placed, jnp.int32(version), jnp.float32(sampling.explores),
+            params,
+            *placed,
+            jnp.int32(version),
+            jnp.float32(sampling.explores),
             full_slots=self._longest if shares else self.slots,
-        )  # fmt: skip
+        )
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = (self._share if shares else self._repeat)(cache, samples=samples)

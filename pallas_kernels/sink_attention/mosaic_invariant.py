@@ -45,7 +45,7 @@ def sink_attention_mosaic_invariant(
         cache: by default True where S ≠ T.
     Numerics: as of the kernel; the gradients are those of its backward.
     """
-    layout.unshared_arrays()  # blocks of several segments would change a query's sums
+    layout.unshared_arrays()  # raises for shared keys, which would come in blocks of other sizes
     if q_BTNH.shape[1] != k_BSKH.shape[1] if cache is None else cache:
         k_BSKH, v_BSKH, layout = order_by_position(k_BSKH, v_BSKH, layout, window)
     statics = dict(window=window, scale=scale, interpret=interpret)

@@ -73,9 +73,11 @@ def make_attention(prompts: int, samples: int, P: int, A: int) -> dict[str, Call
     def keywords(first: int) -> dict[str, jax.Array]:
         positions, segments = layout(rows, first, P + A)
         return dict(
-            q_positions_BT=positions[:, -1:], q_segment_ids_BT=segments[:, -1:],
-            k_positions_BS=positions, k_segment_ids_BS=segments,
-        )  # fmt: skip
+            q_positions_BT=positions[:, -1:],
+            q_segment_ids_BT=segments[:, -1:],
+            k_positions_BS=positions,
+            k_segment_ids_BS=segments,
+        )
 
     kind = LayerKind(prompt_kv[0][None], prompt_kv[1][None], *layout(prompts, 0, P))
     copied = jax.jit(partial(decode_attention, **keywords(0)))

@@ -11,16 +11,25 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.model.cache import LayerKind
+from jaxmoe.model.cache import LayerKind, own_slots
 from jaxmoe.rollout.cache_rows import put_rows, repeat_rows, share_prompt_keys, take_rows
 from jaxmoe.rollout.decoding import prefill_prompts
 from pallas_kernels import decode_attention
 from tests.jaxmoe.random_weights import random_weights
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+)
 OPS = plain_ops()
 # an op of the user's, which gets the keys of one layer and not a stack of all layers
 CUSTOM_OPS = replace(OPS, decode=lambda *arrays, **options: decode_attention(*arrays, **options))
@@ -37,18 +46,28 @@ PARAMS = random_weights(CFG, 0)
 def prefill(params):
     tokens = np.random.default_rng(0).integers(0, 97, (PROMPTS, LONGEST)).astype(np.int32)
     return prefill_prompts(
-        params, jnp.asarray(tokens), jnp.asarray(LENGTHS), jnp.int32(0), jnp.float32(0),
-        cfg=CFG, ops=OPS, slots=LONGEST + NEW, keep_experts=False, full_slots=LONGEST,
-    )[0]  # fmt: skip
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(LENGTHS),
+        jnp.int32(0),
+        jnp.float32(0),
+        cfg=CFG,
+        ops=OPS,
+        slots=LONGEST + NEW,
+        keep_experts=False,
+        full_slots=LONGEST,
+    )[0]
 
 
 def add_slots(kind):
     """Room for the answers behind the prompts, as an engine has it that copies them."""
     added = [(0, 0), (0, 0), (0, NEW), (0, 0)]
     return LayerKind(
-        jnp.pad(kind.k, added), jnp.pad(kind.v, added),
-        jnp.pad(kind.positions_BC, added[1:3]), jnp.pad(kind.segments_BC, added[1:3]),
-    )  # fmt: skip
+        jnp.pad(kind.k, added),
+        jnp.pad(kind.v, added),
+        jnp.pad(kind.positions_BC, added[1:3]),
+        jnp.pad(kind.segments_BC, added[1:3]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +82,14 @@ def caches():
 def read_tokens(params, cache, tokens_BT, positions_B, segments_BT, ops=OPS):
     positions_BT = positions_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
     hidden_BTD, cache, _ = forward(
-        params, tokens_BT, CFG, ops, positions_BT=positions_BT, segment_ids_BT=segments_BT,
+        params,
+        tokens_BT,
+        CFG,
+        ops,
+        positions_BT=positions_BT,
+        segment_ids_BT=segments_BT,
         cache=cache,
-    )  # fmt: skip
+    )
     return hidden_BTD, cache
 
 
@@ -159,3 +183,9 @@ def test_rows_put_back_have_what_the_part_wrote(caches):
         strict=True,
     ):
         np.testing.assert_array_equal(x, y)
+
+
+def test_rows_that_write_apart_share_no_prompt(caches):
+    cache = own_slots(caches[0], jnp.full(ROWS, LONGEST))
+    with pytest.raises(ValueError, match="must write together"):
+        share_prompt_keys(cache, SAMPLES, cfg=CFG, slots=NEW)

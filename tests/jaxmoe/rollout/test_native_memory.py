@@ -37,9 +37,11 @@ def test_samples_share_a_prompt_where_that_is_smaller(prompt, answer, samples, n
 @pytest.mark.parametrize("answer", [8, 640])
 def test_the_planned_cache_has_the_engines_bytes(answer):
     cfg = override(
-        load_config("tiny.py"), "data.max_prompt_tokens=64", f"rollout.max_new_tokens={answer}",
+        load_config("tiny.py"),
+        "data.max_prompt_tokens=64",
+        f"rollout.max_new_tokens={answer}",
         "rollout.samples_per_prompt=4",
-    )  # fmt: skip
+    )
     engine = NativeEngine(
         cfg.model, plain_ops(), max_prompt_tokens=64, max_new_tokens=answer, max_rows=8
     )
