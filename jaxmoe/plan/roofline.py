@@ -124,7 +124,7 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     active_share = 1 - (1 - m.experts_per_token / m.n_experts) ** (rows / mesh.data)
     row_devices = mesh.devices / mesh.tensor  # devices with rows of their own
     # The mean token of an answer reads half of the answer's keys.
-    keys = rows_cache_bytes(cfg, prompts, P + N // 2) / mesh.devices
+    keys = rows_cache_bytes(cfg, prompts, N // 2) / mesh.devices
     return (
         StepWork(
             prefill_flops,

@@ -46,7 +46,7 @@ from jaxmoe.rollout.turns import Episode, check_room
 from jaxmoe.shapes import Leaf, Params
 
 MAX_APPEND_TOKENS = 128  # that one call reads of a reply; longer replies take several calls
-MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two
+MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two, or to `prompt_slots`
 MOST_SHARED_CACHE = 0.75
 
 
@@ -74,7 +74,7 @@ class NativeEngine:
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
         # All caches have one size, so that decode is compiled for one number of slots.
-        self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
+        self._longest = prompt_slots(max_prompt_tokens)
         self.slots = max_context or self._longest + max_new_tokens
         self._prefill = jax.jit(
             partial(
@@ -293,7 +293,7 @@ class NativeEngine:
                 f"Try --set data.max_prompt_tokens={longest}."
             )
         # Every length is a program of its own, so lengths are rounded up to a few.
-        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self.slots)
+        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self._longest, self.slots)
         tokens = np.zeros((width, time), np.int32)
         # Rows without a prompt have one padding token and are never alive. They keep the shape of
         # the last batch.
@@ -339,6 +339,11 @@ def shares_prompt_keys(
         return False
     shared_slots = prompt_tokens + samples * new_tokens
     return shared_slots <= MOST_SHARED_CACHE * samples * (prompt_tokens + new_tokens)
+
+
+def prompt_slots(max_prompt_tokens: int) -> int:
+    """Slots of a cache for the longest prompt: its tokens, rounded up."""
+    return max(1, -(-max_prompt_tokens // MIN_PROMPT_TOKENS)) * MIN_PROMPT_TOKENS
 
 
 def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:

@@ -17,7 +17,7 @@ from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.param_bytes import count_local_entries, engine_bytes, full_copy_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.rollout.cache_rows import share_prompt_keys
-from jaxmoe.rollout.native import prompts_per_batch, shares_prompt_keys
+from jaxmoe.rollout.native import prompt_slots, prompts_per_batch, shares_prompt_keys
 from jaxmoe.rollout.native_turns import shrunk_size
 
 
@@ -32,31 +32,33 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
-    cache = rows_cache_bytes(cfg, prompts // shards, cfg.context)
+    if cfg.has_environment:
+        cache = cache_bytes(cfg.model, rows, cfg.context)
+    else:
+        cache = rows_cache_bytes(cfg, prompts // shards, r.max_new_tokens)
     if cfg.has_environment and mesh.devices == 1:
         # Rows that return keep their cache while a small batch continues with a copy.
         cache += cache_bytes(cfg.model, shrunk_size(rows), cfg.context)
     return EngineMemory(weights=weights, cache=cache)
 
 
-def rows_cache_bytes(cfg: Config, prompts: int, context: int) -> int:
-    """Bytes of the cache of all samples of `prompts` prompts, with `context` tokens of a row."""
-    longest, samples = cfg.data.max_prompt_tokens, cfg.rollout.samples_per_prompt
+def rows_cache_bytes(cfg: Config, prompts: int, answer_tokens: int) -> int:
+    """Bytes of the cache of all samples of `prompts` prompts, with so many tokens of an answer."""
+    prompt, samples = prompt_slots(cfg.data.max_prompt_tokens), cfg.rollout.samples_per_prompt
     if not shares_prompt_keys(
-        cfg.model, longest, cfg.rollout.max_new_tokens, samples, is_episode=cfg.has_environment
+        cfg.model, prompt, cfg.rollout.max_new_tokens, samples, is_episode=cfg.has_environment
     ):
-        return cache_bytes(cfg.model, prompts * samples, context)
-
-    return _shared_cache_bytes(cfg.model, prompts, samples, longest, context)
+        return cache_bytes(cfg.model, prompts * samples, prompt + answer_tokens)
+    return _shared_cache_bytes(cfg.model, prompts, samples, prompt, answer_tokens)
 
 
 @cache
 def _shared_cache_bytes(
-    cfg: ModelConfig, prompts: int, samples: int, prompt_tokens: int, context: int
+    cfg: ModelConfig, prompts: int, samples: int, prompt_slots: int, answer_tokens: int
 ) -> int:
     def init_shared() -> KVCache:
-        keys = init_cache(cfg, prompts, context, prompt_tokens)
-        return share_prompt_keys(keys, samples, cfg=cfg, slots=context - prompt_tokens)
+        keys = init_cache(cfg, prompts, prompt_slots + answer_tokens, prompt_slots)
+        return share_prompt_keys(keys, samples, cfg=cfg, slots=answer_tokens)
 
     leaves = jax.tree.leaves(jax.eval_shape(init_shared))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -75,14 +75,14 @@ def compile_decode(
     return decode, sizes.argument_size_in_bytes + new
 
 
-def token_bytes(cfg: Config, keys: int) -> float:
-    """Bytes that the sampling of one token of all rows must read."""
+def token_bytes(cfg: Config, answer_tokens: int) -> float:
+    """Bytes that the sampling of one token of all rows must read, after so many of its answer."""
     m, rows = cfg.model, cfg.rollout.samples_per_prompt
     weights = jax.tree.leaves(policy_shapes(cfg) | {"embed": None})  # whose rows are few
     routed = sum(count_bytes(x) for x in weights if m.n_experts in x.shape[1:2])
     chosen = 1 - (1 - m.experts_per_token / m.n_experts) ** rows
     dense = sum(map(count_bytes, weights)) - routed
-    return dense + chosen * routed + rows_cache_bytes(cfg, 1, keys)
+    return dense + chosen * routed + rows_cache_bytes(cfg, 1, answer_tokens)
 
 
 def count_bytes(x: jax.ShapeDtypeStruct) -> int:
@@ -156,7 +156,7 @@ def main() -> None:
     report(**named, compile_s=round(time.perf_counter() - start, 1), compiler_bytes=live)
     with device_alone():
         figures = time_decode(engine, decode, cfg, sampling, args.rounds, args.profile)
-    need = token_bytes(cfg, args.keys + args.tokens // 2)
+    need = token_bytes(cfg, args.tokens // 2)
     rate = need / figures["seconds_a_token"]
     figures |= {"bytes_a_token": need, "gb_per_s": 1e-9 * rate}
     if (chip := chip_name()) in CHIPS:

@@ -34,26 +34,26 @@ def test_samples_share_a_prompt_where_that_is_smaller(prompt, answer, samples, n
     assert not shares_prompt_keys(cfg, prompt, answer, samples, is_episode=True)
 
 
-@pytest.mark.parametrize("answer", [8, 640])
-def test_the_planned_cache_has_the_engines_bytes(answer):
+@pytest.mark.parametrize(("prompt", "answer"), [(64, 8), (71, 8), (64, 640)])
+def test_the_planned_cache_has_the_engines_bytes(prompt, answer):
     cfg = override(
         load_config("tiny.py"),
-        "data.max_prompt_tokens=64",
+        f"data.max_prompt_tokens={prompt}",
         f"rollout.max_new_tokens={answer}",
         "rollout.samples_per_prompt=4",
     )
     engine = NativeEngine(
-        cfg.model, plain_ops(), max_prompt_tokens=64, max_new_tokens=answer, max_rows=8
+        cfg.model, plain_ops(), max_prompt_tokens=prompt, max_new_tokens=answer, max_rows=8
     )
     engine.load(random_weights(cfg.model, 0), 0)
-    prompts = [Prompt(i, "", (1,) * 64, None) for i in range(2)]
+    prompts = [Prompt(i, "", (1,) * prompt, None) for i in range(2)]
     limits = np.full(8, answer, np.int32)
     assert engine._loaded is not None
     state, _ = engine._prefill_batch(
         engine._loaded, prompts, Sampling(answer, ()), 0, 4, 2, 0, limits
     )
     stored = sum(x.nbytes for x in jax.tree.leaves(state.cache))
-    assert stored == rows_cache_bytes(cfg, 2, cfg.context)
+    assert stored == rows_cache_bytes(cfg, 2, answer)
     assert (state.cache.prompt is not None) == (answer == 8)
 
 
