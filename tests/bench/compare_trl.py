@@ -2,6 +2,7 @@
 """CPU-seconds of one tiny GRPO step: jaxmoe against TRL, same weights, same core, in turn.
 
     python tests/bench/compare_trl.py --peer-python PATH [--rounds 7] [--stock-malloc]
+        [--prompts 8] [--samples 8] [--prompt-tokens 16] [--new-tokens 64] [--peer-parts 1]
 
 Next: README.md says what is equal on both sides; peer_trl.py and ours.py are the two workers.
 """
@@ -18,7 +19,9 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4  # nats, between the two sides' log-probs
-ROWS, LENGTH, VOCAB = 16, 80, 512
+ROWS, VOCAB = 16, 512
+# of a step; the peer's parts are those in which it trains a batch
+SIZES = {"prompts": 8, "samples": 8, "prompt-tokens": 16, "new-tokens": 64, "peer-parts": 1}
 
 
 class Worker:
@@ -65,10 +68,10 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def largest_difference(ours: Worker, peer: Worker) -> float:
+def largest_difference(ours: Worker, peer: Worker, length: int) -> float:
     """max |log-prob ours - theirs| on random rows; leaves where the models are not the same."""
     dice = random.Random(1)
-    rows = [[dice.randrange(VOCAB) for _ in range(LENGTH)] for _ in range(ROWS)]
+    rows = [[dice.randrange(VOCAB) for _ in range(length)] for _ in range(ROWS)]
     command = "logprobs " + json.dumps(rows)
     pairs = zip(ours.ask(command), peer.ask(command), strict=True)
     worst = max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
@@ -120,9 +123,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
     parser.add_argument("--stock-malloc", action="store_true",
                         help="both sides with glibc's malloc as it comes")  # fmt: skip
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    length = args.prompt_tokens + args.new_tokens
     options = ["--core", str(max(os.sched_getaffinity(0)))]
     options += ["--stock-malloc"] if args.stock_malloc else []
+    for name in SIZES:
+        options += [f"--{name}", str(getattr(args, name.replace("-", "_")))]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         made = subprocess.run(
@@ -133,8 +141,8 @@ def main() -> None:
             raise SystemExit(f"the peer must make the model; it failed:\n{made.stderr[-3000:]}")
         ours = Worker(sys.executable, "ours.py", model, Path(folder) / "ours.log", *options)
         peer = Worker(args.peer_python, "peer_trl.py", model, Path(folder) / "peer.log", *options)
-        worst = largest_difference(ours, peer)
-        print(f"log-probs agree: largest difference {worst:.1e} nats over {ROWS * LENGTH} tokens")
+        worst = largest_difference(ours, peer, length)
+        print(f"log-probs agree: largest difference {worst:.1e} nats over {ROWS * length} tokens")
         found = measure(ours, peer, args.rounds)
         ours.quit()
         peer.quit()
@@ -143,6 +151,7 @@ def main() -> None:
     print(f"ours includes clipping and AdamW; the peer's, not in its rows: {min(optimizer):.3f} s")
     document = {
         "parameters": int(made.stdout.split()[-1]),
+        "sizes": {name: getattr(args, name.replace("-", "_")) for name in SIZES},
         "rounds": args.rounds,
         "malloc": "stock" if args.stock_malloc else "keeps freed memory",
         "largest_logprob_difference": worst,

@@ -12,23 +12,22 @@ import time
 from functools import partial
 from pathlib import Path
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 16, 64
-
 
 class Desk:
     """Weights, engine and the compiled functions; every method answers one command."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, sizes: argparse.Namespace) -> None:
         import jax
         import numpy as np
 
         from jaxmoe.checkpoint.hf import load_params
-        from jaxmoe.config import OptimConfig
+        from jaxmoe.config import Config, DataConfig, OptimConfig, RolloutConfig
         from jaxmoe.model import plain_ops
         from jaxmoe.model.config import read_hf_config
         from jaxmoe.rl.algorithm import Algorithm
         from jaxmoe.rl.optimizer import make_optimizer
         from jaxmoe.rl.scorer import Scorer
+        from jaxmoe.rl.sharing_from_config import sharing_from_config
         from jaxmoe.rl.state import Trained, init_state
         from jaxmoe.rl.update import rl_step
         from jaxmoe.rollout.native import NativeEngine
@@ -39,14 +38,26 @@ class Desk:
         self.ops = plain_ops()
         tx = make_optimizer(OptimConfig(lr=1e-6), steps=10**5)
         self.state = init_state(Trained(jax.tree.map(lambda x: x.copy(), self.first)), tx)
-        grpo = Algorithm()
+        self.sizes, self.grpo = sizes, Algorithm()
+        self.rows = sizes.prompts * sizes.samples
+        # what a run would do with these lengths
+        lengths = Config(
+            model=self.cfg,
+            data=DataConfig(max_prompt_tokens=sizes.prompt_tokens),
+            rollout=RolloutConfig(
+                sequences_per_step=self.rows,
+                samples_per_prompt=sizes.samples,
+                max_new_tokens=sizes.new_tokens,
+            ),
+        )
+        self.sharing = sharing_from_config(lengths, self.ops.attend)
         self.step_fn = jax.jit(
-            partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg, self.ops)),
+            partial(rl_step, tx=tx, algorithm=self.grpo, scorer=Scorer(self.cfg, self.ops)),
             donate_argnums=0,
         )
         self.engine = NativeEngine(
-            self.cfg, self.ops, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS,
-            max_rows=PROMPTS * SAMPLES,
+            self.cfg, self.ops, max_prompt_tokens=sizes.prompt_tokens,
+            max_new_tokens=sizes.new_tokens, max_rows=self.rows,
         )  # fmt: skip
         self.engine.load(self.state.params.policy, 0)
         self.dice = np.random.default_rng(0)
@@ -59,23 +70,29 @@ class Desk:
 
         from jaxmoe.records import Prompt, Sampling
         from jaxmoe.rl.batch import rollout_batch
+        from jaxmoe.rl.minibatches import split_minibatches
 
-        ids_PT = self.dice.integers(1, self.cfg.vocab_size, (PROMPTS, PROMPT_TOKENS))
+        sizes = self.sizes
+        shape = sizes.prompts, sizes.prompt_tokens
+        ids_PT = self.dice.integers(1, self.cfg.vocab_size, shape)
         prompts = [Prompt(i, "", tuple(row.tolist()), None) for i, row in enumerate(ids_PT)]
-        sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=())
+        sampling = Sampling(max_new_tokens=sizes.new_tokens, stop_ids=())
         self.steps += 1
         start = time.process_time()
-        rollouts = self.engine.generate(prompts, sampling, seed=self.steps, samples=SAMPLES)
+        rollouts = self.engine.generate(prompts, sampling, seed=self.steps, samples=sizes.samples)
         generated = time.process_time()
-        rewards = self.dice.random(PROMPTS * SAMPLES, np.float32)
+        rewards = self.dice.random(self.rows, np.float32)
         batch = rollout_batch(
-            rollouts, rewards, samples=SAMPLES, length=PROMPT_TOKENS + NEW_TOKENS, pad_id=0
-        )
+            rollouts, rewards, samples=sizes.samples,
+            length=sizes.prompt_tokens + sizes.new_tokens, pad_id=0,
+        )  # fmt: skip
+        seed = (self.steps,)
+        batch, _ = split_minibatches(batch, self.grpo, seed=seed, sharing=self.sharing)
         self.state, metrics, _ = self.step_fn(self.state, batch)
         metrics = jax.device_get(metrics)
         self.engine.load(self.state.params.policy, self.steps)
         end = time.process_time()
-        assert all(len(r.tokens) == NEW_TOKENS for r in rollouts)
+        assert all(len(r.tokens) == sizes.new_tokens for r in rollouts)
         assert np.isfinite(metrics["loss"])
         assert metrics["train_rollout_logprob_abs_diff"] < 1e-4, metrics
         return {
@@ -129,6 +146,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--stock-malloc", action="store_true")
+    for name in ("prompts", "samples", "prompt-tokens", "new-tokens", "peer-parts"):
+        parser.add_argument(f"--{name}", type=int, default=1)
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})  # before jax counts the cores
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -138,7 +157,7 @@ def main() -> None:
 
     if not args.stock_malloc:
         keep_freed_memory()  # as the train command does; peer_trl.py sets the same
-    desk = Desk(args.directory)
+    desk = Desk(args.directory, args)
     for _ in range(3):
         desk.step()
     print('"ready"', file=answers, flush=True)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 8, 8, 16, 64, 512
+VOCAB = 512
 
 
 def make_model(directory: Path) -> None:
@@ -91,7 +91,7 @@ def attention_seconds(repeats: int = 3) -> float:
     return min(times[1:])
 
 
-def trainer_of(directory: Path, callback, record: dict):
+def trainer_of(directory: Path, sizes: argparse.Namespace, callback, record: dict):
     """GRPOTrainer whose generation and training_step write their CPU-seconds to `record`."""
     import random
 
@@ -102,7 +102,7 @@ def trainer_of(directory: Path, callback, record: dict):
         def _generate_single_turn(self, *args, **kwargs):
             start = time.process_time()
             result = super()._generate_single_turn(*args, **kwargs)
-            record["generate_cpu_s"] = time.process_time() - start
+            record["generate_cpu_s"] = time.process_time() - start  # once a step
             record["shape"] = [[len(p) for p in args[0]], [len(c) for c in result[0]]]
             return result
 
@@ -110,8 +110,8 @@ def trainer_of(directory: Path, callback, record: dict):
             start = time.process_time()
             result = super().training_step(*args, **kwargs)
             record["step_end"] = time.process_time()
-            record["step_cpu_s"] = record["step_end"] - start
-            record["train_cpu_s"] = record["step_cpu_s"] - record["generate_cpu_s"]
+            # called once for each part of a step, which on_step_begin starts at 0
+            record["step_cpu_s"] += record["step_end"] - start
             return result
 
     dice = random.Random(0)
@@ -121,16 +121,18 @@ def trainer_of(directory: Path, callback, record: dict):
 
     config = GRPOConfig(
         output_dir=str(directory / "trl"), use_cpu=True, bf16=False, beta=0.0, num_iterations=1,
-        num_generations=SAMPLES, per_device_train_batch_size=PROMPTS * SAMPLES,
-        gradient_accumulation_steps=1, steps_per_generation=1, max_completion_length=NEW_TOKENS,
+        num_generations=sizes.samples,
+        per_device_train_batch_size=sizes.prompts * sizes.samples // sizes.peer_parts,
+        gradient_accumulation_steps=sizes.peer_parts, steps_per_generation=sizes.peer_parts,
+        max_completion_length=sizes.new_tokens,
         temperature=1.0, top_p=1.0, top_k=0, gradient_checkpointing=False, max_steps=10**5,
         learning_rate=1e-6, lr_scheduler_type="constant", report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, seed=0, optim="adamw_torch",
         dataloader_num_workers=0, dataloader_pin_memory=False,
     )  # fmt: skip
     texts = [
-        " ".join(f"w{dice.randrange(1, VOCAB):03d}" for _ in range(PROMPT_TOKENS))
-        for _ in range(8 * PROMPTS)
+        " ".join(f"w{dice.randrange(1, VOCAB):03d}" for _ in range(sizes.prompt_tokens))
+        for _ in range(8 * sizes.prompts)
     ]
     return Timed(
         model=load(directory), args=config, reward_funcs=reward, processing_class=tokenizer(),
@@ -138,7 +140,7 @@ def trainer_of(directory: Path, callback, record: dict):
     )  # fmt: skip
 
 
-def serve(directory: Path, say) -> None:
+def serve(directory: Path, sizes: argparse.Namespace, say) -> None:
     """Train; before each step past the warm-up, answer commands until one asks for a step."""
     from transformers import TrainerCallback
 
@@ -147,6 +149,7 @@ def serve(directory: Path, say) -> None:
 
     class Desk(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
+            record["step_cpu_s"] = 0.0
             if state.global_step < 2:
                 return
             if state.global_step == 2:
@@ -168,12 +171,14 @@ def serve(directory: Path, say) -> None:
 
         def on_step_end(self, args, state, control, **kwargs):
             prompts, answers = record["shape"]
-            want = [PROMPT_TOKENS] * 64, [NEW_TOKENS] * 64
+            rows = sizes.prompts * sizes.samples
+            want = [sizes.prompt_tokens] * rows, [sizes.new_tokens] * rows
             assert (prompts, answers) == want, f"lengths differ: {record['shape']}"
             if state.global_step > 2:
+                record["train_cpu_s"] = record["step_cpu_s"] - record["generate_cpu_s"]
                 say({name: v for name, v in record.items() if name.endswith("cpu_s")})
 
-    trainer_of(directory, Desk(), record).train()
+    trainer_of(directory, sizes, Desk(), record).train()
 
 
 def keep_freed_memory() -> None:
@@ -189,6 +194,8 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="write the model and stop")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--stock-malloc", action="store_true")
+    for name in ("prompts", "samples", "prompt-tokens", "new-tokens", "peer-parts"):
+        parser.add_argument(f"--{name}", type=int, default=1)
     args = parser.parse_args()
     if args.make:
         return make_model(args.directory)
@@ -201,7 +208,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    serve(args.directory, lambda value: print(json.dumps(value), file=answers, flush=True))
+    serve(args.directory, args, lambda value: print(json.dumps(value), file=answers, flush=True))
 
 
 if __name__ == "__main__":
