@@ -28,7 +28,7 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 
 # Maximum of heads per key head times head size: more was never compiled.
 COLUMNS = 1024
-TABLE = 2**17  # maximum bytes of block tables in SMEM
+TABLE = 2**17  # maximum bytes of block tables in SMEM; of shared keys twice as many
 
 
 def _forward_kernel(
