@@ -85,8 +85,9 @@ def is_visible(
     in_window = is_in_window(q_positions, k_positions, window)
     if k_last_segments is None:
         return (q_segments == mark_key_padding(k_segments)) & in_window
-    sees = (k_segments > 0) & (k_segments <= q_segments) & (q_segments <= k_last_segments)
-    return sees & in_window
+    # No query's segment is as low as the last one that sees padding. This depends on keys alone.
+    k_last_segments = jnp.where(k_segments > 0, k_last_segments, PADDING_KEY_SEGMENT)
+    return (k_segments <= q_segments) & (q_segments <= k_last_segments) & in_window
 
 
 def mark_key_padding(k_segments: Int[Array, "*k"]) -> Int[Array, "*k"]:

@@ -123,5 +123,5 @@ def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
         return ""
     return (
         f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full "
-        "lengths, where attention runs in XLA or by mosaic_gpu"
+        "lengths, where attention runs in XLA or by mosaic_gpu or mosaic_tpu"
     )

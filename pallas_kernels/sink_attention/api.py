@@ -52,7 +52,7 @@ BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = implementations_o
 )
 # Those that know `k_last_segment_ids_BS`. An implementation that ignored it would be wrong without
 # an error, so the others refuse it.
-SHARING = ("xla", "reference", "xla_invariant", "mosaic_gpu")
+SHARING = ("xla", "reference", "xla_invariant", "mosaic_gpu", "mosaic_tpu")
 
 
 def sink_attention(

@@ -23,16 +23,17 @@ from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_tpu_backward import attention_gradients_tpu
+from pallas_kernels.sink_attention.pallas_tpu_visits import visit_blocks
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 # Maximum of heads per key head times head size: more was never compiled.
 COLUMNS = 1024
-TABLE = 2**17  # maximum bytes of block tables in SMEM
+TABLE = 2**17  # maximum bytes of block tables in SMEM; of shared keys twice as many
 
 
 def _forward_kernel(
     runs, sink, q, q_places, k_hbm, v_hbm, k_places_hbm, o, lse,
-    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale, unit,
+    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale, unit, shares,
 ):  # fmt: skip
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
@@ -54,7 +55,9 @@ def _forward_kernel(
 
     def attend_block(_, buffer, full):
         k, v = k_two[buffer], v_two[buffer]
-        mask = None if full else blocks.visible_pairs(q_places[...], k_places_two[buffer], window)
+        mask = None
+        if not full:
+            mask = blocks.visible_pairs(q_places[...], k_places_two[buffer], window, shares)
 
         def attend_heads(heads):
             for g in heads:
@@ -67,7 +70,7 @@ def _forward_kernel(
 
         blocks.for_each_head(q.shape[0], window, attend_heads)
 
-    blocks.visit_blocks(runs, slot, block_copies, attend_block, bs // unit)
+    visit_blocks(runs, slot, block_copies, attend_block, bs // unit, shares)
     has_weights = total[...] > 0  # the sum of a query without keys and sink is 0
     safe = jnp.where(has_weights, total[...], 1.0)
     lse[...] = jnp.where(has_weights, top[...] + jnp.log(safe), -jnp.inf)[:, 0]
@@ -84,7 +87,13 @@ def attention_forward_tpu(
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     pairs = x.B * x.T * x.F * x.S * x.K * G // 2
     return pl.pallas_call(
-        partial(_forward_kernel, window=window, scale=scale, unit=x.unit),
+        partial(
+            _forward_kernel,
+            window=window,
+            scale=scale,
+            unit=x.unit,
+            shares=layout_blocks.shares,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.n),

@@ -21,12 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention.pallas_tpu_visits import visit_blocks
 
 
-def _backward_kernel(
-    runs, q, dout, stats, q_places, k_hbm, v_hbm, k_places_hbm, *refs, window, scale, k_scale, unit
-):
-    *previous, dq, dk, dv, k_two, v_two, k_places_two, sems, slot, acc = refs
+def _backward_kernel(runs, q, dout, stats, q_places, *refs, window, scale, k_scale, unit, shares):
+    k_hbm, v_hbm, k_places_hbm, *previous, dq, dk, dv = refs[:-6]
+    k_two, v_two, k_places_two, sems, slot, acc = refs[-6:]
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
@@ -52,7 +52,9 @@ def _backward_kernel(
 
     def add_block(block, buffer, full):
         k, v = k_two[buffer], v_two[buffer]
-        mask = None if full else blocks.visible_pairs(q_places[...], k_places_two[buffer], window)
+        mask = None
+        if not full:
+            mask = blocks.visible_pairs(q_places[...], k_places_two[buffer], window, shares)
 
         def add_heads(heads):
             dk_part, dv_part = 0.0, 0.0  # one addition in VMEM for all these heads
@@ -70,7 +72,7 @@ def _backward_kernel(
 
         blocks.for_each_head(q.shape[0], window, add_heads)
 
-    blocks.visit_blocks(runs, slot, block_copies, add_block, bs // unit)
+    visit_blocks(runs, slot, block_copies, add_block, bs // unit, shares)
     dq[...] = (acc[...] * scale).astype(dq.dtype)
 
 
@@ -112,7 +114,7 @@ def attention_gradients_tpu(
         part_arrays = layout_blocks.slice_runs(low, high), k[:, :, keys], v[:, :, keys], places
         dq, *dkv = _gradients_of_part(
             x, q, dout, stats, layout_blocks.q_B8T, *part_arrays, dq, high == x.m, window, scale,
-            k_scale, dtype, interpret, name,
+            k_scale, dtype, interpret, name, layout_blocks.shares,
         )  # fmt: skip
         parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
@@ -121,7 +123,7 @@ def attention_gradients_tpu(
 
 def _gradients_of_part(
     x: blocks.Sizes, q, dout, stats, q_places, runs, k, v, k_places, previous, last, window, scale,
-    k_scale, dtype_of_dq, interpret, name,
+    k_scale, dtype_of_dq, interpret, name, shares,
 ):  # fmt: skip
     """(sum of dq up to this part, dk, dv [B, K, H, S] of its keys).
 
@@ -140,6 +142,7 @@ def _gradients_of_part(
             scale=scale if last else 1.0,
             k_scale=k_scale,
             unit=x.unit,
+            shares=shares,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

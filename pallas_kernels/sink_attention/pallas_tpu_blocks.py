@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the TPU kernels: the memory layout of their arrays and the loop over blocks.
+"""Shared parts of the TPU kernels: the memory layout of their arrays, products and masks.
 
 Time is in the 128 lanes: q, o and their cotangents are [B, K, G, H, T], statistics [B, K, G, T],
 scores [keys, queries]. So a head size of 64 wastes neither lanes nor bandwidth for these arrays, a
@@ -10,7 +10,7 @@ into two alternating buffers. Unneeded blocks take no step, no copy and no mask.
 blocks would take a step for each skipped block, and a list of pairs would not fit into SMEM.) The
 last step of a loop already fetches the first block of the next loop.
 
-Next: pallas_tpu.py and pallas_tpu_backward.py, the kernels.
+Next: pallas_tpu_visits.py for the loop, pallas_tpu.py and pallas_tpu_backward.py, the kernels.
 """
 
 import math
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu
 from pallas_kernels.arguments import matmul_precision
-from pallas_kernels.blocks import block_ranges, block_table
+from pallas_kernels.blocks import block_table
 from pallas_kernels.masks import Layout, is_visible
+from pallas_kernels.sink_attention import pallas_tpu_visits as visits
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 LANES = 128
@@ -142,16 +142,19 @@ def key_ring_scratch(x: Sizes, dtype: Any) -> list[Any]:
 
 
 class Blocked(NamedTuple):
-    """A layout as the kernels read it: of 8 sublanes row 0 has positions, row 1 segments."""
+    """A layout as the kernels read it: of 8 sublanes row 0 has positions, row 1 segments.
+
+    Row 2 of shared keys has the last segments that see them.
+    """
 
     q_B8T: Int[Array, "B 8 Tp"]
     k_B8S: Int[Array, "B 8 Sp"]
-    q_runs: Int[Array, " R"]  # ranges of key blocks for each query block: see `block_ranges`
+    q_runs: Int[Array, " R"]  # ranges of key blocks for each query block: see `visits.make_runs`
+    shares: bool = False  # segments share keys: a block of queries has two ranges
 
     def slice_runs(self, low: int, high: int) -> Int[Array, " R"]:
         """`q_runs` restricted to the key blocks [low, high), numbered from low."""
-        ends = jnp.clip(self.q_runs.reshape(-1, 4), low, high) - low
-        return _visit_ends(*ends.T)
+        return visits.slice_runs(self.q_runs, low, high, self.shares)
 
 
 def choose_sizes(
@@ -181,27 +184,23 @@ def block_layout(x: Sizes, layout: Layout, window: int, masked: bool = False) ->
 
     With `masked` full blocks are masked like all others, so that all run the same code.
     """
+    if masked:
+        layout.unshared_arrays()  # raises for shared keys, whose order of blocks is another
     layout = layout.repeat_queries(x.F).with_padding(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
-    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
+    q_pos, k_pos, q_seg, k_seg, k_last = layout
     needed, full = block_table(layout, x.bt, x.unit, window)
     full = jnp.zeros_like(full) if masked else full
+    shares = k_last is not None
 
-    def pack_sublanes(pos: Array, seg: Array) -> Array:
-        return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
+    def pack_sublanes(*rows: Array) -> Array:
+        return jnp.pad(jnp.stack(rows, axis=1), ((0, 0), (0, SUBLANES - len(rows)), (0, 0)))
 
     return Blocked(
         pack_sublanes(q_pos, q_seg),
-        _pad_last(pack_sublanes(k_pos, k_seg), x.Sp),
-        _visit_ends(*jnp.moveaxis(block_ranges(needed, full), 2, 0)),
+        _pad_last(pack_sublanes(k_pos, k_seg, *([k_last] if shares else [])), x.Sp),
+        visits.make_runs(needed, full, x.bs // x.unit, shares),
+        shares,
     )
-
-
-def _visit_ends(first: Array, full_first: Array, full_last: Array, last: Array) -> Array:
-    """The ends of each run, interleaved. Every loop visits at least one block, so that the loop
-    before it always has a block to prefetch."""
-    any_needed = last > first
-    first, last = jnp.where(any_needed, first, 0), jnp.where(any_needed, last, 1)
-    return jnp.stack([first, full_first, full_last, last], axis=-1).reshape(-1)
 
 
 def prescale_queries(
@@ -232,11 +231,12 @@ def dot_in_kernel(a: Any, b: Any, contract_a: int, contract_b: int) -> Any:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def visible_pairs(q_places_8t: Any, k_places_8s: Any, window: int) -> Any:
+def visible_pairs(q_places_8t: Any, k_places_8s: Any, window: int, shares: bool) -> Any:
     """The visible pairs, as a mask [keys, queries]."""
     k_places = k_places_8s.T
     q_pos, q_seg = q_places_8t[0:1, :], q_places_8t[1:2, :]
-    return is_visible(q_pos, k_places[:, 0:1], window, q_seg, k_places[:, 1:2])
+    k_last = (k_places[:, 2:3],) if shares else ()
+    return is_visible(q_pos, k_places[:, 0:1], window, q_seg, k_places[:, 1:2], *k_last)
 
 
 def masked_scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
@@ -244,60 +244,6 @@ def masked_scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
     z = dot_in_kernel(k, q, 1, 0)
     z = z if scale == 1 else z * scale
     return z if mask is None else jnp.where(mask, z, UNSEEN)
-
-
-def visit_blocks(
-    runs_ref: Any,
-    slot_ref: Any,
-    copies: Callable[..., tuple],
-    body: Callable[[Any, Any, bool], None],
-    group: int,
-) -> None:
-    """Call body(block, buffer, full) for all blocks that this step of the grid (B, K, blocks)
-    needs, `group` blocks at a time, of which `block` is the first.
-
-    `copies(block, buffer)` returns the copies of a group. `slot_ref` holds the buffer, 0 or 1, into
-    which the first blocks of the next step are being copied. Groups of several blocks, which only
-    windows have, are always masked.
-    """
-    b, i, n = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
-    row = 4 * (b * n + i)
-    first, full_first, full_last, last = (runs_ref[row + j] for j in range(4))
-    next_row = row + 4 * jnp.where(i + 1 < n, 1, 0)
-
-    def start_fetch(block: Any, buffer: Any) -> None:
-        for copy in copies(block, buffer):
-            copy.start()
-
-    # Nothing before this step could prefetch for it: its batch row and head may begin on another
-    # core.
-    @pl.when(i == 0)
-    def _():
-        slot_ref[0] = 0
-        start_fetch(first, 0)
-
-    def visit_iteration(iteration: Any, buffer: Any) -> Any:
-        block = first + iteration * group
-        has_next = block + group < last
-
-        # The last visit of a step fetches the first block of the next step.
-        @pl.when(has_next | (i + 1 < n))
-        def _():
-            start_fetch(jnp.where(has_next, block + group, runs_ref[next_row]), 1 - buffer)
-
-        for copy in copies(block, buffer):
-            copy.wait()
-        if group > 1:
-            body(block, buffer, False)
-            return 1 - buffer
-        full = (block >= full_first) & (block < full_last)
-        pl.when(full)(lambda: body(block, buffer, True))
-        pl.when(~full)(lambda: body(block, buffer, False))
-        return 1 - buffer
-
-    slot_ref[0] = lax.fori_loop(
-        0, (last - first + group - 1) // group, visit_iteration, slot_ref[0]
-    )
 
 
 def count_unrolled_heads(G: int, window: int) -> int:

@@ -86,7 +86,6 @@ def knowing_attention(q, k, v, sink, *, window, k_last_segment_ids_BS=None, **la
     "attend, changes, problem",
     [
         (sink_attention, ("mesh.sequence=2",), "mesh.sequence=1, or --set"),
-        (partial(sink_attention, impl="mosaic_tpu"), (), "got mosaic_tpu. Try --set kernels=xla"),
         (partial(sink_attention, impl=("triton", "xla")), (), "got triton. Try --set kernels=xla"),
         (partial(sink_attention, impl="mosaic_tpu_invariant"), (), "got mosaic_tpu_invariant"),
         (own_attention, (), "own_attention does not"),
@@ -103,6 +102,13 @@ def test_runs_that_cannot_share_are_off_or_refused(attend, changes, problem):
 
 def test_an_own_attention_that_knows_shared_keys_shares():
     assert sharing_from_config(TINY, knowing_attention) is not None
+
+
+@pytest.mark.parametrize("impl", ["mosaic_gpu", "mosaic_tpu", ("mosaic_tpu", "xla")])
+def test_the_kernels_of_chips_share(impl):
+    attend = partial(sink_attention, impl=impl)
+    assert sharing_from_config(TINY, attend) == sharing_of()
+    assert "0.18 of the tokens" in describe_sharing(TINY, attend)
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):

@@ -164,14 +164,16 @@ def test_other_implementations_refuse_shared_keys_by_name():
     x, kv = jnp.zeros((1, 8, N, H)), jnp.zeros((1, 8, K, H))
     for impls in (api.IMPLS, api.BACKWARD_IMPLS):
         refusing = api.refuse_shared_keys(impls)
-        assert {"mosaic_tpu", "triton"} <= refusing.keys() - set(api.SHARING)
+        refused = {x for x in refusing if x.endswith("_invariant")} - {"xla_invariant"} | {"triton"}
+        assert refused == refusing.keys() - set(api.SHARING)
         for name in refusing.keys() - set(api.SHARING):
             assert "k_last_segment_ids_BS" in (refusing[name].unsupported(x, kv) or "")
             assert not api.shares_keys(name) and not api.shares_keys((name, "xla"))
     assert api.shares_keys("auto") and api.shares_keys(("xla", "mosaic_gpu"))
     last = jnp.ones((1, 8), jnp.int32)
-    with pytest.raises(KernelUnsupported, match="mosaic_tpu"):
-        sink_attention(x, kv, kv, jnp.zeros(N), k_last_segment_ids_BS=last, impl="mosaic_tpu")
+    impl = "mosaic_tpu_invariant"
+    with pytest.raises(KernelUnsupported, match=impl):
+        sink_attention(x, kv, kv, jnp.zeros(N), k_last_segment_ids_BS=last, impl=impl)
     with pytest.raises(KernelUnsupported, match="triton"):
         sink_attention_backward(
             x, kv, kv, x, x[..., 0], x[..., 0], k_last_segment_ids_BS=last, impl="triton"
@@ -187,7 +189,8 @@ def test_kernels_called_by_themselves_refuse_shared_keys():
     for call in (
         layout.unshared_arrays,
         lambda: sink_attention_mosaic_invariant("mosaic_gpu", *arrays, layout, 0, 1.0),
-        lambda: block_layout(sizes, layout, 0),
+        lambda: sink_attention_mosaic_invariant("mosaic_tpu", *arrays, layout, 0, 1.0),
+        lambda: block_layout(sizes, layout, 0, masked=True),
     ):
         with pytest.raises(NotImplementedError, match="k_last_segment_ids_BS.*impl='xla'"):
             call()

@@ -34,13 +34,13 @@ LONG = {
 }  # fmt: skip
 
 
-def compiled(chip, case, dtype=jnp.bfloat16, vmem=None):
+def compiled(chip, case, dtype=jnp.bfloat16, vmem=None, shares=False):
     """The forward and the backward pass of a case, with `vmem` bytes for each kernel."""
-    return _compiled(chip, case._replace(name="", layout=""), dtype, vmem)  # one per shape
+    return _compiled(chip, case._replace(name="", layout=""), dtype, vmem, shares)  # one per shape
 
 
 @functools.cache
-def _compiled(chip, case, dtype, vmem):
+def _compiled(chip, case, dtype, vmem, shares):
     skip_without_compiler(chip)
 
     def step(dout, dlse, q, k, v, sink, *places):
@@ -60,7 +60,7 @@ def _compiled(chip, case, dtype, vmem):
         struct(B, T, N, H), struct(B, S, K, H), struct(B, T, N, dtype=jnp.float32),
         struct(N, dtype=jnp.float32),
     )  # fmt: skip
-    places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S)]
+    places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S, *([S] if shares else []))]
     with pytest.MonkeyPatch.context() as patch:
         if vmem is not None:
             params = dataclasses.replace(blocks.compiler_params(), vmem_limit_bytes=vmem)
@@ -88,6 +88,23 @@ def test_the_compiler_takes_both_passes_within_the_chips_vmem(chip, name):
     assert compiled(chip, case).temp_bytes < 3 * operands
 
 
+@pytest.mark.parametrize(
+    "chip, window",
+    [
+        pytest.param(chip, window, marks=() if chip == "v5e" else pytest.mark.slow)
+        for chip in ("v5e", "v5p", "v6e")
+        for window in (0, 128)
+    ],
+)
+def test_shared_keys_compile_within_the_chips_vmem(chip, window):
+    """A prompt of 8,192 tokens and 16 answers of 512 are as long."""
+    case = cases.get_attention_case("full_20b")._replace(window=window)
+    results = compiled(chip, case, shares=True)
+    limits = [limit * MIB for limit in VMEM_LIMITS[chip]]
+    assert len(results.vmem_bytes) == 2
+    assert all(a <= b for a, b in zip(results.vmem_bytes, limits, strict=True)), results.vmem_bytes
+
+
 def test_float32_compiles():
     compiled("v5e", cases.get_attention_case("window_20b"), jnp.float32)
 
@@ -101,7 +118,7 @@ def test_the_widest_float32_that_is_not_refused_compiles():
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
     small = cases.AttentionCase("precision", 1, 512, 512, 8, 2, 64)
     with jax.default_matmul_precision("highest"):
-        _compiled.__wrapped__("v5e", small, jnp.bfloat16, None)
+        _compiled.__wrapped__("v5e", small, jnp.bfloat16, None, False)
 
 
 def test_a_step_of_decoding_compiles():
