@@ -54,11 +54,6 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
 
 def find_sharing_problem(cfg: Config, attend: Callable[..., Any]) -> str | None:
     """Return why this run cannot share prompts, with what to type; None if it can."""
-    if cfg.mesh.sequence > 1:
-        return (
-            f"needs whole rows on a device, got mesh.sequence={cfg.mesh.sequence}. Try "
-            "--set mesh.sequence=1"
-        )
     try:
         impl = attention_impl(attend)
     except ValueError:  # a function of the user
@@ -79,9 +74,11 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
 
     They depend on the config alone, so that all shared batches run one program. With
     `optim.tokens_per_microbatch` a row is what a microbatch holds on a device. Otherwise it holds a
-    group of full length, and a microbatch the groups of today's.
+    group of full length, and a microbatch the groups of today's. With mesh.sequence each device has
+    as many tokens of a row.
     """
-    optim, shards, context = cfg.optim, cfg.mesh.row_shards, cfg.context
+    optim, mesh, context = cfg.optim, cfg.mesh, cfg.context
+    shards = mesh.row_shards
     if optim.tokens_per_microbatch:
         return shards, optim.tokens_per_microbatch // context // shards * context
     parts = max(optim.microbatches, cfg.loss.minibatches)
@@ -90,9 +87,12 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
     shared = max(0, cfg.data.max_prompt_tokens - 1) // unit * unit
     branch = context - shared
     group = shared + cfg.rollout.samples_per_prompt * branch
+    rows, length = groups * shards, group
     if remainder:  # a microbatch cuts a group
-        return shards, groups * group + shared + remainder * branch
-    return groups * shards, group
+        rows, length = shards, groups * group + shared + remainder * branch
+    # A zigzag gives each device two chunks of a row.
+    multiple = mesh.sequence * (2 if mesh.sequence > 1 and mesh.attention == "zigzag" else 1)
+    return rows, -(-length // multiple) * multiple
 
 
 def count_shared_microbatches(cfg: Config, sharing: PromptSharing | None) -> tuple[int, float]:

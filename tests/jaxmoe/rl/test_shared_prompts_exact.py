@@ -125,30 +125,29 @@ def test_whole_blocks_give_the_bits_of_own_rows(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"fsdp": 2}, {"tensor": 3}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2},
+        {"fsdp": 2},
+        {"tensor": 3},
+        {"sequence": 2},
+        {"sequence": 2, "attention": "zigzag"},
+        {"sequence": 2, "attention": "ulysses"},
+    ],
+    ids=lambda sizes: "_".join(f"{name}_{x}" for name, x in sizes.items()),
+)
 def test_rows_of_shared_prompts_may_be_on_several_devices(sizes):
     a = Algorithm(advantages=partial(gae, trace=0.9), critic="shared", terms=(value_term(),))
     cfg = replace(CFG, n_experts=6, vocab_multiple=8)
     params = init_params(jax.random.key(0), cfg)
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh_cfg = MeshConfig(**sizes)
+    mesh = make_mesh(mesh_cfg)
     batch, state = share(make_batch(), length=2 * T, rows=2), start(a, params=params)
     want, _ = step_of(a, scorer=Scorer(cfg, OPS, critic="shared"))(state, make_batch())
-    scorer = Scorer(cfg, sharded_ops(plain_ops(), mesh, cfg), critic="shared")
+    ops = sharded_ops(plain_ops(), mesh, cfg, method=mesh_cfg.attention)
+    scorer = Scorer(cfg, ops, critic="shared")
     placed = jax.device_put(state, state_shardings(state, cfg, mesh))
     actual, _ = step_of(a, scorer=scorer)(placed, shard_rows(batch, mesh))
     for x, y in zip(jax.tree.leaves(actual.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
-def test_a_mesh_that_cuts_rows_refuses_shared_prompts():
-    mesh = make_mesh(MeshConfig(sequence=2))
-    scorer = Scorer(CFG, sharded_ops(plain_ops(), mesh, CFG))
-    batch = share(make_batch(), length=2 * T)
-
-    def score(batch):
-        return map_microbatches(
-            lambda part: scorer.score_policy(Trained(MODEL), part)["logp_BT"], batch, 1, ROWS
-        )
-
-    with pytest.raises(NotImplementedError, match="whole rows on a device.*mesh.sequence=1"):
-        jax.eval_shape(score, batch)

@@ -15,7 +15,6 @@ from jaxmoe.rl.sharing_from_config import (
     describe_sharing,
     sharing_from_config,
 )
-from jaxmoe.run.parts import make_parts
 from pallas_kernels import sink_attention
 
 TINY = load_config("tiny.py")  # 16 groups of 16 samples, prompts of 52 tokens, answers of 6
@@ -53,7 +52,12 @@ def sharing_of(*changes):
             ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"),
             None,
         ),
-        (("mesh.sequence=2",), None),
+        # each device has as many tokens of a row, in a zigzag as many of two chunks
+        (("mesh.sequence=2",), PromptSharing(51 + 16 * 7 + 1, 16, 1, MAX_FRAC)),
+        (
+            ("mesh.sequence=4", "mesh.attention=zigzag"),
+            PromptSharing(51 + 16 * 7 + 5, 16, 1, MAX_FRAC),
+        ),
     ],
 )
 def test_a_config_gets_rows_that_hold_its_groups(changes, expected):
@@ -85,7 +89,6 @@ def knowing_attention(q, k, v, sink, *, window, k_last_segment_ids_BS=None, **la
 @pytest.mark.parametrize(
     "attend, changes, problem",
     [
-        (sink_attention, ("mesh.sequence=2",), "mesh.sequence=1, or --set"),
         (partial(sink_attention, impl="mosaic_tpu"), (), "got mosaic_tpu. Try --set kernels=xla"),
         (partial(sink_attention, impl=("triton", "xla")), (), "got triton. Try --set kernels=xla"),
         (partial(sink_attention, impl="mosaic_tpu_invariant"), (), "got mosaic_tpu_invariant"),
@@ -103,11 +106,3 @@ def test_runs_that_cannot_share_are_off_or_refused(attend, changes, problem):
 
 def test_an_own_attention_that_knows_shared_keys_shares():
     assert sharing_from_config(TINY, knowing_attention) is not None
-
-
-def test_a_run_refuses_it_before_it_begins(tmp_path):
-    mesh = "mesh.sequence=2", "mesh.data=4"
-    cfg = override(TINY, *mesh, "optim.share_prompts=on", f"workdir={tmp_path}")
-    with pytest.raises(ConfigError, match="share_prompts=on needs whole rows on a device"):
-        make_parts(cfg)
-    assert not list(tmp_path.iterdir())
