@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a run may share prompts, and the size of the rows that it then computes.
 
-Next: jaxmoe/rl/shared_prompts.py.
+Next: jaxmoe/rl/shared_prompts.py; jaxmoe/rl/computed_tokens.py, which counts what is saved.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from jaxmoe.config import Config, require
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.router import takes_parameter
 from jaxmoe.parallel.attention import attention_impl
-from jaxmoe.rl.shared_prompts import PromptSharing, pack_groups
+from jaxmoe.rl.shared_prompts import PromptSharing
 from pallas_kernels.sink_attention.api import shares_keys
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
@@ -39,17 +38,24 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     )
     if problem is not None:
         return None
-    unit = KEYS if cfg.model.numerics == "invariant" else 1
-    rows, length = shared_row_size(cfg, unit)
+    sharing = row_sharing(cfg)
     if choice == "on":
-        return PromptSharing(length, rows, unit)
+        return sharing
     # Whatever the lengths, a step computes one microbatch or more.
     today = cfg.rollout.sequences_per_step * cfg.context
-    if not cfg.optim.tokens_per_microbatch and rows * length > MAX_FRAC * today:
+    computed = sharing.rows * sharing.length
+    if not cfg.optim.tokens_per_microbatch and computed > MAX_FRAC * today:
         return None
     if cfg.rollout.samples_per_prompt == 1:
         return None
-    return PromptSharing(length, rows, unit, MAX_FRAC)
+    return replace(sharing, max_frac=MAX_FRAC)
+
+
+def row_sharing(cfg: Config) -> PromptSharing:
+    """Return the rows and the unit of a config that shares every batch."""
+    unit = KEYS if cfg.model.numerics == "invariant" else 1
+    rows, length = shared_row_size(cfg, unit)
+    return PromptSharing(length, rows, unit)
 
 
 def find_sharing_problem(cfg: Config, attend: Callable[..., Any]) -> str | None:
@@ -93,35 +99,3 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
     # A zigzag gives each device two chunks of a row.
     multiple = mesh.sequence * (2 if mesh.sequence > 1 and mesh.attention == "zigzag" else 1)
     return rows, -(-length // multiple) * multiple
-
-
-def count_shared_microbatches(cfg: Config, sharing: PromptSharing | None) -> tuple[int, float]:
-    """Return the microbatches of an update whose sequences have full length, and the part of its
-    tokens that they compute; (0, 1.0) if such a batch is not shared."""
-    if sharing is None:
-        return 0, 1.0
-    rollout, context = cfg.rollout, cfg.context
-    rows = rollout.sequences_per_step // cfg.loss.minibatches
-    shared = max(0, cfg.data.max_prompt_tokens - 1) // sharing.unit * sharing.unit
-    packing = pack_groups(
-        np.full(rows, context),
-        np.full(rows, shared),
-        np.arange(rows) // rollout.samples_per_prompt,
-        length=sharing.length,
-        rows=sharing.rows,
-    )
-    packed_rows = cfg.optim.tokens_per_microbatch // context
-    today = (-(-rows // packed_rows) * packed_rows if packed_rows else rows) * context
-    frac = int(packing.count) * sharing.rows * sharing.length / today
-    return (int(packing.count), frac) if frac <= sharing.max_frac else (0, 1.0)
-
-
-def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
-    """Return the line of a dry run; "" if a batch of full lengths is not shared."""
-    count, frac = count_shared_microbatches(cfg, sharing_from_config(cfg, attend))
-    if not count:
-        return ""
-    return (
-        f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full "
-        "lengths, where attention runs in XLA or by mosaic_gpu"
-    )

@@ -9,12 +9,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.ops import make_ops
 from jaxmoe.rl.shared_prompts import PromptSharing
-from jaxmoe.rl.sharing_from_config import (
-    MAX_FRAC,
-    count_shared_microbatches,
-    describe_sharing,
-    sharing_from_config,
-)
+from jaxmoe.rl.sharing_from_config import MAX_FRAC, sharing_from_config
 from pallas_kernels import sink_attention
 
 TINY = load_config("tiny.py")  # 16 groups of 16 samples, prompts of 52 tokens, answers of 6
@@ -62,20 +57,6 @@ def sharing_of(*changes):
 )
 def test_a_config_gets_rows_that_hold_its_groups(changes, expected):
     assert sharing_of(*changes) == expected
-
-
-def test_full_lengths_say_how_much_is_saved():
-    count, frac = count_shared_microbatches(TINY, sharing_of())
-    assert (count, frac) == (1, 163 / (16 * 58))
-    assert "0.18 of the tokens" in describe_sharing(TINY, sink_attention)
-    off = override(TINY, "optim.share_prompts=off")
-    assert describe_sharing(off, sink_attention) == ""
-    packed = override(TINY, "optim.tokens_per_microbatch=580")
-    # Ten rows of 58 tokens a microbatch: 256 rows take 26, and 16 groups of 163 tokens six.
-    assert count_shared_microbatches(packed, sharing_of("optim.tokens_per_microbatch=580")) == (
-        6,
-        6 / 26,
-    )
 
 
 def own_attention(q, k, v, sink, *, q_positions_BT, k_positions_BS, window, **layout):
