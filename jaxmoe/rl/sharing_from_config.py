@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxmoe.config import Config, require
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.model.router import takes_parameter
+from jaxmoe.model.router import innermost_op, takes_parameter
 from jaxmoe.parallel.attention import attention_impl
+from jaxmoe.rl.microbatches import Packing
 from jaxmoe.rl.shared_prompts import PromptSharing
 from pallas_kernels.sink_attention.api import shares_keys
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
@@ -28,9 +29,14 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     `attend` is the attention of one device, `Ops.attend`. Raises ConfigError if
     `optim.share_prompts=on` cannot be had.
     """
-    choice = cfg.optim.share_prompts
+    choice, samples = cfg.optim.share_prompts, cfg.rollout.samples_per_prompt
     if choice == "off":
         return None
+    require(
+        choice == "auto" or samples > 1,
+        "optim.share_prompts=on needs several samples of a prompt, got rollout.samples_per_prompt=1"
+        ". Try --set rollout.samples_per_prompt=8, or --set optim.share_prompts=auto.",
+    )
     problem = find_sharing_problem(cfg, attend)
     require(
         choice == "auto" or problem is None,
@@ -46,7 +52,7 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     computed = sharing.rows * sharing.length
     if not cfg.optim.tokens_per_microbatch and computed > MAX_FRAC * today:
         return None
-    if cfg.rollout.samples_per_prompt == 1:
+    if samples == 1:
         return None
     return replace(sharing, max_frac=MAX_FRAC)
 
@@ -56,6 +62,28 @@ def row_sharing(cfg: Config) -> PromptSharing:
     unit = KEYS if cfg.model.numerics == "invariant" else 1
     rows, length = shared_row_size(cfg, unit)
     return PromptSharing(length, rows, unit)
+
+
+def check_shared_unit(packing: Packing | None, attend: Callable[..., Any]) -> None:
+    """Raise ConfigError if batch-invariant attention gets prompts that are not shared in its
+    blocks: their log-probs would have other bits than those of separate rows."""
+    shared = None if packing is None else packing.shared
+    if shared is None or not is_invariant(attend):
+        return
+    require(
+        shared.unit % KEYS == 0,
+        f"batch-invariant attention needs prompts that are shared in blocks of {KEYS} tokens, got "
+        f"PromptSharing(unit={shared.unit}). Try PromptSharing(unit={KEYS}).",
+    )
+
+
+def is_invariant(attend: Callable[..., Any]) -> bool:
+    """Return True for a batch-invariant sink_attention, also inside an op of a mesh."""
+    try:
+        impl = attention_impl(innermost_op(attend))
+    except ValueError:  # a function of the user
+        return False
+    return (impl if isinstance(impl, str) else impl[0]).endswith("_invariant")
 
 
 def find_sharing_problem(cfg: Config, attend: Callable[..., Any]) -> str | None:

@@ -10,6 +10,7 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.model.ops import make_ops
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.sharing_from_config import MAX_FRAC, sharing_from_config
+from jaxmoe.run.parts import make_parts
 from pallas_kernels import sink_attention
 
 TINY = load_config("tiny.py")  # 16 groups of 16 samples, prompts of 52 tokens, answers of 6
@@ -87,3 +88,11 @@ def test_runs_that_cannot_share_are_off_or_refused(attend, changes, problem):
 
 def test_an_own_attention_that_knows_shared_keys_shares():
     assert sharing_from_config(TINY, knowing_attention) is not None
+
+
+def test_a_run_refuses_it_before_it_begins(tmp_path):
+    alone = "rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"
+    cfg = override(TINY, *alone, "optim.share_prompts=on", f"workdir={tmp_path}")
+    with pytest.raises(ConfigError, match="share_prompts=on needs several samples of a prompt"):
+        make_parts(cfg)
+    assert not list(tmp_path.iterdir())
