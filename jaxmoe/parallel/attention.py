@@ -14,7 +14,7 @@ from jaxmoe.parallel.ulysses import ulysses_attention
 from pallas_kernels import sink_attention
 from pallas_kernels.dispatch import Impl, target_device
 
-# for layers without a window
+# for layers without a window, and for all layers of rows with shared keys
 METHODS = {"ring": ring_attention, "zigzag": ring_attention, "ulysses": ulysses_attention}
 
 
@@ -23,16 +23,13 @@ def attend_over_shards(
 ) -> Callable[..., Any]:
     """Return the function that attends to all tokens of a row, for use inside a shard_map.
 
-    `method` names one of METHODS; layers with a window use the halo. `arguments` are the names of
-    the layout's arrays. Raises NotImplementedError for keys that several segments share, and
-    ValueError if `attend` is not sink_attention.
+    `method` names one of METHODS; layers with a window use the halo, unless segments share keys.
+    `arguments` are the names of the layout's arrays. Raises ValueError if `attend` is not
+    sink_attention.
     """
-    if "k_last_segment_ids_BS" in arguments:
-        raise NotImplementedError(
-            "shared prompts need whole rows on a device, got rows whose tokens are sharded. Use "
-            "mesh.sequence=1, or optim.share_prompts=off."
-        )
-    attention = halo_attention if window is not None else METHODS[method]
+    # A halo is the tokens just before a device's own, and shared keys may be further back.
+    uses_halo = window is not None and "k_last_segment_ids_BS" not in arguments
+    attention = halo_attention if uses_halo else METHODS[method]
     # XLA for CPU does not order collectives in a loop, and its devices could then wait for each
     # other forever.
     unroll = {"unroll": target_device().platform == "cpu"} if attention is ring_attention else {}

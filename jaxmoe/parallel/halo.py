@@ -33,7 +33,9 @@ def halo_attention(
 
     Inside `jax.shard_map`. Devices must have consecutive tokens in the order of the axis, and
     positions must rise within a segment: then no key in a window is more than window − 1 tokens
-    back. The gradients of received keys are sent back and summed in float32.
+    back. That is not so if segments share keys: an answer's window reaches the end of its prompt,
+    however many answers are between them. Use a ring or Ulysses there. The gradients of received
+    keys are sent back and summed in float32.
     Raises: ValueError without a window.
     """
     if not window_size(window):

@@ -35,6 +35,7 @@ from jaxmoe.parallel.sharding import (
     TRAINING,
     MeshRules,
     Names,
+    check_batch_shape,
     count_shards,
     map_shards,
     mesh_spec,
@@ -115,6 +116,7 @@ class MeshOps:
         self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
     ) -> Array:
         """Look up the tokens of several devices in a shard of the width."""
+        check_batch_shape(tokens_BT.shape, self.mesh, self.rules)
         cuts = self.cut_axes(self.specs["embed"])
         run_shard = partial(vocabulary.embed_sharded, dtype=dtype, axes=cuts[1], lookup=inner)
         ins = mesh_spec(*self.tokens), mesh_spec(*cuts)

@@ -35,6 +35,7 @@ def ring_attention(
     k_positions_BS: Int[Array, "b s"],
     q_segment_ids_BT: Int[Array, "b t"],
     k_segment_ids_BS: Int[Array, "b s"],
+    k_last_segment_ids_BS: Int[Array, "b s"] | None = None,
     window: int | None = None,
     scale: float | None = None,
     axis: str = "sequence",
@@ -45,16 +46,18 @@ def ring_attention(
 
         lse = log(Σ_parts e^{lse_part} + e^{sink});  o = Σ_parts e^{lse_part − lse}·o_part
 
-    Inside `jax.shard_map`. Tokens may be in any order; `zigzag` is the one that gives every device
-    the same work. `unroll` compiles every iteration separately, which takes more memory; CPU
-    devices need it, since XLA does not order their collectives in loops
-    (jaxmoe/distributed/host.py). Results have the checkpoint names of sink_attention, so that
-    `checkpoint_keeping_attention` saves them.
+    Inside `jax.shard_map`. Tokens may be in any order, so the segments that share keys may be on
+    any devices; `zigzag` is the order that gives every device the same work. `unroll` compiles
+    every iteration separately, which takes more memory; CPU devices need it, since XLA does not
+    order their collectives in loops (jaxmoe/distributed/host.py). Results have the checkpoint names
+    of sink_attention, so that `checkpoint_keeping_attention` saves them.
     Numerics: parts are merged in float32, and so are the parts of dq, dk and dv; each part of o is
     rounded to q's dtype first.
     Source: Ring Attention, arXiv:2310.01889; two chunks per device as in arXiv:2311.09431.
     """
-    layout = Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
+    layout = Layout(
+        q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS, k_last_segment_ids_BS
+    )
     return _ring_attention(
         q_btnH, k_bskH, v_bskH, sink_n, layout, _Options(window, scale, axis, impl, unroll)
     )
@@ -71,11 +74,7 @@ class _Options(NamedTuple):
 
     def kernel_kwargs(self, layout: Layout) -> dict[str, Any]:
         """Return the keyword arguments of sink_attention and of its backward."""
-        q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
-        return dict(
-            q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-            k_segment_ids_BS=k_seg, window=self.window, scale=self.scale, impl=self.impl,
-        )  # fmt: skip
+        return layout._asdict() | dict(window=self.window, scale=self.scale, impl=self.impl)
 
 
 class _VisitingKeys(NamedTuple):
@@ -85,12 +84,22 @@ class _VisitingKeys(NamedTuple):
     v_bskH: Array
     positions_bs: Array
     segments_bs: Array
+    last_segments_bs: Array | None  # None: no segments share keys
 
     def layout(self, query_layout: Layout) -> Layout:
         """Return the layout of this device's queries and these keys."""
         return query_layout._replace(
-            k_positions_BS=self.positions_bs, k_segment_ids_BS=self.segments_bs
+            k_positions_BS=self.positions_bs,
+            k_segment_ids_BS=self.segments_bs,
+            k_last_segment_ids_BS=self.last_segments_bs,
         )
+
+
+def _own_keys(k: Array, v: Array, layout: Layout) -> _VisitingKeys:
+    """Return this device's keys, with which the rotation begins."""
+    return _VisitingKeys(
+        k, v, layout.k_positions_BS, layout.k_segment_ids_BS, layout.k_last_segment_ids_BS
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -118,7 +127,7 @@ def _ring_forward(q, k, v, sink, layout, options):
         )
         return (o, lse, incoming), None
 
-    visitor = _VisitingKeys(k, v, layout.k_positions_BS, layout.k_segment_ids_BS)
+    visitor = _own_keys(k, v, layout)
     # A log-sum-exp of −inf is the neutral element of `merge_parts`.
     empty = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     # The last iteration sends once more than needed: without it, it would be compiled separately.
@@ -156,7 +165,7 @@ def _ring_bwd(options, saved, cotangents):
         )
         return (dq, jax.tree.map(jnp.add, sums, parts), incoming), None
 
-    visitor = _VisitingKeys(k, v, layout.k_positions_BS, layout.k_segment_ids_BS)
+    visitor = _own_keys(k, v, layout)
     dq, *sums = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     start = dq, tuple(sums), visitor
     n_iterations = lax.axis_size(options.axis)

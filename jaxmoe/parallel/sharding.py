@@ -154,6 +154,22 @@ def mesh_spec(*names: Names) -> P:
     return P(*(cut or None for cut in names))
 
 
+def check_batch_shape(shape: tuple[int, ...], mesh: Mesh, placement: MeshRules) -> None:
+    """Raise ValueError unless devices have equal parts of the rows and tokens of [B, T]."""
+    parts = (
+        ("rows", placement.rows, "rows of a batch"),
+        ("length", placement.time, "tokens of a row"),
+    )
+    for (field, names, text), size in zip(parts, shape, strict=True):
+        if size % (shards := count_shards(mesh, names)):
+            padded = -(-size // shards) * shards
+            axes = " * ".join(name for name in names if mesh.shape[name] > 1)
+            raise ValueError(
+                f"the {text} ({size}) must be a multiple of the {shards} devices of {axes}. Try "
+                f"{padded}, which for shared prompts is PromptSharing({field}={padded})."
+            )
+
+
 def map_shards(fn: Callable[..., Any], mesh: Mesh, ins: Any, outs: Any) -> Callable[..., Any]:
     """Return fn in a shard_map over the axes of size above 1. XLA for CPU would not remove sums
     over axes of size 1."""

@@ -26,6 +26,7 @@ def ulysses_attention(
     k_positions_BS: Int[Array, "b t"],
     q_segment_ids_BT: Int[Array, "b t"],
     k_segment_ids_BS: Int[Array, "b t"],
+    k_last_segment_ids_BS: Int[Array, "b t"] | None = None,
     window: int | None = None,
     scale: float | None = None,
     axis: str = "sequence",
@@ -51,6 +52,7 @@ def ulysses_attention(
     k, v = (to_heads(_repeat_heads(x, heads, local_heads)) for x in (k_btkH, v_btkH))
     # Sinks are replicated along this axis; each device needs those of its heads.
     sink = lax.dynamic_slice_in_dim(sink_n, lax.axis_index(axis) * local_heads, local_heads)
+    last = k_last_segment_ids_BS
     o, lse = sink_attention(
         to_heads(q_btnH), k, v, sink,
         # Positions and segments have no heads to exchange, and every device needs those of all
@@ -58,6 +60,7 @@ def ulysses_attention(
         q_positions_BT=gather_tokens(q_positions_BT), k_positions_BS=gather_tokens(k_positions_BS),
         q_segment_ids_BT=gather_tokens(q_segment_ids_BT),
         k_segment_ids_BS=gather_tokens(k_segment_ids_BS),
+        k_last_segment_ids_BS=None if last is None else gather_tokens(last),
         window=window, scale=scale, impl=impl,
     )  # fmt: skip
     return to_tokens(o), to_tokens(lse)

@@ -19,6 +19,7 @@ import jax
 
 from jaxmoe.cli import ExitStatus, build_parser, config_from_args
 from jaxmoe.config import Config, ConfigError, describe_engine, require
+from jaxmoe.model import make_ops
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
@@ -27,6 +28,7 @@ from jaxmoe.plan.kernels import choose_mesh_kernels
 from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler, compile_sampler
 from jaxmoe.plan.schedules import libtpu_dump_folder, time_kernels
+from jaxmoe.rl.computed_tokens import describe_sharing, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.run.memory import format_bytes, plan_memory
 from pallas_kernels.ahead_of_time import parse_topology
@@ -99,6 +101,9 @@ def compile_plan(
     kernels = choose_mesh_kernels(cfg, mesh)
     print_text(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")
     print_text(f"kernels      {kernels.line}")
+    attend = make_ops(cfg, kernels.impls).attend
+    if shared_line := describe_sharing(cfg, attend):
+        print_text(shared_line.strip())
     state = mem.weights + mem.optimizer + mem.reference
     # Arithmetic answers in seconds what the compiler would take minutes to say.
     if (state_fit := report.Fit(state, mem.engine_copy, capacity)).missing > 0:
@@ -122,10 +127,13 @@ def compile_plan(
         return 1
     host_of = [device.process_index for device in mesh.devices.flat]
     a = algorithm_from_config(cfg)
-    work = step_work(cfg, a)
+    sharing = shared_at_full_lengths(cfg, attend)
+    work = step_work(cfg, a, sharing)
     kernel_time = None
     if schedules and step.tpu_kernels:
-        kernel_time = time_kernels(cfg, mesh, step.tpu_kernels, schedules, chip, CHIPS[chip])
+        kernel_time = time_kernels(
+            cfg, mesh, step.tpu_kernels, schedules, chip, CHIPS[chip], sharing
+        )
     bounds = step_bounds(work, step.collectives, CHIPS[chip], host_of, kernel_time)
     print_text("\n".join([*report.traffic_lines(step, host_of, gpu), ""]))
     scores = report.describe_scoring(cfg, a)

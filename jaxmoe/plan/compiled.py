@@ -25,11 +25,12 @@ from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
+from jaxmoe.rl.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.sharing_from_config import count_shared_microbatches, sharing_from_config
+from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.run.memory import plan_memory
+from jaxmoe.run.memory import microbatch_rows, plan_memory
 from jaxmoe.run.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
 from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
@@ -75,9 +76,8 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), run_mesh, cfg.model, method=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
-    sharing = sharing_from_config(cfg, make_ops(cfg, impls).attend)
-    shared_microbatches, _ = count_shared_microbatches(cfg, sharing)
-    shapes = batch_shapes(cfg, a, sharing if shared_microbatches else None)
+    sharing = shared_at_full_lengths(cfg, make_ops(cfg, impls).attend)
+    shapes = batch_shapes(cfg, a, sharing)
     arguments = (state, *sharded_batch_shapes(*shapes, mesh), step_base_shapes(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     start = time.perf_counter()
@@ -98,8 +98,8 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
         compiled.as_text(),
     )
     # with packing the number of microbatches is an input of the step
-    unknown = count_microbatches(cfg) if cfg.optim.tokens_per_microbatch > 0 else 0
-    unknown = shared_microbatches or unknown
+    is_packed = cfg.optim.tokens_per_microbatch > 0 or sharing is not None
+    unknown = count_full_lengths(cfg, sharing).updates.microbatches if is_packed else 0
     assert sizes is not None and text is not None, "libtpu and XLA's GPU compiler report both"
     return CompiledStep(
         sizes.argument_size_in_bytes,
@@ -140,11 +140,11 @@ def policy_shapes(cfg: Config) -> Params:
     return with_adapters(base, adapter_shapes(cfg.model, cfg.lora), cfg.lora.scales)
 
 
-def count_microbatches(cfg: Config) -> int:
-    """Microbatches of one update whose sequences have full length."""
-    rows = cfg.optim.tokens_per_microbatch // cfg.context
-    sequences = cfg.rollout.sequences_per_step // cfg.loss.minibatches
-    return -(-sequences // rows) if rows else max(1, cfg.optim.microbatches // cfg.loss.minibatches)
+def microbatch_tokens(cfg: Config, sharing: PromptSharing | None = None) -> int:
+    """Tokens of a microbatch on one device; with `sharing` of one with shared prompts."""
+    if sharing is None:
+        return microbatch_rows(cfg) * cfg.context // cfg.mesh.sequence
+    return sharing.rows // cfg.mesh.row_shards * sharing.length // cfg.mesh.sequence
 
 
 def parse_too_large(message: str, state: int, seconds: float) -> TooLarge | None:

@@ -17,11 +17,18 @@ from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent_bytes
-from jaxmoe.plan.compiled import count_microbatches
+from jaxmoe.plan.compiled import microbatch_tokens
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.computed_tokens import ComputedTokens, count_full_lengths
+from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rollout.native_memory import rows_cache_bytes
-from jaxmoe.run.memory import layer_bytes, layer_flops, microbatch_rows, plan_memory
+from jaxmoe.run.memory import (
+    LayerFlops,
+    layer_bytes,
+    layer_flops,
+    plan_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -51,47 +58,63 @@ class Bounds:
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
-def step_work(cfg: Config, a: Algorithm) -> StepWork:
-    """Work of a step by the config alone.
+def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -> StepWork:
+    """Work of a step by the config alone; `sharing` is that of `shared_at_full_lengths`.
 
-    flops = sequences·(scored·f + epochs·(f + g·linear + 2.5·attention + (1 + g)·head + recomputed))
-    / devices, with f = linear + attention + head a forward and head = 2·T·D·V, which the backward
-    pass recomputes. g is 2, and 1 with LoRA, whose frozen matrices have no gradient of their own;
-    the products of adapters are not counted.
+    flops = (scored·f + epochs·(f + g·linear + 2.5·attention + (1 + g)·head + recomputed)) / devices
+    over all sequences, with f = linear + attention + head a forward and head = 2·D·V a token, which
+    the backward pass recomputes. g is 2, and 1 with LoRA, whose frozen matrices have no gradient of
+    their own; the products of adapters are not counted. Of shared rows padding counts, which the
+    linear layers compute as other tokens.
     traffic is a lower bound: a layer's weights once per pass and microbatch, once more where they
     are gathered, the gradients' sum in float32, seven arrays of the optimizer, and each layer's
     arrays written and read once per pass.
     """
-    m, mesh, B = cfg.model, cfg.mesh, cfg.rollout.sequences_per_step
-    flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
+    m, mesh, full = cfg.model, cfg.mesh, count_full_lengths(cfg, sharing)
+    flops, head = pass_flops(cfg, full.batch)
     has_critic = a.critic == "own"
     layers = flops.linear + flops.attention
-    forward = layers + head
-    scored = forward * (scores_policy(cfg, a) + a.needs_reference) + layers * has_critic
+    scored = (layers + head) * (scores_policy(cfg, a) + a.needs_reference) + layers * has_critic
+    flops, head = pass_flops(cfg, full.updates)
+    layers = flops.linear + flops.attention
     products = 1 if cfg.lora.ranks else 2  # of a matrix in the backward pass
-    trained = forward + products * flops.linear + 2.5 * flops.attention + (1 + products) * head
+    trained = (
+        layers + head + products * flops.linear + 2.5 * flops.attention + (1 + products) * head
+    )
     trained += flops.recomputed_flops(cfg)
     if has_critic:
         trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed_flops(cfg)
     useful = (1 + products) * (flops.linear + head) + 3 * flops.attention
     useful = a.epochs * (useful + 3 * layers * has_critic)
-    share = B / mesh.devices
     passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + a.needs_reference) / a.epochs
-    n_microbatches = count_microbatches(cfg) * a.updates
+    n_microbatches = full.updates.microbatches * a.updates
     head_bytes = m.d_model * m.padded_vocab * jnp.dtype(m.dtype).itemsize
     weights = layer_bytes(cfg) * m.n_layers + head_bytes
-    mem, rows = plan_memory(cfg), microbatch_rows(cfg)
-    arrays = layer_traffic(cfg, rows * cfg.context // mesh.sequence)
+    mem = plan_memory(cfg)
+    arrays = layer_traffic(cfg, microbatch_tokens(cfg, sharing))
     n_params = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     # The sum of the gradients is read and written in float32, 8 bytes a parameter.
     traffic = n_microbatches * (
         passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * n_params
     )
     return StepWork(
-        flops=share * (scored + a.epochs * trained), useful=share * useful,
+        flops=(scored + a.epochs * trained) / mesh.devices, useful=useful / mesh.devices,
         # AdamW reads and writes the weights and both moments, and reads the gradient.
         traffic=traffic + 7 * mem.weights * a.updates,
     )  # fmt: skip
+
+
+def pass_flops(cfg: Config, computed: ComputedTokens) -> tuple[LayerFlops, int]:
+    """FLOPs of a forward of all sequences: those of the layers, and those of the head."""
+    m, B = cfg.model, cfg.rollout.sequences_per_step
+    flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
+    if not computed.prompts:
+        return LayerFlops(B * flops.linear, B * flops.attention), B * head
+    # Of attention only visible pairs count, so a shared prompt has those of its own queries once.
+    prompt = layer_flops(cfg, computed.shared).attention
+    attention = computed.prompts * prompt + B * (flops.attention - prompt)
+    linear = flops.linear // cfg.context * computed.tokens
+    return LayerFlops(linear, attention), head // cfg.context * computed.tokens
 
 
 def layer_traffic(cfg: Config, tokens: int) -> int:

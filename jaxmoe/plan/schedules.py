@@ -22,6 +22,8 @@ from jax.sharding import Mesh
 from jaxmoe.config import Config
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import TpuKernel
+from jaxmoe.plan.compiled import microbatch_tokens
+from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.run.memory import microbatch_rows
 from pallas_kernels.bench import loop_counts
 from pallas_kernels.bench.schedule_tpu import FLAGS, LoopCounts, read_tpu_schedules
@@ -57,17 +59,24 @@ def libtpu_dump_folder() -> Iterator[Path]:
 
 
 def time_kernels(
-    cfg: Config, mesh: Mesh, calls: Mapping[TpuKernel, int], folder: Path, name: str, chip: Chip
+    cfg: Config,
+    mesh: Mesh,
+    calls: Mapping[TpuKernel, int],
+    folder: Path,
+    name: str,
+    chip: Chip,
+    sharing: PromptSharing | None = None,
 ) -> KernelTime:
     """Time of these calls of the step's program, on the chip `name`.
 
+    sharing: how the step's microbatches share prompts.
     Raises: ValueError when a schedule of libtpu cannot be read.
     """
     schedules = {schedule.kernel: schedule for schedule in read_tpu_schedules(folder)}
     seconds, flops, n_known = 0.0, 0.0, 0
     for call, times in calls.items():
         with jax.set_mesh(mesh):  # sets the target chip, on which tiles depend
-            counted = _count_call(cfg, call)
+            counted = _count_call(cfg, call, sharing)
         if counted is None or call.name not in schedules:
             continue
         if (ms := schedules[call.name].ms(counted[0], name)) is None:
@@ -80,7 +89,9 @@ def time_kernels(
     return KernelTime(seconds, flops, n_known, sum(calls.values()) - n_known)
 
 
-def _count_call(cfg: Config, call: TpuKernel) -> tuple[LoopCounts, float] | None:
+def _count_call(
+    cfg: Config, call: TpuKernel, sharing: PromptSharing | None = None
+) -> tuple[LoopCounts, float] | None:
     """Loop counts of this kernel, and its floating-point operations; None if unknown."""
     m, mesh = cfg.model, cfg.mesh
     arrays = [sizes for dtype, sizes in call.operands if dtype == "bf16"]
@@ -104,7 +115,7 @@ def _count_call(cfg: Config, call: TpuKernel) -> tuple[LoopCounts, float] | None
     matrix = [sizes for sizes in arrays if len(sizes) == 3]
     rows = [sizes for sizes in arrays if len(sizes) == 2]
     if "grouped_" in call.name and rows:
-        M, (n_local, routed_rows) = rows[0][0], _balanced_rows(cfg)
+        M, (n_local, routed_rows) = rows[0][0], _balanced_rows(cfg, sharing)
         if "drhs" in call.name and len(rows) > 1:
             D, F = rows[0][1], rows[1][1]
         elif matrix and matrix[0][0] == n_local:
@@ -152,8 +163,8 @@ def _visible_pairs(T: int, window: int, low: int, high: int) -> int:
     return int(np.maximum(np.minimum(query + 1, high) - first, 0).sum())
 
 
-def _balanced_rows(cfg: Config) -> tuple[int, int]:
+def _balanced_rows(cfg: Config, sharing: PromptSharing | None) -> tuple[int, int]:
     """A device's experts, and the rows routed to them when routing is balanced."""
     m, mesh = cfg.model, cfg.mesh
-    tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
+    tokens = microbatch_tokens(cfg, sharing)
     return m.n_experts // (mesh.expert * mesh.tensor), tokens * m.experts_per_token // mesh.tensor

@@ -93,6 +93,9 @@ def run_trunk(
     """Return final hidden states and, for each router, its choice, margin and regret; see Scores.
 
     Negative experts in `replay_LBTA` are replaced by this router's choice.
+    Every sample has its own prompt, whatever `optim.share_prompts` says: replayed experts, faults
+    and noise are those of a row and a column, the results for prompts are compared as well, and two
+    samples of a prompt would save less than half. Shared prompts change a log-prob by rounding.
     Numerics: as jaxmoe.model.forward. bfloat16 rounding, where a knob asks for it, is to nearest
     even, on operands and on the float32 result of the product.
     """

@@ -56,6 +56,7 @@ class SharedTokens:
     branch_segment_B: Leaf  # int32: the segment of the sequence's other tokens
     unshared: Leaf  # int32 []: tokens that the same pass computes if none are shared
     refused: Leaf  # int32 []: prompts that are stored again since an engine gave other experts
+    unit: int = struct.field(pytree_node=False, default=1)  # shared tokens are a multiple of it
 
 
 @struct.dataclass

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxmoe.config import require
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import Packing, SharedTokens
 
@@ -28,6 +29,11 @@ class PromptSharing:
     rows: int = 1  # of a microbatch; a multiple of the devices that rows are sharded over
     unit: int = 1  # shared tokens are a multiple of it; for batch-invariant numerics their block
     max_frac: float = math.inf  # share a batch that then computes at most this part of the tokens
+
+    def __post_init__(self) -> None:
+        for name in ("length", "rows", "unit"):
+            value = getattr(self, name)
+            require(value >= 1, f"PromptSharing({name}=…) must be at least 1, got {value}.")
 
     @property
     def is_unconditional(self) -> bool:
@@ -61,7 +67,7 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     refused = len(set(by_experts)) - len(set(by_tokens))
     packing = pack_groups(lengths_B, shared_B, group_B, length=sharing.length, rows=sharing.rows)
     counts = {"unshared": np.int32(unshared), "refused": np.int32(refused)}
-    shared_tokens = replace(packing.shared, **counts)
+    shared_tokens = replace(packing.shared, unit=sharing.unit, **counts)
     return replace(batch, packing=replace(packing, shared=shared_tokens))
 
 

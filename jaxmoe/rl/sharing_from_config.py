@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a run may share prompts, and the size of the rows that it then computes.
 
-Next: jaxmoe/rl/shared_prompts.py.
+Next: jaxmoe/rl/shared_prompts.py; jaxmoe/rl/computed_tokens.py, which counts what is saved.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from jaxmoe.config import Config, require
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.model.router import takes_parameter
+from jaxmoe.model.router import innermost_op, takes_parameter
 from jaxmoe.parallel.attention import attention_impl
-from jaxmoe.rl.shared_prompts import PromptSharing, pack_groups
+from jaxmoe.rl.microbatches import Packing
+from jaxmoe.rl.shared_prompts import PromptSharing
 from pallas_kernels.sink_attention.api import shares_keys
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
@@ -29,9 +29,14 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     `attend` is the attention of one device, `Ops.attend`. Raises ConfigError if
     `optim.share_prompts=on` cannot be had.
     """
-    choice = cfg.optim.share_prompts
+    choice, samples = cfg.optim.share_prompts, cfg.rollout.samples_per_prompt
     if choice == "off":
         return None
+    require(
+        choice == "auto" or samples > 1,
+        "optim.share_prompts=on needs several samples of a prompt, got rollout.samples_per_prompt=1"
+        ". Try --set rollout.samples_per_prompt=8, or --set optim.share_prompts=auto.",
+    )
     problem = find_sharing_problem(cfg, attend)
     require(
         choice == "auto" or problem is None,
@@ -39,26 +44,50 @@ def sharing_from_config(cfg: Config, attend: Callable[..., Any]) -> PromptSharin
     )
     if problem is not None:
         return None
-    unit = KEYS if cfg.model.numerics == "invariant" else 1
-    rows, length = shared_row_size(cfg, unit)
+    sharing = row_sharing(cfg)
     if choice == "on":
-        return PromptSharing(length, rows, unit)
+        return sharing
     # Whatever the lengths, a step computes one microbatch or more.
     today = cfg.rollout.sequences_per_step * cfg.context
-    if not cfg.optim.tokens_per_microbatch and rows * length > MAX_FRAC * today:
+    computed = sharing.rows * sharing.length
+    if not cfg.optim.tokens_per_microbatch and computed > MAX_FRAC * today:
         return None
-    if cfg.rollout.samples_per_prompt == 1:
+    if samples == 1:
         return None
-    return PromptSharing(length, rows, unit, MAX_FRAC)
+    return replace(sharing, max_frac=MAX_FRAC)
+
+
+def row_sharing(cfg: Config) -> PromptSharing:
+    """Return the rows and the unit of a config that shares every batch."""
+    unit = KEYS if cfg.model.numerics == "invariant" else 1
+    rows, length = shared_row_size(cfg, unit)
+    return PromptSharing(length, rows, unit)
+
+
+def check_shared_unit(packing: Packing | None, attend: Callable[..., Any]) -> None:
+    """Raise ConfigError if batch-invariant attention gets prompts that are not shared in its
+    blocks: their log-probs would have other bits than those of separate rows."""
+    shared = None if packing is None else packing.shared
+    if shared is None or not is_invariant(attend):
+        return
+    require(
+        shared.unit % KEYS == 0,
+        f"batch-invariant attention needs prompts that are shared in blocks of {KEYS} tokens, got "
+        f"PromptSharing(unit={shared.unit}). Try PromptSharing(unit={KEYS}).",
+    )
+
+
+def is_invariant(attend: Callable[..., Any]) -> bool:
+    """Return True for a batch-invariant sink_attention, also inside an op of a mesh."""
+    try:
+        impl = attention_impl(innermost_op(attend))
+    except ValueError:  # a function of the user
+        return False
+    return (impl if isinstance(impl, str) else impl[0]).endswith("_invariant")
 
 
 def find_sharing_problem(cfg: Config, attend: Callable[..., Any]) -> str | None:
     """Return why this run cannot share prompts, with what to type; None if it can."""
-    if cfg.mesh.sequence > 1:
-        return (
-            f"needs whole rows on a device, got mesh.sequence={cfg.mesh.sequence}. Try "
-            "--set mesh.sequence=1"
-        )
     try:
         impl = attention_impl(attend)
     except ValueError:  # a function of the user
@@ -79,9 +108,11 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
 
     They depend on the config alone, so that all shared batches run one program. With
     `optim.tokens_per_microbatch` a row is what a microbatch holds on a device. Otherwise it holds a
-    group of full length, and a microbatch the groups of today's.
+    group of full length, and a microbatch the groups of today's. With mesh.sequence each device has
+    as many tokens of a row.
     """
-    optim, shards, context = cfg.optim, cfg.mesh.row_shards, cfg.context
+    optim, mesh, context = cfg.optim, cfg.mesh, cfg.context
+    shards = mesh.row_shards
     if optim.tokens_per_microbatch:
         return shards, optim.tokens_per_microbatch // context // shards * context
     parts = max(optim.microbatches, cfg.loss.minibatches)
@@ -90,38 +121,9 @@ def shared_row_size(cfg: Config, unit: int) -> tuple[int, int]:
     shared = max(0, cfg.data.max_prompt_tokens - 1) // unit * unit
     branch = context - shared
     group = shared + cfg.rollout.samples_per_prompt * branch
+    rows, length = groups * shards, group
     if remainder:  # a microbatch cuts a group
-        return shards, groups * group + shared + remainder * branch
-    return groups * shards, group
-
-
-def count_shared_microbatches(cfg: Config, sharing: PromptSharing | None) -> tuple[int, float]:
-    """Return the microbatches of an update whose sequences have full length, and the part of its
-    tokens that they compute; (0, 1.0) if such a batch is not shared."""
-    if sharing is None:
-        return 0, 1.0
-    rollout, context = cfg.rollout, cfg.context
-    rows = rollout.sequences_per_step // cfg.loss.minibatches
-    shared = max(0, cfg.data.max_prompt_tokens - 1) // sharing.unit * sharing.unit
-    packing = pack_groups(
-        np.full(rows, context),
-        np.full(rows, shared),
-        np.arange(rows) // rollout.samples_per_prompt,
-        length=sharing.length,
-        rows=sharing.rows,
-    )
-    packed_rows = cfg.optim.tokens_per_microbatch // context
-    today = (-(-rows // packed_rows) * packed_rows if packed_rows else rows) * context
-    frac = int(packing.count) * sharing.rows * sharing.length / today
-    return (int(packing.count), frac) if frac <= sharing.max_frac else (0, 1.0)
-
-
-def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
-    """Return the line of a dry run; "" if a batch of full lengths is not shared."""
-    count, frac = count_shared_microbatches(cfg, sharing_from_config(cfg, attend))
-    if not count:
-        return ""
-    return (
-        f"  prompts      computed once for their samples: {frac:.2f} of the tokens, at full "
-        "lengths, where attention runs in XLA or by mosaic_gpu or mosaic_tpu"
-    )
+        rows, length = shards, groups * group + shared + remainder * branch
+    # A zigzag gives each device two chunks of a row.
+    multiple = mesh.sequence * (2 if mesh.sequence > 1 and mesh.attention == "zigzag" else 1)
+    return rows, -(-length // multiple) * multiple

@@ -23,6 +23,7 @@ from jaxmoe.rl.engine_experts import check_engine_experts
 from jaxmoe.rl.loss import compute_loss_weights, estimate_advantages, sum_terms
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.sharing_from_config import check_shared_unit
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.step import share_scalars
 from jaxmoe.rl.terms import OLD_ROUTING, TERM_ARRAYS, Term, reference_kl
@@ -213,6 +214,7 @@ def check_inputs(
         r > 0 and rows % r == 0,
         f"a batch must consist of groups of samples_per_prompt ({r}) rows, got {rows} rows.",
     )
+    check_shared_unit(batch.packing, scorer.ops.attend)
     updates = 1 if minibatches is None else len(minibatches.rows_UB)
     require(
         updates == a.updates,

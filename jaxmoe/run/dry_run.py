@@ -19,9 +19,9 @@ from jaxmoe.model.params import count_params
 from jaxmoe.model.routers_from_config import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.rl.computed_tokens import describe_sharing
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
-from jaxmoe.rl.sharing_from_config import describe_sharing
 from jaxmoe.run.kernels import describe_kernels
 from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
 

@@ -93,12 +93,14 @@ def plan_memory(cfg: Config) -> Memory:
     layer of a pair concurrently, and holds the gradients of both in float32 until they are
     reduce-scattered. For 20B and 120B on H200s XLA reports 4 to 12 % more for the step.
 
-    Activations are those of the microbatch's tokens on one device. With remat they are the input of
-    each layer pair, with optim.remat_keeps=attention also (o, lse) of each layer, and the working
-    set of one pair; without remat, the working set of every layer. The gradient of a working set is
-    as large. A layer's working set is its norm outputs, q, k, v, the attention's output and lse,
-    and per active expert one row of input, gate, up, hidden and output; with optim.expert_tokens,
-    rows of that many tokens. With frozen weights only one layer of a pair has gradients at a time.
+    Activations are those of the microbatch's tokens on one device, with a prompt for each sample:
+    rows with shared prompts hold no more, and the warm start has none. With remat they are the
+    input of each layer pair, with optim.remat_keeps=attention also (o, lse) of each layer, and the
+    working set of one pair; without remat, the working set of every layer. The gradient of a
+    working set is as large. A layer's working set is its norm outputs, q, k, v, the attention's
+    output and lse, and per active expert one row of input, gate, up, hidden and output; with
+    optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a pair has
+    gradients at a time.
     A critic's own backbone saves as much for the backward pass as the policy, at the same time.
     For a CPU in float32 XLA reports up to 2 % more with remat, up to two fifths more without.
     """

@@ -114,7 +114,15 @@ def batch_shapes(
         if sharing is None:
             return Packing(per_row, per_row, scalar, rows=rows)
         shared = SharedTokens(
-            per_row, per_row, array(jnp.bool_, *lead), per_row, per_row, per_row, scalar, scalar
+            per_row,
+            per_row,
+            array(jnp.bool_, *lead),
+            per_row,
+            per_row,
+            per_row,
+            scalar,
+            scalar,
+            unit=sharing.unit,
         )
         return Packing(
             per_row, per_row, scalar, rows=sharing.rows, length=sharing.length, shared=shared

@@ -28,6 +28,8 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.shared_prompts import PromptSharing
+from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, TrainState, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
@@ -144,6 +146,7 @@ class BedStep:
     """The parts of one contender's step of RL, compiled once for all seeds.
 
     engine: samples the answers.
+    sharing: how a step shares prompts, as `optim.share_prompts` says; None if it does not.
     fn: (state, batch, minibatches, base, rate) -> (state, metrics, token_stats).
     """
 
@@ -151,6 +154,7 @@ class BedStep:
     task: BedTask
     algorithm: Algorithm
     engine: NativeEngine
+    sharing: PromptSharing | None
     fn: Callable[..., Any]
 
 
@@ -168,7 +172,8 @@ def make_bed_step(
         return program.fn(state, batch, minibatches, base)
 
     engine = open_bed_engine(cfg, engine_ops)
-    return BedStep(cfg, task, algorithm, engine, jax.jit(fn, donate_argnums=0))
+    sharing = sharing_from_config(cfg, ops.attend)
+    return BedStep(cfg, task, algorithm, engine, sharing, jax.jit(fn, donate_argnums=0))
 
 
 def take_step(
@@ -184,7 +189,9 @@ def take_step(
     batch, reward = sample_batch(
         bed_step.engine, bed_step.cfg, bed_step.task, prompts, answers, seed=seed * 1000 + step
     )
-    batch, minibatches = split_minibatches(batch, bed_step.algorithm, seed=(seed, step))
+    batch, minibatches = split_minibatches(
+        batch, bed_step.algorithm, seed=(seed, step), sharing=bed_step.sharing
+    )
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         state, metrics, _ = bed_step.fn(state, batch, minibatches, base, jnp.float32(rate))
     fetched = jax.device_get(metrics).items()

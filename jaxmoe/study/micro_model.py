@@ -158,7 +158,10 @@ def answer_logprobs(
     params: Params, inputs_BT: Int[Array, "B T"], tokens_BT: Int[Array, "B T"], cfg: ModelConfig,
     router: Callable[..., Any], routed_BTLA: Int[Array, "B T L A"] | None = None,
 ) -> tuple[Float[Array, "B T"], dict[str, Array]]:  # fmt: skip
-    """Return the log-prob of each answer token, and the router's logits and experts by layer."""
+    """Return the log-prob of each answer token, and the router's logits and experts by layer.
+
+    Answers do not share the prompt, as noise and replayed experts are given for each of them.
+    """
     ops = replace(
         plain_ops(), router=router, experts=apply_all_experts,
         attend=partial(sink_attention, impl="reference"),

@@ -5,12 +5,14 @@ import dataclasses
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
 import jaxmoe.plan.__main__ as command
 import jaxmoe.plan.nearest as search
 from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
+from jaxmoe.model import make_ops
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
@@ -21,14 +23,16 @@ from jaxmoe.plan.compiled import (
     TooLarge,
     base_shapes,
     compile_rl_step,
-    count_microbatches,
     mesh_on,
+    microbatch_tokens,
     parse_too_large,
     step_base_shapes,
 )
-from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
+from jaxmoe.plan.roofline import layer_traffic, sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler
+from jaxmoe.rl.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.sharing_from_config import row_sharing
 from jaxmoe.run.memory import base_bytes, layer_flops, plan_memory
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
@@ -193,7 +197,50 @@ def test_work_is_that_of_the_layers_and_the_head():
     scored = override(cfg, "loss.old_logp=recomputed", "loss.epochs=2")
     twice = step_work(scored, algorithm_from_config(scored))
     assert twice.flops == pytest.approx(2 * done.flops + share * forward)
-    assert count_microbatches(BIG) == cfg.rollout.sequences_per_step // 64
+    packed = count_full_lengths(BIG, None)
+    assert packed.updates.microbatches == cfg.rollout.sequences_per_step // 64
+
+
+def visible_pairs(prompt, answer, samples, window):
+    """Pairs of a query and a key that it sees, in a row of a group."""
+    positions = [np.arange(prompt - 1), *samples * [np.arange(prompt - 1, prompt + answer)]]
+    owner = np.repeat(np.arange(samples + 1), [len(x) for x in positions])
+    at = np.concatenate(positions)
+    distance = at[:, None] - at
+    sees = (owner == 0) | (owner[:, None] == owner)
+    return int((sees & (distance >= 0) & (distance < window)).sum())
+
+
+def test_the_work_of_shared_prompts_is_counted_once():
+    cfg = override(
+        BIG,
+        "optim.remat=False",
+        "optim.tokens_per_microbatch=0",
+        "data.max_prompt_tokens=1024",
+        "rollout.max_new_tokens=512",
+    )
+    a, m = algorithm_from_config(cfg), cfg.model
+    sharing = shared_at_full_lengths(cfg, make_ops(cfg).attend)
+    done, today = step_work(cfg, a, sharing), step_work(cfg, a)
+    group = 1023 + 8 * 513
+    pairs = sum(visible_pairs(1024, 512, 8, window) for window in (1536, m.sliding_window))
+    attention = m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * pairs
+    linear = layer_flops(cfg, group).linear + 2 * group * m.d_model * m.padded_vocab
+    assert done.useful == pytest.approx(3 * 128 * (linear + attention) / 64)  # 128 groups
+    assert 0.41 < done.useful / today.useful < 0.43
+    assert microbatch_tokens(cfg, sharing) == 2 * group  # of a device's 16 sequences
+    assert microbatch_tokens(cfg) == 16 * 1536
+    arrays = [layer_traffic(cfg, n) for n in (16 * 1536, 2 * group)]
+    assert today.traffic - done.traffic == pytest.approx(3 * (arrays[0] - arrays[1]))
+
+
+@pytest.mark.parametrize("name", ["tiny.py", "tiny_tool.py", "tiny_if.py", "gptoss20b.py"])
+@pytest.mark.parametrize(
+    "changes", [(), ("mesh.sequence=2", "mesh.attention=zigzag"), ("mesh.data=2", "mesh.fsdp=1")]
+)
+def test_shared_rows_hold_no_more_than_planned(name, changes):
+    cfg = override(load_config(name), *changes)
+    assert microbatch_tokens(cfg, row_sharing(cfg)) <= microbatch_tokens(cfg)
 
 
 def test_the_slowest_bounds_a_step():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from bigram import B, R, T, algorithm, make_batch, routed_batch
 
+from jaxmoe.config import ConfigError
 from jaxmoe.rl.batch import computed_tokens, padding_frac
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches
 from jaxmoe.rl.shared_prompts import PromptSharing, pack_groups, share_prompts
@@ -120,3 +121,9 @@ def test_shuffled_rows_share_what_they_have_in_common():
     same = np.array([rows[0] // R == rows[1] // R for rows in minibatches.rows_UB])
     assert same.any() and not same.all()
     np.testing.assert_array_equal(stored.sum(axis=1), np.where(same, 1, 2))
+
+
+@pytest.mark.parametrize("fields", [{"length": 0}, {"rows": 0}, {"unit": 0}])
+def test_sizes_below_one_are_refused(fields):
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
+        PromptSharing(**{"length": 4 * T} | fields)

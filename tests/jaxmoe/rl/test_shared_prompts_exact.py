@@ -15,7 +15,7 @@ import shared_exactness
 from bigram import CFG, EPS, MODEL, OPS, T, make_batch, start, step_of
 from shared_exactness import CASES
 
-from jaxmoe.config import MeshConfig
+from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.losses import gae
 from jaxmoe.model import init_params
 from jaxmoe.model.ops import invariant_ops, plain_ops
@@ -29,6 +29,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.terms import value_term
+from jaxmoe.rl.validate import check_inputs
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
 SCORER = Scorer(CFG, OPS)
@@ -125,30 +126,60 @@ def test_whole_blocks_give_the_bits_of_own_rows(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"fsdp": 2}, {"tensor": 3}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2},
+        {"fsdp": 2},
+        {"tensor": 3},
+        {"sequence": 2},
+        {"sequence": 2, "attention": "zigzag"},
+        {"sequence": 2, "attention": "ulysses"},
+    ],
+    ids=lambda sizes: "_".join(f"{name}_{x}" for name, x in sizes.items()),
+)
 def test_rows_of_shared_prompts_may_be_on_several_devices(sizes):
     a = Algorithm(advantages=partial(gae, trace=0.9), critic="shared", terms=(value_term(),))
     cfg = replace(CFG, n_experts=6, vocab_multiple=8)
     params = init_params(jax.random.key(0), cfg)
-    mesh = make_mesh(MeshConfig(**sizes))
+    mesh_cfg = MeshConfig(**sizes)
+    mesh = make_mesh(mesh_cfg)
     batch, state = share(make_batch(), length=2 * T, rows=2), start(a, params=params)
     want, _ = step_of(a, scorer=Scorer(cfg, OPS, critic="shared"))(state, make_batch())
-    scorer = Scorer(cfg, sharded_ops(plain_ops(), mesh, cfg), critic="shared")
+    ops = sharded_ops(plain_ops(), mesh, cfg, method=mesh_cfg.attention)
+    scorer = Scorer(cfg, ops, critic="shared")
     placed = jax.device_put(state, state_shardings(state, cfg, mesh))
     actual, _ = step_of(a, scorer=scorer)(placed, shard_rows(batch, mesh))
     for x, y in zip(jax.tree.leaves(actual.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mesh_that_cuts_rows_refuses_shared_prompts():
-    mesh = make_mesh(MeshConfig(sequence=2))
-    scorer = Scorer(CFG, sharded_ops(plain_ops(), mesh, CFG))
-    batch = share(make_batch(), length=2 * T)
+@pytest.mark.parametrize(
+    "sizes, rows, message",
+    [
+        ({"sequence": 2}, {"length": 2 * T + 1}, r"tokens of a row \(25\).*2 devices of sequence"),
+        ({"data": 2, "fsdp": 2}, {"length": 2 * T, "rows": 2}, r"rows of a batch \(2\).*data"),
+    ],
+)
+def test_a_mesh_that_cuts_shared_rows_is_one_line(sizes, rows, message):
+    scorer = Scorer(CFG, sharded_ops(plain_ops(), make_mesh(MeshConfig(**sizes)), CFG))
+    batch = share(make_batch(), **rows)
 
     def score(batch):
         return map_microbatches(
             lambda part: scorer.score_policy(Trained(MODEL), part)["logp_BT"], batch, 1, ROWS
         )
 
-    with pytest.raises(NotImplementedError, match="whole rows on a device.*mesh.sequence=1"):
+    with pytest.raises(ValueError, match=message) as error:
         jax.eval_shape(score, batch)
+    assert "\n" not in str(error.value) and "PromptSharing(" in str(error.value)
+
+
+def test_invariant_steps_refuse_prompts_not_shared_in_blocks():
+    a, batch = Algorithm(), make_batch()
+    state = start(a, params=MODEL)
+    plain, invariant = (Scorer(CFG, ops) for ops in (OPS, invariant_ops(OPS)))
+    for unit, scorer in ((1, plain), (KEYS, invariant), (2 * KEYS, invariant)):
+        check_inputs(state, share(batch, length=2 * T, unit=unit), None, a, scorer, 1)
+    with pytest.raises(ConfigError, match=r"unit=1\)\. Try PromptSharing\(unit=32\)\."):
+        jax.eval_shape(step_of(a, scorer=invariant), state, share(batch, length=2 * T))

@@ -9,12 +9,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.ops import make_ops
 from jaxmoe.rl.shared_prompts import PromptSharing
-from jaxmoe.rl.sharing_from_config import (
-    MAX_FRAC,
-    count_shared_microbatches,
-    describe_sharing,
-    sharing_from_config,
-)
+from jaxmoe.rl.sharing_from_config import MAX_FRAC, sharing_from_config
 from jaxmoe.run.parts import make_parts
 from pallas_kernels import sink_attention
 
@@ -53,25 +48,16 @@ def sharing_of(*changes):
             ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"),
             None,
         ),
-        (("mesh.sequence=2",), None),
+        # each device has as many tokens of a row, in a zigzag as many of two chunks
+        (("mesh.sequence=2",), PromptSharing(51 + 16 * 7 + 1, 16, 1, MAX_FRAC)),
+        (
+            ("mesh.sequence=4", "mesh.attention=zigzag"),
+            PromptSharing(51 + 16 * 7 + 5, 16, 1, MAX_FRAC),
+        ),
     ],
 )
 def test_a_config_gets_rows_that_hold_its_groups(changes, expected):
     assert sharing_of(*changes) == expected
-
-
-def test_full_lengths_say_how_much_is_saved():
-    count, frac = count_shared_microbatches(TINY, sharing_of())
-    assert (count, frac) == (1, 163 / (16 * 58))
-    assert "0.18 of the tokens" in describe_sharing(TINY, sink_attention)
-    off = override(TINY, "optim.share_prompts=off")
-    assert describe_sharing(off, sink_attention) == ""
-    packed = override(TINY, "optim.tokens_per_microbatch=580")
-    # Ten rows of 58 tokens a microbatch: 256 rows take 26, and 16 groups of 163 tokens six.
-    assert count_shared_microbatches(packed, sharing_of("optim.tokens_per_microbatch=580")) == (
-        6,
-        6 / 26,
-    )
 
 
 def own_attention(q, k, v, sink, *, q_positions_BT, k_positions_BS, window, **layout):
@@ -85,7 +71,6 @@ def knowing_attention(q, k, v, sink, *, window, k_last_segment_ids_BS=None, **la
 @pytest.mark.parametrize(
     "attend, changes, problem",
     [
-        (sink_attention, ("mesh.sequence=2",), "mesh.sequence=1, or --set"),
         (partial(sink_attention, impl=("triton", "xla")), (), "got triton. Try --set kernels=xla"),
         (partial(sink_attention, impl="mosaic_tpu_invariant"), (), "got mosaic_tpu_invariant"),
         (own_attention, (), "own_attention does not"),
@@ -108,12 +93,11 @@ def test_an_own_attention_that_knows_shared_keys_shares():
 def test_the_kernels_of_chips_share(impl):
     attend = partial(sink_attention, impl=impl)
     assert sharing_from_config(TINY, attend) == sharing_of()
-    assert "0.18 of the tokens" in describe_sharing(TINY, attend)
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
-    mesh = "mesh.sequence=2", "mesh.data=4"
-    cfg = override(TINY, *mesh, "optim.share_prompts=on", f"workdir={tmp_path}")
-    with pytest.raises(ConfigError, match="share_prompts=on needs whole rows on a device"):
+    alone = "rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"
+    cfg = override(TINY, *alone, "optim.share_prompts=on", f"workdir={tmp_path}")
+    with pytest.raises(ConfigError, match="share_prompts=on needs several samples of a prompt"):
         make_parts(cfg)
     assert not list(tmp_path.iterdir())

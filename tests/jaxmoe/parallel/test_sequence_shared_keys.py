@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that several segments share, on several devices: values and gradients are those of one."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxmoe.parallel import ring
+from jaxmoe.parallel.attention import METHODS, attend_over_shards
+from jaxmoe.parallel.halo import halo_attention
+from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import cases, sink_attention
+from tests.pallas_kernels.sink_attention.attention_oracle import (
+    compare,
+    cotangents,
+    formula,
+    naive,
+    values_and_gradients,
+)
+
+CASE = cases.AttentionCase("shared", 3, 64, 64, 24, 2, 10, 9, sinks="big")
+# Shared tokens of each group of a row, and the other tokens of its sequences.
+ROWS = (
+    ((17, (9, 4, 12)), (5, (6, 7))),
+    ((3, (2, 1)), (1, (5,)), (21, (8, 3, 10))),
+    ((30, (11, 13, 10)),),  # a full row of one group
+)
+
+
+def shared_layout(rows=ROWS, length=CASE.T):
+    """Positions, segments and last segments of the rows, padded on the right."""
+    found = []
+    for groups in rows:
+        parts, segment = [], 1
+        for shared, others in groups:
+            last = segment + len(others)
+            parts.append((np.arange(shared), segment, last))
+            parts += [
+                (shared + np.arange(n), segment + i, segment + i) for i, n in enumerate(others, 1)
+            ]
+            segment = last + 1
+        columns = [np.stack(np.broadcast_arrays(*part)) for part in parts]
+        row = np.concatenate(columns, axis=1)
+        found.append(np.pad(row, ((0, 0), (0, length - row.shape[1]))))
+    return [jnp.asarray(x, jnp.int32) for x in np.stack(found, axis=1)]
+
+
+def draw_inputs():
+    positions, segments, last = shared_layout()
+    arrays = cases.init_attention_inputs(CASE)[:4]
+    return *arrays, positions, positions, segments, segments, last
+
+
+def run_on_devices(method, shards):
+    """The method as a function of whole rows on so many devices, as oracles call it."""
+    mesh = Mesh(np.array(jax.devices()[:shards]), ("sequence",))
+    run = sequence_parallel(METHODS[method], mesh)
+    to_zigzag, from_zigzag = (
+        (functools.partial(f, shards=shards) if method == "zigzag" else lambda x: x)
+        for f in (zigzag, unzigzag)
+    )
+
+    def attend_fn(window, q, k, v, sink, *layout):
+        q, k, v, *layout = map(to_zigzag, (q, k, v, *layout))
+        named = Layout(*layout)._asdict()
+        return tuple(map(from_zigzag, run(q, k, v, sink, window=window or None, **named)))
+
+    return attend_fn
+
+
+@functools.cache
+def expected_values(window):
+    case, inputs, ct = CASE._replace(window=window), draw_inputs(), cotangents(CASE)
+    return inputs, ct, formula(case, *ct, *inputs), naive(case, jnp.float32, *ct, *inputs)
+
+
+def check_shared(attend_fn, window):
+    inputs, ct, exact, simple = expected_values(window)
+    actual = values_and_gradients(attend_fn, window, *ct, *inputs)
+    compare(CASE._replace(window=window), actual, inputs, ct, simple, exact)
+
+
+# A window of 9 covers a shard of 8 devices, and an answer's reaches its prompt some shards back.
+@pytest.mark.parametrize(
+    "method, shards, window",
+    [
+        ("ring", 4, 9),
+        ("zigzag", 2, 0),
+        ("ulysses", 2, 9),
+        ("ring", 8, 0),
+        ("ring", 2, 30),
+        ("zigzag", 4, 9),
+        ("zigzag", 8, 0),
+        ("ulysses", 4, 0),
+        ("ulysses", 8, 30),
+    ],
+)
+def test_shared_keys_on_several_devices_give_what_one_gives(method, shards, window):
+    check_shared(run_on_devices(method, shards), window)
+
+
+def test_a_ring_skips_answers_that_others_do_not_see():
+    """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
+    rows = (((32, (32, 32, 32)),),)
+    positions, segments, last = shared_layout(rows, 128)
+    case = CASE._replace(B=1, T=128, S=128, window=0)
+    q, k, v, sink = cases.init_attention_inputs(case)[:4]
+    is_third = np.asarray(segments[0] == 3)
+    bad = jnp.where(is_third[None, :, None, None], jnp.nan, v)
+    layout = positions, positions, segments, segments, last
+    results = values_and_gradients(
+        run_on_devices("ring", 4), 0, *cotangents(case), q, k, bad, sink, *layout
+    )
+    for x in (results[0], results[2]):
+        np.testing.assert_array_equal(np.isfinite(x).all((0, 2, 3)), ~is_third)
+
+
+def test_layers_with_a_window_use_no_halo_for_shared_keys():
+    places = "q_positions_BT", "k_segment_ids_BS"
+    for method, attention in METHODS.items():
+        for window, names, expected in (
+            (5, places, halo_attention),
+            (5, (*places, "k_last_segment_ids_BS"), attention),
+            (None, (*places, "k_last_segment_ids_BS"), attention),
+        ):
+            assert attend_over_shards(sink_attention, method, window, names).func is expected
+    assert "k_last_segment_ids_BS" not in inspect.signature(halo_attention).parameters
+
+
+def keys_without_their_last_segment(patch):
+    own = ring._own_keys
+    patch.setattr(ring, "_own_keys", lambda *x: own(*x)._replace(last_segments_bs=None))
+
+
+def last_segments_that_do_not_travel(patch):
+    def keep_own(keys, layout):
+        return layout._replace(k_positions_BS=keys.positions_bs, k_segment_ids_BS=keys.segments_bs)
+
+    patch.setattr(ring._VisitingKeys, "layout", keep_own)
+
+
+@pytest.mark.parametrize(
+    "fault", [keys_without_their_last_segment, last_segments_that_do_not_travel]
+)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="error"):
+        check_shared(run_on_devices("ring", 4), 9)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("prompt, answers", [(512, 8 * [64]), (1024, 4 * [256])])
+def test_zigzag_orders_shared_rows_better_than_none(prompt, answers, shards):
+    """A ring waits for the device with the most visible pairs, in each of its iterations."""
+    length = prompt + sum(answers)
+    length += -length % (2 * shards)
+    positions, segments, last = shared_layout((((prompt, answers),),), length)
+
+    def slowest_pairs(order):
+        layout = Layout(*(order(x) for x in (positions, positions, segments, segments, last)))
+        visible = np.asarray(layout.visible_mask(0))[0]
+        pairs = visible.reshape(shards, length // shards, shards, -1).sum((1, 3))
+        devices = np.arange(shards)
+        return sum(pairs[devices, (devices - i) % shards].max() for i in range(shards))
+
+    assert slowest_pairs(functools.partial(zigzag, shards=shards)) < 0.75 * slowest_pairs(jnp.array)
