@@ -96,7 +96,7 @@ def test_shuffled_minibatches_share_less_than_the_batch():
             "a batch of full lengths",
         ),
         (sink_attention, ("optim.share_prompts=off",), "optim.share_prompts=off"),
-        (partial(sink_attention, impl="mosaic_tpu"), (), "got mosaic_tpu. Try --set kernels=xla"),
+        (partial(sink_attention, impl="triton"), (), "got triton. Try --set kernels=xla"),
         (
             sink_attention,
             ("data.max_prompt_tokens=6", "rollout.max_new_tokens=52"),
