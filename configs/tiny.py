@@ -30,19 +30,19 @@ def get_config() -> Config:
         model=tiny(),
         data=DataConfig(
             task="reasoning_gym:spell_backward",
-            options={"min_word_len": 3, "max_word_len": 4},
+            options={"min_word_len": 4, "max_word_len": 4},
             train_rows=32_768,
             held_out_rows=256,
             max_prompt_tokens=52,
         ),
-        warmup=WarmupConfig(steps=400, sequences_per_step=64, lr=1e-3),
+        warmup=WarmupConfig(steps=105, sequences_per_step=64, lr=1e-3),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=6, max_gen_batches=4
         ),
-        loss=LossConfig(entropy_coef=0.08),
-        optim=OptimConfig(lr=3e-4, lr_warmup_steps=10, beta2=0.99),
-        steps=120,
+        loss=LossConfig(entropy_coef=0.05),
+        optim=OptimConfig(lr=6e-4, lr_warmup_steps=10, beta2=0.99),
+        steps=280,
         eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=80),
+        save=SaveConfig(every_steps=140),
         workdir="runs/tiny",
     )  # fmt: skip

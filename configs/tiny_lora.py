@@ -19,8 +19,8 @@ def get_config() -> Config:
     full = tiny.get_config()
     return replace(
         full,
+        data=replace(full.data, options={"min_word_len": 3, "max_word_len": 4}),
         lora=LoraConfig(attention_rank=8, expert_rank=8),
-        # a weaker warm start than tiny.py's, so that there is more for the adapters to learn
         warmup=replace(full.warmup, steps=130),
         rollout=replace(full.rollout, samples_per_prompt=8),
         loss=LossConfig(),

@@ -20,6 +20,7 @@ def get_config() -> Config:
     return replace(
         base,
         model=tiny_model(n_q_heads=4, n_kv_heads=2, head_dim=32),
+        data=replace(base.data, options={"min_word_len": 3, "max_word_len": 4}),
         warmup=replace(base.warmup, steps=130),
         rollout=replace(base.rollout, samples_per_prompt=8, engine="vllm"),
         loss=LossConfig(),

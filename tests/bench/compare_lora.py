@@ -44,7 +44,8 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.bench.runs import new_engine, quiet_job, warm_policy
 
 BUDGET = (
-    "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
+    "data.options.min_word_len=3", "data.options.max_word_len=3", "loss.entropy_coef=0.08",
+    "optim.lr=3e-4", "warmup.steps=70", "rollout.sequences_per_step=128",
     "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 FULL = "all weights"

@@ -51,6 +51,7 @@ BUDGET = (
     "data.rewards=tests.bench.compare_numerics:letters_right",
     f"data.max_prompt_tokens={WORD + 1}", f"rollout.max_new_tokens={LETTERS + 1}",
     "rollout.sequences_per_step=128", "rollout.max_gen_batches=1", "save.every_steps=1000000",
+    "loss.entropy_coef=0.08",
 )  # fmt: skip
 OLD = 4  # versions that a stale engine is behind
 RATES = (1.5e-4, 3e-4, 6e-4)

@@ -43,7 +43,8 @@ from jaxmoe.study import ResultsStore
 from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 
 BUDGET = (
-    "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
+    "data.options.min_word_len=3", "data.options.max_word_len=3", "loss.entropy_coef=0.08",
+    "optim.lr=3e-4", "warmup.steps=70", "rollout.sequences_per_step=128",
     "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
