@@ -120,8 +120,8 @@ def describe_sharing(cfg: Config, attend: Callable[..., Any]) -> str:
         )
         # A kernel that is not named is chosen when the run begins.
         is_chosen_later = attend is sink_attention
-        where = ", where attention runs in XLA or by mosaic_gpu or mosaic_tpu"
-        return text + (where if is_chosen_later else "")
+        condition = ", where attention runs in XLA or by mosaic_gpu or mosaic_tpu"
+        return text + (condition if is_chosen_later else "")
     if cfg.optim.share_prompts == "off":
         reason = "optim.share_prompts=off"
     elif problem := find_sharing_problem(cfg, attend):

@@ -8,6 +8,7 @@ operations that are shorter than the start, so CPU-seconds measure the work only
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,14 @@ def draw_batch(cfg: Config) -> Batch:
         rewards_B=dice.random(shape[0]).astype(np.float32),
         samples_per_prompt=cfg.rollout.samples_per_prompt,
     )  # fmt: skip
+
+
+def draw_groups(cfg: Config) -> Batch:
+    """A batch of full lengths in which the samples of a prompt have its tokens."""
+    batch, samples = draw_batch(cfg), cfg.rollout.samples_per_prompt
+    tokens, prompt = np.array(batch.tokens_BT), cfg.data.max_prompt_tokens
+    tokens[:, :prompt] = np.repeat(tokens[::samples, :prompt], samples, axis=0)
+    return replace(batch, tokens_BT=tokens)
 
 
 def make_decoding(cfg: Config, params: Params) -> Callable[[], Any]:

@@ -5,14 +5,16 @@
 
 Steps with own prompts and with shared ones, in turn, on a batch of full lengths. Other lengths:
 --set data.max_prompt_tokens=512 --set rollout.max_new_tokens=64 --set rollout.samples_per_prompt=8
---set rollout.sequences_per_step=16. The last line is JSON.
+--set rollout.sequences_per_step=16. Rows without groups: --set rollout.samples_per_prompt=1
+--set loss.advantages=reinforce_pp_advantages. It shares every batch; with
+--set optim.share_prompts=auto it shares what a run shares, and same_program says whether both steps
+are one program with equal inputs, whose times differ by chance. The last line is JSON.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ import numpy as np
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
@@ -33,19 +34,11 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
-from tests.bench.in_turn import draw_batch, measure_in_turn, print_times, take_medians
+from tests.bench.in_turn import draw_groups, measure_in_turn, print_times, take_medians
 
 
-def draw_groups(cfg: Config) -> Batch:
-    """A batch of full lengths in which the samples of a prompt have its tokens."""
-    batch, samples = draw_batch(cfg), cfg.rollout.samples_per_prompt
-    tokens, prompt = np.array(batch.tokens_BT), cfg.data.max_prompt_tokens
-    tokens[:, :prompt] = np.repeat(tokens[::samples, :prompt], samples, axis=0)
-    return replace(batch, tokens_BT=tokens)
-
-
-def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str, float]]:
-    """A step that trains further at each call, and what it needs."""
+def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str, float], Any]:
+    """A step that trains further at each call, what it needs, and its program and inputs."""
     ops, tx, algorithm = make_ops(cfg), rl_optimizer(cfg), algorithm_from_config(cfg)
     scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone)
     sharing = sharing_from_config(cfg, ops.attend) if shares else None
@@ -63,7 +56,9 @@ def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str
         donate_argnums=0,
     )
     state = init_state(Trained(init_params(jax.random.key(0), cfg.model)), tx)
-    compiled = step.lower(state, batch, minibatches).compile()
+    lowered = step.lower(state, batch, minibatches)
+    compiled = lowered.compile()
+    inputs = [np.asarray(x).tobytes() for x in jax.tree.leaves((batch, minibatches))]
     batch, minibatches = jax.device_put((batch, minibatches))
 
     def run() -> float:
@@ -75,7 +70,8 @@ def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str
     memory = compiled.memory_analysis()
     assert memory is not None
     frac = sharing_metrics(batch, minibatches)["batch/computed_tokens_frac"]
-    return run, {"loss": loss, "temporary": memory.temp_size_in_bytes, "tokens": frac}
+    needs = {"loss": loss, "temporary": memory.temp_size_in_bytes, "tokens": frac}
+    return run, needs, (lowered.as_text(), inputs)
 
 
 def main() -> None:
@@ -88,7 +84,7 @@ def main() -> None:
     cfg = override(load_config(args.config), "optim.share_prompts=on", *args.set)
     made = {name: compile_step(cfg, name == "shared") for name in ("own", "shared")}
     medians = take_medians(
-        measure_in_turn({name: run for name, (run, _) in made.items()}, args.rounds)
+        measure_in_turn({name: run for name, (run, *_) in made.items()}, args.rounds)
     )
     print_times("step", medians)
     own, shared = (made[name][1] for name in ("own", "shared"))
@@ -100,6 +96,7 @@ def main() -> None:
                 "temporary": round(shared["temporary"] / own["temporary"], 3),
                 "tokens": round(shared["tokens"], 3),
                 "loss": [own["loss"], shared["loss"]],
+                "same_program": made["own"][2] == made["shared"][2],
             }
         )
     )

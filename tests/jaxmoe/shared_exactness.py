@@ -5,7 +5,8 @@ python tests/jaxmoe/shared_exactness.py CASE float64|float32
 
 Prints one line of JSON: the largest difference of any gradient array, relative to its largest
 entry; of the loss; of trained log-probs; of any metric. In float32 it is also that of packed rows.
-The optimizer stores the gradient. Next: tests/jaxmoe/rl/test_shared_prompts_exact.py.
+The optimizer stores the gradient. Four-bit weights have the codes that they have in float32, and
+are multiplied in float64. Next: tests/jaxmoe/rl/test_shared_prompts_exact.py.
 """
 
 import json
@@ -13,11 +14,23 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 F64 = __name__ == "__main__" and sys.argv[2] == "float64"
 if F64:
     jax.config.update("jax_enable_x64", True)
     jnp.float32 = jnp.float64  # before jaxmoe is imported: all that it writes as float32
+    bitcast = lax.bitcast_convert_type
+
+    def bitcast_float32(x, dtype):
+        """Bits of four-bit values and scales are those of float32."""
+        if x.dtype == jnp.int32 and dtype == jnp.float64:
+            return bitcast(x, jnp.dtype("float32")).astype(dtype)
+        if x.dtype == jnp.float64 and dtype == jnp.int32:
+            return bitcast(x.astype("float32"), dtype)
+        return bitcast(x, dtype)
+
+    lax.bitcast_convert_type = bitcast_float32
 
 from dataclasses import replace  # noqa: E402
 from functools import partial  # noqa: E402
@@ -47,6 +60,7 @@ from jaxmoe.losses import (  # noqa: E402
 )
 from jaxmoe.model import init_critic, init_params, plain_ops  # noqa: E402
 from jaxmoe.model.lora import init_adapters  # noqa: E402
+from jaxmoe.model.rounded import round_experts  # noqa: E402
 from jaxmoe.model.router import record_router_logits, replay_routing  # noqa: E402
 from jaxmoe.model.routers_from_config import record_all  # noqa: E402
 from jaxmoe.rl.algorithm import Algorithm  # noqa: E402
@@ -57,6 +71,8 @@ from jaxmoe.rl.shared_prompts import PromptSharing  # noqa: E402
 from jaxmoe.rl.state import Frozen, Trained, init_state  # noqa: E402
 from jaxmoe.rl.terms import Term, entropy_term, kl_term, value_term  # noqa: E402
 from jaxmoe.rl.update import rl_step  # noqa: E402
+from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4  # noqa: E402
+from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically  # noqa: E402
 
 FLOAT = "float64" if F64 else "float32"
 STORE_GRADIENT = optax.GradientTransformation(
@@ -76,6 +92,7 @@ class Case(NamedTuple):
     replay: str = ""
     records: bool = False  # router logits, for terms of them
     lora: bool = False
+    four_bits: str = ""  # experts: the "base" of adapters, or those of unrounded "masters"
     tokens_per_microbatch: int = 0
 
 
@@ -136,20 +153,24 @@ CASES = {
         records=True,
     ),
     "lora": Case(dict(terms=(kl_term(0.1),)), lora=True),
+    "lora of a four-bit base": Case(dict(terms=(kl_term(0.1),)), lora=True, four_bits="base"),
+    "four-bit experts of masters, epochs": Case(
+        dict(terms=(kl_term(0.1),), old_logp="recomputed", epochs=2), four_bits="masters"
+    ),
 }
 
 
 def make_config(case: Case) -> ModelConfig:
     cfg = ModelConfig(
         vocab_size=61,
-        d_model=32,
+        d_model=64 if case.four_bits else 32,
         n_layers=2,
         n_q_heads=4,
         n_kv_heads=2,
         head_dim=8,
         n_experts=5,
         experts_per_token=2,
-        d_expert=24,
+        d_expert=128 if case.four_bits else 24,
         sliding_window=case.window,
         dtype="float32",
     )
@@ -210,6 +231,12 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
     if a.critic != "none":
         critic = init_critic(weights, cfg, FLOAT, own_backbone=a.critic == "own")
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(cfg.d_model, dtype=FLOAT))
+    if case.four_bits == "base":
+        weights = round_experts(weights)
+    round_params = None
+    if case.four_bits == "masters":
+        stochastic = partial(encode_mxfp4, round_magnitude=round_stochastically)
+        round_params = partial(round_experts, encode=stochastic)
     if case.lora:
         lora = LoraConfig(attention_rank=3, expert_rank=2)
         base, scales = weights, lora.scales
@@ -220,7 +247,14 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
     needs_copy = a.needs_reference and not case.lora
     reference = jax.tree.map(lambda x: 1.05 * x, policy) if needs_copy else None
     state = init_state(Trained(policy, critic), STORE_GRADIENT, Frozen(reference=reference))
-    scorer = Scorer(cfg, ops, critic=a.critic, replay=case.replay, scales=scales)
+    scorer = Scorer(
+        cfg,
+        ops,
+        critic=a.critic,
+        scales=scales,
+        replay=case.replay,
+        round_params=round_params,
+    )
     step = jax.jit(partial(rl_step, tx=STORE_GRADIENT, algorithm=a, scorer=scorer))
     after, metrics, stats = step(state, batch, minibatches, base)
     return after.opt_state, metrics, stats.logp_BT * np.asarray(batch.loss_mask_BT)

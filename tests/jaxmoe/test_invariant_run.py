@@ -43,6 +43,7 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
     for row in steps:
         assert row["train_rollout_logprob_abs_diff_max"] == 0.0
         assert row["router/expert_switches"] == 0.0
+        assert row["batch/computed_tokens_frac"] < 0.75  # prompts are shared
         assert row["policy/ratio_max"] == 1.0 and row["grad/norm"] > 0
 
 

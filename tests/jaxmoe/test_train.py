@@ -2,75 +2,14 @@
 """The command itself, in real processes: it stops, is killed, resumes and refuses."""
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from jaxmoe import train
-
-ROOT = Path(__file__).parents[2]
-SMALL = {
-    "model.d_model": 32, "model.d_expert": 24, "model.n_experts": 4, "data.train_rows": 64,
-    "data.held_out_rows": 6, "warmup.steps": 4, "warmup.sequences_per_step": 8,
-    "rollout.sequences_per_step": 8, "rollout.samples_per_prompt": 4, "steps": 5,
-    "eval.every_steps": 2, "save.every_steps": 2,
-}  # fmt: skip
-
-
-def command(work, module="jaxmoe.train", **changes):
-    settings = SMALL | {k.replace("__", "."): v for k, v in changes.items()}
-    sets = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
-    return [
-        sys.executable, "-W", "error", "-m", module, "--config", "tiny.py",
-        "--workdir", str(work), *sets,
-    ]  # fmt: skip
-
-
-def start(args, **options):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **options}
-    return subprocess.Popen(
-        args, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def finish(args, **options):
-    process = start(args, **options)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
-
-
-def lines(work):
-    """Metrics lines as written, without what a clock says."""
-    path = work / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    matches = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # caught while it was written
-        matches.append(
-            {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
-        )
-    return matches
-
-
-def wait_for(process, work, stage, step):
-    while process.poll() is None:
-        if any(
-            (r["stage"], r["step"]) >= (stage, step) and r["stage"] == stage for r in lines(work)
-        ):
-            return
-        time.sleep(0.01)
-    raise AssertionError(process.communicate())
+from tests.jaxmoe.commands import command, finish, lines, start, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +58,28 @@ def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(uninterrupted, tmp_pat
     assert code == 0, err
     assert "resuming" in out and err == ""
     assert lines(tmp_path) == lines(uninterrupted[0])
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_without_sharing_prompts(uninterrupted, tmp_path):
+    process = start(command(tmp_path, optim__share_prompts="on", save__every_steps=1))
+    wait_for(process, tmp_path, "rl", 2)
+    process.kill()
+    process.communicate()
+    killed = lines(tmp_path)
+    code, out, err = finish(command(tmp_path, optim__share_prompts="off", save__every_steps=1))
+    assert code == 0 and err == "", err
+    assert "optim.share_prompts=off (was on)" in out
+    expected_rows, rows = lines(uninterrupted[0]), lines(tmp_path)
+    assert killed == expected_rows[: len(killed)]  # it is the same program
+    fracs = [r[name] for r in rows if (name := "batch/computed_tokens_frac") in r]
+    shares = [frac < 1.0 for frac in fracs]
+    assert shares == sorted(shares, reverse=True) and any(shares) and not all(shares)
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, int | float) and not name.startswith("batch/"):
+                assert abs(row[name] - value) <= 2e-5 * max(1.0, abs(value)), name
 
 
 @pytest.mark.slow

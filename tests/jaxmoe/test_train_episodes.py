@@ -101,6 +101,7 @@ def test_invariant_numerics_agree_to_the_bit_and_late_tools_change_no_number(tmp
         check_steps(run)
         assert all(row["train_rollout_logprob_abs_diff_max"] == 0.0 for row in run.steps)
         assert all(row["router/expert_switches"] == 0.0 for row in run.steps)
+        assert all(row["batch/computed_tokens_frac"] < 0.75 for row in run.steps)  # shared prompts
     assert read_rows(runs[0].work) == read_rows(runs[1].work)
     stops = {r.stop for rollouts in runs[1].sampled for r in rollouts}
     assert StopReason.ENV_TIMEOUT not in stops

@@ -34,6 +34,7 @@ from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
 SCORER = Scorer(CFG, OPS)
 PROGRAM = Path(shared_exactness.__file__)
+T_EXACT = shared_exactness.PROMPT + shared_exactness.ANSWER
 
 
 def share(batch, **fields):
@@ -70,6 +71,20 @@ def differences(case, dtype):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact_cases_have_replies_in_answers_and_an_untrained_row(case):
+    case = CASES[case]
+    batch = shared_exactness.make_batch(case, shared_exactness.make_config(case))
+    mask_BT = batch.loss_mask_BT
+    first_B, last_B = mask_BT.argmax(axis=1), T_EXACT - 1 - mask_BT[:, ::-1].argmax(axis=1)
+    has_replies_B = mask_BT.sum(axis=1) < last_B - first_B + 1
+    is_trained_B = mask_BT.any(axis=1)
+    assert has_replies_B.sum() > 1 and list(is_trained_B) == [i != 1 for i in range(len(mask_BT))]
+    shared = share(batch, length=case.length, rows=case.rows).packing.shared
+    assert (has_replies_B & (shared.length_B > 0) & ~shared.is_stored_B).any()
+    assert shared.length_B[1] == 0 < shared.length_B[0]
 
 
 @pytest.mark.slow  # each compiles two steps of a model
