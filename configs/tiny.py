@@ -41,8 +41,8 @@ def get_config() -> Config:
         ),
         loss=LossConfig(entropy_coef=0.05),
         optim=OptimConfig(lr=6e-4, lr_warmup_steps=10, beta2=0.99),
-        steps=280,
+        steps=240,
         eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=140),
+        save=SaveConfig(every_steps=120),
         workdir="runs/tiny",
     )  # fmt: skip
