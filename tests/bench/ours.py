@@ -43,7 +43,7 @@ class Desk:
         # what a run would do with these lengths
         lengths = Config(
             model=self.cfg,
-            data=DataConfig(max_prompt_tokens=sizes.prompt_tokens),
+            data=DataConfig("random", max_prompt_tokens=sizes.prompt_tokens),
             rollout=RolloutConfig(
                 sequences_per_step=self.rows,
                 samples_per_prompt=sizes.samples,
