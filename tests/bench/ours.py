@@ -49,6 +49,8 @@ class Desk:
                 samples_per_prompt=sizes.samples,
                 max_new_tokens=sizes.new_tokens,
             ),
+            optim=OptimConfig(lr=1e-6),
+            steps=1,
         )
         self.sharing = sharing_from_config(lengths, self.ops.attend)
         self.step_fn = jax.jit(
