@@ -35,14 +35,14 @@ def get_config() -> Config:
             held_out_rows=256,
             max_prompt_tokens=52,
         ),
-        warmup=WarmupConfig(steps=105, sequences_per_step=64, lr=1e-3),
+        warmup=WarmupConfig(steps=95, sequences_per_step=64, lr=1e-3),
         rollout=RolloutConfig(
             sequences_per_step=256, samples_per_prompt=16, max_new_tokens=6, max_gen_batches=4
         ),
         loss=LossConfig(entropy_coef=0.05),
         optim=OptimConfig(lr=6e-4, lr_warmup_steps=10, beta2=0.99),
-        steps=240,
+        steps=300,
         eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=120),
+        save=SaveConfig(every_steps=150),
         workdir="runs/tiny",
     )  # fmt: skip

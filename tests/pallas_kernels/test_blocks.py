@@ -48,6 +48,38 @@ def test_in_a_plain_causal_layout_the_table_is_exact(window):
     np.testing.assert_array_equal(full, blocks.all((3, 4)))
 
 
+def pack_row(groups, total):
+    """One row of groups: the tokens of a prompt, then its answers; padding behind the last."""
+    tokens, segment = [], 1
+    for prompt, answers in groups:
+        last = segment + len(answers)
+        tokens += [(i, segment, last) for i in range(prompt)]
+        for answer in answers:
+            segment += 1
+            tokens += [(prompt + i, segment, segment) for i in range(answer)]
+        segment += 1
+    tokens += [(0, 0, 0)] * (total - len(tokens))
+    positions, segments, last = jnp.asarray(tokens, jnp.int32).T[:, None]
+    return Layout(positions, positions, segments, segments, last)
+
+
+RAGGED = ((211, (90, 31, 150)), (47, (1, 64, 33)), (300, (5,)))
+
+
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize("groups", [RAGGED, tuple((n, ()) for n in (150, 233, 71, 317))])
+def test_no_block_where_sequences_meet_is_visited_in_vain(groups, window):
+    layout = pack_row(groups, 1024)
+    if groups is not RAGGED:  # a packed row without shared keys
+        layout = layout._replace(k_last_segment_ids_BS=None)
+    for q_block, k_block in ((64, 64), (128, 256), (32, 128)):
+        needed, _ = block_table(layout, q_block, k_block, window)
+        blocks = by_block(np.asarray(layout.visible_mask(window)), q_block, k_block)
+        exact = blocks.any((3, 4))
+        assert not (exact & ~np.asarray(needed)).any()
+        assert int(needed.sum()) <= 1.05 * exact.sum()
+
+
 @given(st.integers(0, 10**6))
 def test_runs_hold_every_needed_block_and_their_middle_only_whole_ones(seed):
     rng = np.random.default_rng(seed)
