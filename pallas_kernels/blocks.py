@@ -108,7 +108,8 @@ def _find_bounds(
 
     def bound(x: Array) -> tuple[Array, Array]:
         low, high = jnp.where(real, x, big).min(3), jnp.where(real, x, -big).max(3)
-        return low.reshape(B, -1), high.reshape(B, -1)
+        blocks = low.shape[1] * low.shape[2]  # B may be 0
+        return low.reshape(B, blocks), high.reshape(B, blocks)
 
     return _Bounds(bound(positions), bound(segments), bound(last_segments))
 

@@ -229,7 +229,8 @@ def test_unswitched_tokens_alone_have_no_mean_of_switched_ones():
 
 
 @given(
-    st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
+    # XLA reads the smallest floats as 0
+    st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=1, max_size=30),
     st.integers(0, 2**30 - 1), st.sampled_from([0.05, 0.5, 1.0]),
 )  # fmt: skip
 def test_a_quantile_is_that_of_the_unmasked_values(values, bits, share):
