@@ -18,7 +18,7 @@ NOT_RUN = {
     "python -m jaxmoe.train --config tiny.py --set optim.lr=1e-4\n 1  ": "a trace that "
     "tests/jaxmoe/test_whole_run.py prints; its command is run",
     "384 sampled tokens of 64 answers": "what the doctor prints",
-    "rl       66/120  reward": "what a run prints",
+    "rl      218/300  reward": "what a run prints",
     "    reward 1  2 turns": "what jaxmoe.samples prints",
     "kernels  sink_attention mosaic_gpu": "what a run prints on a GPU",
     '{"prompt": "3+4=", "answer": 7': "rows, which the command below them reads",
