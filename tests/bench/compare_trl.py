@@ -20,8 +20,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4  # nats, between the two sides' log-probs
 ROWS, VOCAB = 16, 512
-# of a step; the peer's parts are those in which it trains a batch
-SIZES = {"prompts": 8, "samples": 8, "prompt-tokens": 16, "new-tokens": 64, "peer-parts": 1}
+SIZES = ("prompts", "samples", "prompt-tokens", "new-tokens", "peer-parts")
 
 
 class Worker:
@@ -123,8 +122,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
     parser.add_argument("--stock-malloc", action="store_true",
                         help="both sides with glibc's malloc as it comes")  # fmt: skip
-    for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--peer-parts", type=int, default=1, help="in which it trains a batch")
     args = parser.parse_args()
     length = args.prompt_tokens + args.new_tokens
     options = ["--core", str(max(os.sched_getaffinity(0)))]
