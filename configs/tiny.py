@@ -9,7 +9,7 @@ EXPECT   Exact match on 256 held-out words, sampled at temperature 1, from after
          of ten groups have equal rewards, which is so. Seed 1:
          python -m jaxmoe.train --config tiny.py --set seed=1 --workdir runs/seed1
 SOURCE   reasoning-gym's spell_backward; sizes and rates found by trying. With words of three
-         letters too, RL unlearns them from such a start: none of their answers is right.
+         letters too, which are a fifth of the rows, such a start leaves RL at 0.71 to 0.75.
 """
 
 from jaxmoe.config import (

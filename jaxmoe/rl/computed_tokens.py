@@ -23,7 +23,7 @@ from pallas_kernels import sink_attention
 
 @dataclass(frozen=True)
 class ComputedTokens:
-    """What one pass over a batch computes, in one update or several."""
+    """Tokens of one pass over a batch, in one update or several."""
 
     tokens: int  # padding included
     unshared: int  # the tokens if each sample computes its prompt
@@ -38,7 +38,7 @@ class ComputedTokens:
 
 
 class FullLengths(NamedTuple):
-    """What a step computes whose sequences have full length."""
+    """Tokens of the passes of a step whose sequences have full length."""
 
     batch: ComputedTokens  # in a pass that scores
     updates: ComputedTokens  # in the updates of an epoch

@@ -32,11 +32,11 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
-    if cfg.has_environment:
-        cache = cache_bytes(cfg.model, rows, cfg.context)
-    else:
+    if not cfg.has_environment:
         cache = rows_cache_bytes(cfg, prompts // shards, r.max_new_tokens)
-    if cfg.has_environment and mesh.devices == 1:
+        return EngineMemory(weights=weights, cache=cache)
+    cache = cache_bytes(cfg.model, rows, cfg.context)
+    if mesh.devices == 1:
         # Rows that return keep their cache while a small batch continues with a copy.
         cache += cache_bytes(cfg.model, shrunk_size(rows), cfg.context)
     return EngineMemory(weights=weights, cache=cache)

@@ -85,9 +85,12 @@ class Desk:
         generated = time.process_time()
         rewards = self.dice.random(self.rows, np.float32)
         batch = rollout_batch(
-            rollouts, rewards, samples=sizes.samples,
-            length=sizes.prompt_tokens + sizes.new_tokens, pad_id=0,
-        )  # fmt: skip
+            rollouts,
+            rewards,
+            samples=sizes.samples,
+            length=sizes.prompt_tokens + sizes.new_tokens,
+            pad_id=0,
+        )
         seed = (self.steps,)
         batch, _ = split_minibatches(batch, self.grpo, seed=seed, sharing=self.sharing)
         self.state, metrics, _ = self.step_fn(self.state, batch)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
+from tests.pallas_kernels.sink_attention.shared_rows import shared_places
 
 
 def by_block(visible_BTS, q_block, k_block):
@@ -48,28 +49,14 @@ def test_in_a_plain_causal_layout_the_table_is_exact(window):
     np.testing.assert_array_equal(full, blocks.all((3, 4)))
 
 
-def pack_row(groups, total):
-    """One row of groups: the tokens of a prompt, then its answers; padding behind the last."""
-    tokens, segment = [], 1
-    for prompt, answers in groups:
-        last = segment + len(answers)
-        tokens += [(i, segment, last) for i in range(prompt)]
-        for answer in answers:
-            segment += 1
-            tokens += [(prompt + i, segment, segment) for i in range(answer)]
-        segment += 1
-    tokens += [(0, 0, 0)] * (total - len(tokens))
-    positions, segments, last = jnp.asarray(tokens, jnp.int32).T[:, None]
-    return Layout(positions, positions, segments, segments, last)
-
-
 RAGGED = ((211, (90, 31, 150)), (47, (1, 64, 33)), (300, (5,)))
 
 
 @pytest.mark.parametrize("window", [0, 24])
 @pytest.mark.parametrize("groups", [RAGGED, tuple((n, ()) for n in (150, 233, 71, 317))])
 def test_no_block_where_sequences_meet_is_visited_in_vain(groups, window):
-    layout = pack_row(groups, 1024)
+    positions, segments, last = map(jnp.asarray, shared_places(1024, (groups,)))
+    layout = Layout(positions, positions, segments, segments, last)
     if groups is not RAGGED:  # a packed row without shared keys
         layout = layout._replace(k_last_segment_ids_BS=None)
     for q_block, k_block in ((64, 64), (128, 256), (32, 128)):

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.model.ops import checkpoint_keeping_attention, no_remat
 from jaxmoe.parallel import halo, ring, ulysses
-from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
+from jaxmoe.parallel.sequence import unzigzag, zigzag
 from pallas_kernels.sink_attention import cases, sink_attention
+from tests.jaxmoe.parallel.attention_on_devices import METHODS, run_on_devices
 from tests.pallas_kernels.sink_attention.attention_oracle import (
     compare,
     cotangents,
@@ -25,12 +26,6 @@ from tests.pallas_kernels.sink_attention.attention_oracle import (
 )
 
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
-METHODS = {
-    "ring": ring.ring_attention,
-    "zigzag": ring.ring_attention,
-    "ulysses": ulysses.ulysses_attention,
-    "halo": halo.halo_attention,
-}
 CASE = cases.AttentionCase("packed", 3, 48, 48, 24, 2, 10, 0, "packed", "big")
 CASES = (  # what follows compiles nothing more
     CASE,
@@ -38,23 +33,6 @@ CASES = (  # what follows compiles nothing more
     CASE._replace(name="right", layout="right", sinks="none"),
     CASE._replace(name="causal", layout="causal", sinks="big"),
 )
-
-
-def run_on_devices(method, shards):
-    """The method as a function of whole rows on so many devices, as oracles call it."""
-    mesh = Mesh(np.array(jax.devices()[:shards]), ("sequence",))
-    run = sequence_parallel(METHODS[method], mesh)
-    to_zigzag, from_zigzag = (
-        (functools.partial(f, shards=shards) if method == "zigzag" else lambda x: x)
-        for f in (zigzag, unzigzag)
-    )
-
-    def attend_fn(window, q, k, v, sink, *places):
-        q, k, v, *places = map(to_zigzag, (q, k, v, *places))
-        layout = dict(zip(PLACES, places, strict=True))
-        return tuple(map(from_zigzag, run(q, k, v, sink, window=window or None, **layout)))
-
-    return attend_fn
 
 
 compiled = functools.cache(run_on_devices)

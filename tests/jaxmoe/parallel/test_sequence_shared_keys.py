@@ -4,18 +4,17 @@
 import functools
 import inspect
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jaxmoe.parallel import ring
 from jaxmoe.parallel.attention import METHODS, attend_over_shards
 from jaxmoe.parallel.halo import halo_attention
-from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
+from jaxmoe.parallel.sequence import zigzag
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, sink_attention
+from tests.jaxmoe.parallel.attention_on_devices import run_on_devices
 from tests.pallas_kernels.sink_attention.attention_oracle import (
     compare,
     cotangents,
@@ -23,6 +22,7 @@ from tests.pallas_kernels.sink_attention.attention_oracle import (
     naive,
     values_and_gradients,
 )
+from tests.pallas_kernels.sink_attention.shared_rows import shared_places
 
 CASE = cases.AttentionCase("shared", 3, 64, 64, 24, 2, 10, 9, sinks="big")
 # Shared tokens of each group of a row, and the other tokens of its sequences.
@@ -35,43 +35,13 @@ ROWS = (
 
 def shared_layout(rows=ROWS, length=CASE.T):
     """Positions, segments and last segments of the rows, padded on the right."""
-    found = []
-    for groups in rows:
-        parts, segment = [], 1
-        for shared, others in groups:
-            last = segment + len(others)
-            parts.append((np.arange(shared), segment, last))
-            parts += [
-                (shared + np.arange(n), segment + i, segment + i) for i, n in enumerate(others, 1)
-            ]
-            segment = last + 1
-        columns = [np.stack(np.broadcast_arrays(*part)) for part in parts]
-        row = np.concatenate(columns, axis=1)
-        found.append(np.pad(row, ((0, 0), (0, length - row.shape[1]))))
-    return [jnp.asarray(x, jnp.int32) for x in np.stack(found, axis=1)]
+    return list(map(jnp.asarray, shared_places(length, rows)))
 
 
 def draw_inputs():
     positions, segments, last = shared_layout()
     arrays = cases.init_attention_inputs(CASE)[:4]
     return *arrays, positions, positions, segments, segments, last
-
-
-def run_on_devices(method, shards):
-    """The method as a function of whole rows on so many devices, as oracles call it."""
-    mesh = Mesh(np.array(jax.devices()[:shards]), ("sequence",))
-    run = sequence_parallel(METHODS[method], mesh)
-    to_zigzag, from_zigzag = (
-        (functools.partial(f, shards=shards) if method == "zigzag" else lambda x: x)
-        for f in (zigzag, unzigzag)
-    )
-
-    def attend_fn(window, q, k, v, sink, *layout):
-        q, k, v, *layout = map(to_zigzag, (q, k, v, *layout))
-        named = Layout(*layout)._asdict()
-        return tuple(map(from_zigzag, run(q, k, v, sink, window=window or None, **named)))
-
-    return attend_fn
 
 
 @functools.cache
@@ -121,7 +91,7 @@ def test_a_ring_skips_answers_that_others_do_not_see():
         np.testing.assert_array_equal(np.isfinite(x).all((0, 2, 3)), ~is_third)
 
 
-def test_layers_with_a_window_use_no_halo_for_shared_keys():
+def test_windows_over_shared_keys_use_no_halo():
     places = "q_positions_BT", "k_segment_ids_BS"
     for method, attention in METHODS.items():
         for window, names, expected in (

@@ -63,7 +63,7 @@ def test_counts_are_those_of_a_packed_batch(changes):
     assert found.batch.shared == shared.length_B[0]
 
 
-def test_a_row_of_a_group_computes_what_the_formula_says():
+def test_the_tokens_of_a_group_follow_the_formula():
     P, A, G = 52, 6, 16
     batch, _ = computed_of()
     assert batch.frac == (P - 1 + G * (A + 1)) / (G * (P + A))

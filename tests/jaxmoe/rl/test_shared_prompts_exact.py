@@ -74,7 +74,7 @@ def differences(case, dtype):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_exact_cases_have_replies_in_answers_and_an_untrained_row(case):
+def test_exact_cases_have_replies_and_an_untrained_row(case):
     case = CASES[case]
     batch = shared_exactness.make_batch(case, shared_exactness.make_config(case))
     mask_BT = batch.loss_mask_BT

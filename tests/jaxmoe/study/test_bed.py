@@ -32,7 +32,7 @@ def test_a_bed_shares_prompts_as_its_config_says():
 
 
 @pytest.mark.slow
-def test_shared_prompts_do_not_change_a_step_of_a_bed():
+def test_shared_prompts_leave_a_beds_step_unchanged():
     prompts, answers = TASK.sample_prompts(np.random.default_rng(0), 4)
     found = []
     for choice in ("off", "on"):

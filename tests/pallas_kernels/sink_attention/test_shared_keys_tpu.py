@@ -16,6 +16,7 @@ from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu, pallas_tpu_backward
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention import pallas_tpu_visits as visits
+from tests.pallas_kernels.sink_attention.shared_rows import shared_places
 
 SMALL_BLOCKS = 16, 8, 8  # queries, keys, keys that a step may start at
 WINDOW_BLOCKS = 16, 24, 8  # a window's steps: three blocks of keys
@@ -49,22 +50,6 @@ def make_attend(**options):
 ATTEND = make_attend()
 
 
-def shared_places(length, rows):
-    """Positions, segments and last segments of rows of groups, each int32 [B, length]."""
-    places = np.zeros((3, len(rows), length), np.int32)
-    for b, groups in enumerate(rows):
-        column = node = 0
-        for prompt, answers in groups:
-            root, node = node + 1, node + 1 + len(answers)
-            parts = [(prompt, 0, root, node)]
-            parts += [(n, prompt, root + 1 + i, root + 1 + i) for i, n in enumerate(answers)]
-            for n, start, segment, last in parts:
-                places[0, b, column : column + n] = np.arange(start, start + n)
-                places[1:, b, column : column + n] = [[segment], [last]]
-                column += n
-    return places
-
-
 def with_places(case, q_places, k_places, dtype=jnp.float32):
     """The case's arrays, then positions and segments of queries and keys, and last segments."""
     places = q_places[0], k_places[0], q_places[1], k_places[1], k_places[2]
@@ -86,13 +71,13 @@ def inputs_of(case, name, dtype=jnp.float32):
 @pytest.mark.parametrize("sinks", ["normal", "big"])
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("name", ROWS)
-def test_values_and_every_gradient_are_as_good_as_the_formula(name, window, sinks):
+def test_values_and_gradients_are_those_of_the_formula(name, window, sinks):
     case = CASE._replace(window=window, sinks=sinks)
     compares(case, inputs_of(case, name))
 
 
 @pytest.mark.slow
-def test_half_precision_is_as_good_as_the_formula_in_it():
+def test_bfloat16_is_as_good_as_its_formula():
     compares(CASE, inputs_of(CASE, "several_groups", jnp.bfloat16), dtype=jnp.bfloat16)
 
 
@@ -107,7 +92,7 @@ def test_half_precision_is_as_good_as_the_formula_in_it():
         ),
     ],
 )
-def test_a_windows_steps_of_several_blocks_count_no_key_twice(name, in_parts, monkeypatch):
+def test_steps_of_several_blocks_count_keys_once(name, in_parts, monkeypatch):
     monkeypatch.setattr(blocks, "tpu_block_sizes", lambda *_: WINDOW_BLOCKS)
     if in_parts:  # of three blocks, which steps do not end at
         monkeypatch.setattr(pallas_tpu_backward, "max_keys_per_part", lambda _: 24)
@@ -124,7 +109,7 @@ def test_few_queries_have_their_heads_in_the_lanes():
     compares(case, with_places(case, q_places, places), make_attend())
 
 
-def test_a_deeper_tree_needs_more_than_two_ranges_and_is_right():
+def test_a_tree_of_three_ranges_is_right():
     """Leaves see the root, one of its children and themselves, with blocks of others between."""
     lengths, starts = (17, 12, 9, 8, 16, 10, 5), (0, 17, 29, 29, 17, 33, 33)
     nodes, last = np.arange(1, 8), (7, 4, 3, 4, 7, 6, 7)
