@@ -44,4 +44,4 @@ def get_config() -> Config:
         save=SaveConfig(every_steps=50),
         mesh=MeshConfig(fsdp=2, expert=4),
         workdir="runs/gptoss20b",
-    )  # fmt: skip
+    )

@@ -45,4 +45,4 @@ def get_config() -> Config:
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=150),
         workdir="runs/tiny",
-    )  # fmt: skip
+    )

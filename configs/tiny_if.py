@@ -32,9 +32,12 @@ from jaxmoe.model.config import tiny
 
 # Short answers can follow these.
 TYPES = [
-    "count:numbers", "detectable_format:number_highlighted_sections", "detectable_format:title",
-    "startend:end_checker", "startend:quotation",
-]  # fmt: skip
+    "count:numbers",
+    "detectable_format:number_highlighted_sections",
+    "detectable_format:title",
+    "startend:end_checker",
+    "startend:quotation",
+]
 
 
 def demonstrate_instructions(row: Row, *, share: float = 0.3) -> Sequence[Message]:
@@ -59,16 +62,16 @@ def get_config() -> Config:
             max_prompt_tokens=152,
         ),
         warmup=WarmupConfig(
-            steps=400, sequences_per_step=64, lr=1e-3,
+            steps=400,
+            sequences_per_step=64,
+            lr=1e-3,
             demonstrations="jaxmoe.configs.tiny_if:demonstrate_instructions",
         ),
-        rollout=RolloutConfig(
-            sequences_per_step=256, samples_per_prompt=16, max_new_tokens=48
-        ),
+        rollout=RolloutConfig(sequences_per_step=256, samples_per_prompt=16, max_new_tokens=48),
         loss=LossConfig(entropy_coef=0.01),
         optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99),
         steps=45,
         eval=EvalConfig(every_steps=15),
         save=SaveConfig(every_steps=45),
         workdir="runs/tiny_if",
-    )  # fmt: skip
+    )

@@ -55,19 +55,24 @@ def get_config() -> Config:
             max_prompt_tokens=104,
         ),
         warmup=WarmupConfig(
-            steps=500, sequences_per_step=64, lr=1e-3,
+            steps=500,
+            sequences_per_step=64,
+            lr=1e-3,
             demonstrations="jaxmoe.configs.tiny_tool:demonstrate_calculator",
         ),
         rollout=RolloutConfig(
-            sequences_per_step=256, samples_per_prompt=16, max_new_tokens=72, max_turns=3,
-            max_turn_tokens=48, max_reply_tokens=32, max_context=256,
+            sequences_per_step=256,
+            samples_per_prompt=16,
+            max_new_tokens=72,
+            max_turns=3,
+            max_turn_tokens=48,
+            max_reply_tokens=32,
+            max_context=256,
         ),
         loss=LossConfig(entropy_coef=0.01),
-        optim=OptimConfig(
-            lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=64 * 256
-        ),
+        optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=64 * 256),
         steps=45,
         eval=EvalConfig(every_steps=15),
         save=SaveConfig(every_steps=45),
         workdir="runs/tiny_tool",
-    )  # fmt: skip
+    )

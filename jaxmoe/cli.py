@@ -46,11 +46,18 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="tiny.py, or a path; without FILE: list the shipped ones",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
-                        help="change one field, as in optim.lr=1e-4; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
+        help="change one field, as in optim.lr=1e-4; may be repeated",
+    )
     parser.add_argument("--workdir", metavar="DIR", help="run folder; the same folder resumes")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="check config, memory and data; write nothing")  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check config, memory and data; write nothing"
+    )
     return parser
 
 
@@ -78,9 +85,11 @@ class ExitStatus:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Return True if the error was handled, which suppresses its traceback."""
         # A broken pipe to a server is not a closed standard output.
         handled = self._handle_error(

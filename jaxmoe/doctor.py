@@ -178,9 +178,11 @@ def load_newest_weights(
     if restored is None:
         return decode_trained(initial, cfg), None, 0, "the initial weights"
     return (
-        decode_trained(restored.state.policy, cfg), decode_rounded(initial, cfg), restored.step,
+        decode_trained(restored.state.policy, cfg),
+        decode_rounded(initial, cfg),
+        restored.step,
         f"{restored.stage} step {restored.step}",
-    )  # fmt: skip
+    )
 
 
 def rounding_of_engine(cfg: Config) -> RoundEngine | None:
@@ -219,10 +221,16 @@ def record_modules(
 
 
 def examine_rollouts(
-    cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
-    previous: Params | None, version: int, loaded: Sequence[dict[str, Any]], ops: Ops,
+    cfg: Config,
+    task: Task,
+    rollouts: Sequence[Rollout],
+    params: Params,
+    previous: Params | None,
+    version: int,
+    loaded: Sequence[dict[str, Any]],
+    ops: Ops,
     round_engine: RoundEngine | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Run the checks and the comparison, and return the report of these rollouts."""
     tokenizer, engine_encode = task.tokenizer, None
     rollouts, expert_findings = check_reported_experts(
@@ -234,10 +242,16 @@ def examine_rollouts(
     findings = {
         f.name: f
         for worker in (loaded or [None])
-        for f in run_checks(rollouts, task.sampling, cfg.model.vocab_size, version,
-                       encode=partial(encode_prompt, task, tokenizer), engine_encode=engine_encode,
-                       loaded=worker)
-    }  # fmt: skip
+        for f in run_checks(
+            rollouts,
+            task.sampling,
+            cfg.model.vocab_size,
+            version,
+            encode=partial(encode_prompt, task, tokenizer),
+            engine_encode=engine_encode,
+            loaded=worker,
+        )
+    }
     handshake = read_handshake(loaded, cfg.model)
     if describe_engine(cfg).uses_trainer_forward:
         handshake = replace(handshake, dtype=cfg.model.dtype)
@@ -249,14 +263,20 @@ def examine_rollouts(
     except ConfigError:
         start_id = None
     return explain_gap(
-        rollouts, params, cfg.model, task.sampling,
+        rollouts,
+        params,
+        cfg.model,
+        task.sampling,
         run=Programs(
             jax.jit(partial(run_trunk, ops=ops), static_argnames="cfg"),
             jax.jit(partial(run_head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
-        previous=previous, start_id=start_id, handshake=handshake,
-        findings=[*findings.values(), *expert_findings], round_engine=round_engine,
-    )  # fmt: skip
+        previous=previous,
+        start_id=start_id,
+        handshake=handshake,
+        findings=[*findings.values(), *expert_findings],
+        round_engine=round_engine,
+    )
 
 
 def encode_prompt(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
@@ -277,10 +297,17 @@ def write_report(
         "weights": weights_name,
         "agrees": report.agrees,
         "verdict": verdict.kind,
-        "faults": [{"name": f.name, "category": f.category, "requirement": f.requirement,
-                    "change": f.fix,
-                    "value": f.value, "spread": f.spread if f.value is not None else None}
-                   for f in verdict.faults],
+        "faults": [
+            {
+                "name": f.name,
+                "category": f.category,
+                "requirement": f.requirement,
+                "change": f.fix,
+                "value": f.value,
+                "spread": f.spread if f.value is not None else None,
+            }
+            for f in verdict.faults
+        ],
         "why": verdict.reason,
         "gap": verdict.gap,
         "left": verdict.remaining,
@@ -297,7 +324,7 @@ def write_report(
         "replayed": report.replayed,
         "batch_invariance": batch_invariance._asdict(),
         "op_comparison": None if op_comparison is None else dataclasses.asdict(op_comparison),
-    }  # fmt: skip
+    }
     work.mkdir(parents=True, exist_ok=True)
     replace_text(work / "doctor.json", json.dumps(record, indent=2) + "\n")
     print(f"report: {work / 'doctor.json'}")

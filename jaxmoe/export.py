@@ -42,24 +42,30 @@ def main(argv: list[str] | None = None) -> int:
         parser = build_parser("Write a run's newest checkpoint as a Hugging Face folder.")
         parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
         parser.add_argument(
-            "--merge", action="store_true",
+            "--merge",
+            action="store_true",
             help="for a LoRA run: export merged weights instead of the adapters",
-        )  # fmt: skip
+        )
         parser.add_argument(
             "--dtype", metavar="DTYPE", help="bfloat16, float32 or mxfp4; as save.export_dtype"
         )
         parser.add_argument(
-            "--no-compare", action="store_false", dest="compare",
+            "--no-compare",
+            action="store_false",
+            dest="compare",
             help="do not score answers with the run's weights and with four-bit experts",
-        )  # fmt: skip
+        )
         args = parser.parse_args(argv)
         check_one_process("export")
         if args.dtype is not None:
             args.changes.append(f"save.export_dtype={args.dtype}")
         export_checkpoint(
-            config_from_args(args), Path(args.out), merge=args.merge, dry_run=args.dry_run,
+            config_from_args(args),
+            Path(args.out),
+            merge=args.merge,
+            dry_run=args.dry_run,
             compare=args.compare,
-        )  # fmt: skip
+        )
     return status.code
 
 
@@ -121,9 +127,13 @@ def export_checkpoint(
         if adapts:
             base = check_base(cfg)
             save_adapter(
-                policy, cfg.model, cfg.lora, out, base=portable_base_name(base),
+                policy,
+                cfg.model,
+                cfg.lora,
+                out,
+                base=portable_base_name(base),
                 add_files=partial(write_tokenizer, cfg.init.tokenizer),
-            )  # fmt: skip
+            )
             print(f"{out}: {origin}, adapters of {base} in the format of PEFT 0.19.1")
             return
         policy = with_adapters(load_base(cfg), policy, cfg.lora.scales)

@@ -32,11 +32,24 @@ _OLD_S = 3600.0
 _DISK_ERRORS = {
     getattr(errno, name)
     for name in (
-        "ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EFBIG", "EMFILE", "ENFILE", "ENXIO",
-        "ENODEV", "ENOTCONN", "EREMOTEIO", "ENOLCK", "ETIMEDOUT", "EHOSTDOWN",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EIO",
+        "ESTALE",
+        "EFBIG",
+        "EMFILE",
+        "ENFILE",
+        "ENXIO",
+        "ENODEV",
+        "ENOTCONN",
+        "EREMOTEIO",
+        "ENOLCK",
+        "ETIMEDOUT",
+        "EHOSTDOWN",
     )
     if hasattr(errno, name)
-}  # fmt: skip
+}
 
 
 class RunFolderError(ConfigError):

@@ -205,9 +205,14 @@ def train_rl(job: Job) -> None:
     # With "auto" each batch is shared or not, and each of the two ways has a program.
     programs = 1 if sharing is None or sharing.is_unconditional else 2
     rollouts = parts.open_rollouts(
-        cfg, parts.task, engine, job.position.step, job.position.data, report=job.show_phase,
+        cfg,
+        parts.task,
+        engine,
+        job.position.step,
+        job.position.data,
+        report=job.show_phase,
         stop_signal=lambda: job.stop.signal,
-    )  # fmt: skip
+    )
     # On an error the state is saved first. Closing the rollouts may take a minute.
     with closing(rollouts), job.save_on_error():
         if job.base is not None and isinstance(engine, BaseReader):
@@ -226,10 +231,12 @@ def train_rl(job: Job) -> None:
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
                 batch, minibatches = split_minibatches(
-                    parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards), a,
-                    seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+                    parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards),
+                    a,
+                    seed=(cfg.seed, step),
+                    tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                     sharing=sharing,
-                )  # fmt: skip
+                )
                 if cfg.router.replay == "R3":
                     check_replayed_experts(batch)
                 with job.time_phase("train"):

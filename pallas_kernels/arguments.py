@@ -98,6 +98,9 @@ def matmul_precision(*dtypes: Any) -> lax.Precision:
 def dot_float32(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
     """The product of a and b over the axes in `contract`, in float32; see `matmul_precision`."""
     return lax.dot_general(
-        a, b, (contract, ((), ())), precision=matmul_precision(a.dtype, b.dtype),
+        a,
+        b,
+        (contract, ((), ())),
+        precision=matmul_precision(a.dtype, b.dtype),
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )

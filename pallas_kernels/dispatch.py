@@ -78,11 +78,13 @@ def mosaic_implementations(
     """
     return {
         f"mosaic_{chip}": lazy_implementation(
-            f"{package}.pallas_{chip}", f"{op}_mosaic_{chip}", (chip,),
+            f"{package}.pallas_{chip}",
+            f"{op}_mosaic_{chip}",
+            (chip,),
             proven=f"mosaic_{chip}" in proven,
         )
         for chip in ("gpu", "tpu")
-    }  # fmt: skip
+    }
 
 
 def invariant_implementations(package: str, op: str) -> dict[str, Implementation[Any]]:
@@ -110,9 +112,14 @@ def invariant_implementations(package: str, op: str) -> dict[str, Implementation
 
 
 def implementations_of(
-    package: str, op: str, xla: Run, reference: Run, *,
-    extra: Mapping[str, Implementation[Run]] = MappingProxyType({}), invariant_in: str = "",
-) -> dict[str, Implementation[Run]]:  # fmt: skip
+    package: str,
+    op: str,
+    xla: Run,
+    reference: Run,
+    *,
+    extra: Mapping[str, Implementation[Run]] = MappingProxyType({}),
+    invariant_in: str = "",
+) -> dict[str, Implementation[Run]]:
     """The implementations of an operation, in order of preference.
 
     They are the Pallas kernels of the package, `extra`, `xla` and `reference`, and the

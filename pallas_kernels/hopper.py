@@ -52,9 +52,16 @@ def interpret_params(interpret: bool) -> Any:
 
 
 def make_kernel(
-    body: Callable[..., None], *, name: str, out_type: Any, scratch: Any, programs: int,
-    num_threads: int, interpret: bool, axis: str = "core",
-) -> Callable[..., Any]:  # fmt: skip
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    scratch: Any,
+    programs: int,
+    num_threads: int,
+    interpret: bool,
+    axis: str = "core",
+) -> Callable[..., Any]:
     """A kernel of `programs` blocks of `num_threads` warpgroups.
 
     In `body` the axis "warpgroup" numbers the warpgroups, and `axis` the blocks.

@@ -7,15 +7,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "launch/README.md",
-    ROOT / "tests/bench/README.md", *DOCS,
-]  # fmt: skip
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "launch/README.md",
+    ROOT / "tests/bench/README.md",
+    *DOCS,
+]
 # what others ship: nothing here can say whether it is typed right
 FOREIGN = ("ruff", "pyright", "lint-imports", "bazel", "npx", "uv", "mkdocs")
 START = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:[\w./-]*/bin/)?(?:python3?|pip|launch/(?:local|vllm_server)\.sh|"
-    + "|".join(FOREIGN) + r") "
-)  # fmt: skip
+    + "|".join(FOREIGN)
+    + r") "
+)
 
 
 def named(path: Path) -> str:

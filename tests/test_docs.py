@@ -38,12 +38,18 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 MARKERS = {m.partition(":")[0] for m in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 CONFIGS = sorted((ROOT / "configs").glob("[a-z]*.py"))
-CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
-        for p in sorted((ROOT / top).rglob("*.py"))]  # fmt: skip
+CODE = [
+    p
+    for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
+    for p in sorted((ROOT / top).rglob("*.py"))
+]
 
 COMMANDS = {
-    "train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main,
-}  # fmt: skip
+    "train": train.main,
+    "eval": eval.main,
+    "doctor": doctor.main,
+    "export": export.main,
+}
 OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "my_graders", "own_engine")
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
@@ -195,13 +201,20 @@ def at_hand(cfg: Config, folder: Path) -> list[str]:
     No adapter is here, so that a run cannot start from one.
     """
     write_sparse_checkpoint(folder, cfg.model)
-    sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
-            "lora.init_from=",
-            # Rows that ship with a config are here.
-            *([] if str(cfg.data.task).startswith("package:jaxmoe/configs/")
-              else ["data.task=reasoning_gym:spell_backward"]),
-            # Tools are declared in harmony format, which the byte tokenizer has.
-            *([] if cfg.has_environment else ["data.template={system}{question}"])]  # fmt: skip
+    sets = [
+        f"init.checkpoint={folder}",
+        "init.tokenizer=bytes",
+        "data.options={}",
+        "lora.init_from=",
+        # Rows that ship with a config are here.
+        *(
+            []
+            if str(cfg.data.task).startswith("package:jaxmoe/configs/")
+            else ["data.task=reasoning_gym:spell_backward"]
+        ),
+        # Tools are declared in harmony format, which the byte tokenizer has.
+        *([] if cfg.has_environment else ["data.template={system}{question}"]),
+    ]
     return [x for change in sets for x in ("--set", change)]
 
 
@@ -240,9 +253,11 @@ def collects(args: list[str]) -> None:
             continue
         files = [f for p in places or ["tests"] for f in [ROOT / p, *(ROOT / p).rglob("*.py")]]
         names = " ".join(
-            found for f in files if f.is_file()
+            found
+            for f in files
+            if f.is_file()
             for found in [f.stem, *re.findall(r"def (test_\w+)", f.read_text())]
-        )  # fmt: skip
+        )
         assert all(word in names for word in words), f"no test in {places} for {words}"
 
 
@@ -268,9 +283,12 @@ def started(args: list[str]) -> list[str]:
         python.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
         python.chmod(0o755)
         done = subprocess.run(
-            [str(ROOT / "launch/vllm_server.sh"), *args], capture_output=True, text=True,
-            check=True, env=os.environ | {"VLLM_API_KEY": "key", "PYTHON": str(python)},
-        )  # fmt: skip
+            [str(ROOT / "launch/vllm_server.sh"), *args],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"VLLM_API_KEY": "key", "PYTHON": str(python)},
+        )
     return done.stdout.splitlines()
 
 
@@ -317,8 +335,10 @@ def test_the_python_of_the_pages_uses_what_it_imports():
         for block in fences(page.read_text(), "python"):
             done = subprocess.run(
                 [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,I", "-"],
-                input=block, capture_output=True, text=True,
-            )  # fmt: skip
+                input=block,
+                capture_output=True,
+                text=True,
+            )
             assert done.returncode == 0, (named(page), done.stdout)
 
 
@@ -349,8 +369,9 @@ def tables(text: str) -> Iterator[tuple[list[str], list[list[str]], str]]:
     """Header, rows, and what stands between the table and the heading above it."""
     for found in re.finditer(r"^\|.*\n\|[-|: ]+\|\n((?:\|.*\n)*)", text, re.M):
         above = re.split(r"^#+ .*$", text[: found.start()], flags=re.M)[-1]
-        head, _, *rows = ([c.strip() for c in line[1:-1].split("|")]
-                          for line in found[0].splitlines())  # fmt: skip
+        head, _, *rows = (
+            [c.strip() for c in line[1:-1].split("|")] for line in found[0].splitlines()
+        )
         yield head, rows, above
 
 

@@ -58,6 +58,11 @@ def test_ruff_has_nothing_to_say(command: list[str]):
     assert done.returncode == 0, done.stdout
 
 
+def test_the_formatter_is_on_everywhere():
+    for path in [*PRODUCT, *(ROOT / "tests").rglob("*.py")]:
+        assert "fmt" + ": skip" not in path.read_text(), path
+
+
 def test_no_module_shadows_the_standard_library():
     for path in PRODUCT:
         assert path.stem not in sys.stdlib_module_names or path.stem == "__init__", path
@@ -93,9 +98,14 @@ def test_einsum_letters_are_the_operands_shape_suffixes():
 
 def test_jit_stays_at_the_edge():
     edge = {
-        "ahead_of_time.py", "measure.py", "__main__.py", "train.py", "eval.py", "native.py",
+        "ahead_of_time.py",
+        "measure.py",
+        "__main__.py",
+        "train.py",
+        "eval.py",
+        "native.py",
         "doctor.py",
-    }  # fmt: skip
+    }
     edge |= {"vllm_engine.py", "run.py"}  # run.py: weights are made cut over devices
     edge |= {"bed.py", "router_bed.py", "mxfp4_bed.py"}  # a study's runs, as train's
     edge.add("start_codes.py")  # of the masters, once a step

@@ -39,8 +39,10 @@ def array_digests(tree: Leaf) -> dict[str, str]:
     if jax.process_count() > 1:
         halves = np.array([divmod(part, 2**32) for part in parts], np.uint32)
         everywhere = multihost_utils.process_allgather(halves)
-        parts = [sum(int(hi) * 2**32 + int(lo) for hi, lo in sums_of_processes)
-                 for sums_of_processes in np.moveaxis(everywhere, 0, 1)]  # fmt: skip
+        parts = [
+            sum(int(hi) * 2**32 + int(lo) for hi, lo in sums_of_processes)
+            for sums_of_processes in np.moveaxis(everywhere, 0, 1)
+        ]
     return {name: f"{part % 2**64:016x}" for name, part in zip(names, parts, strict=True)}
 
 

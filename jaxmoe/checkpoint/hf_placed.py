@@ -21,9 +21,13 @@ from jaxmoe.shapes import Params
 
 
 def load_sharded_params(
-    directory: str | Path, cfg: ModelConfig, dtype: str, mesh: Mesh, *,
+    directory: str | Path,
+    cfg: ModelConfig,
+    dtype: str,
+    mesh: Mesh,
+    *,
     progress: Progress | None = None,
-) -> Params:  # fmt: skip
+) -> Params:
     """Load parameters as `load_params`, sharded over a mesh.
 
     Memory: on the host, one tensor of the checkpoint; on a device, its shards and a second copy of

@@ -93,9 +93,13 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def checkpoint_rows(
-    param: np.ndarray, layout: Layout, span: tuple[int, int], shape: tuple[int, ...],
-    dtype: np.dtype, out: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
+    param: np.ndarray,
+    layout: Layout,
+    span: tuple[int, int],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Rows span[0]…span[1] − 1 of a checkpoint's tensor, flattened to [rows, width].
 
     param: the parameter in our layout. shape: the checkpoint's shape.
@@ -128,9 +132,13 @@ def checkpoint_tensor(
 
 
 def device_tensor(
-    leaf: Leaf, pair: int | None, layout: Layout, shape: tuple[int, ...], dtype: str,
+    leaf: Leaf,
+    pair: int | None,
+    layout: Layout,
+    shape: tuple[int, ...],
+    dtype: str,
     device: Any,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The full tensor in the checkpoint's layout on one device, which needs room for two copies.
 
     Packed experts are decoded on the device. With several processes, a collective operation.

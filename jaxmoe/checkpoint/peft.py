@@ -31,10 +31,13 @@ from jaxmoe.shapes import Params
 
 # PEFT matches modules by the end of their names; "norm" alone would match all three norms.
 _MODULES = {
-    "w_router": "mlp.router", "attn_norm": "input_layernorm",
-    "moe_norm": "post_attention_layernorm", "final_norm": "model.norm", "embed": "embed_tokens",
+    "w_router": "mlp.router",
+    "attn_norm": "input_layernorm",
+    "moe_norm": "post_attention_layernorm",
+    "final_norm": "model.norm",
+    "embed": "embed_tokens",
     "head": "lm_head",
-}  # fmt: skip
+}
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -109,12 +112,14 @@ def _whole_modules(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict
     """Tensors of fully trained modules, in a checkpoint's names and layout."""
     return {
         f"base_model.model.{entry.name}": checkpoint_tensor(
-            gather_leaf(leaf_of(adapters, entry), entry.pair), entry.layout, entry.shape,
+            gather_leaf(leaf_of(adapters, entry), entry.pair),
+            entry.layout,
+            entry.shape,
             np.dtype(np.float32),
         )
         for entry in list_entries(cfg)
         if entry.keys[-1] in lora.fully_trained
-    }  # fmt: skip
+    }
 
 
 def _adapter_leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:

@@ -18,15 +18,31 @@ from jaxmoe.config.json_object import parse_json_object
 
 # Keys that are used.
 _READ = {
-    "peft_type", "peft_version", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
+    "peft_type",
+    "peft_version",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
     "target_parameters",
-}  # fmt: skip
+}
 # Keys with any value: they describe the training, or the modules, which the tensors show.
 _IGNORED = {
-    "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
-    "target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern",
-    "megatron_core", "qalora_group_size", "runtime_config",
-}  # fmt: skip
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "lora_dropout",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+}
 # Accepted values that do not change the weights; every other key must be None, False or empty.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),

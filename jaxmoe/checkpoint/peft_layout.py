@@ -65,9 +65,16 @@ def adapted_matrices(cfg: ModelConfig) -> list[AdaptedMatrix]:
             *experts, inputs, outputs = entry.param_shape
             target = entry.name.removesuffix(".weight")
             kind, name = entry.keys[1:]
-            matrices.append(AdaptedMatrix(
-                ("layers", kind, name), entry.pair, target, inputs, outputs, *(experts or [None])
-            ))  # fmt: skip
+            matrices.append(
+                AdaptedMatrix(
+                    ("layers", kind, name),
+                    entry.pair,
+                    target,
+                    inputs,
+                    outputs,
+                    *(experts or [None]),
+                )
+            )
     return matrices
 
 

@@ -147,10 +147,11 @@ def _find_adapted_names(
 
 
 def _find_expert_axis(
-    directory: Path, config: Mapping[str, Any],
+    directory: Path,
+    config: Mapping[str, Any],
     matrices: list[tuple[AdaptedMatrix, tuple[StoredTensor, StoredTensor]]],
     chosen: ExpertAxis | None,
-) -> ExpertAxis | None:  # fmt: skip
+) -> ExpertAxis | None:
     """The experts' axis that A spans; None without experts. Checks all shapes.
 
     chosen: the caller's `expert_axis`.

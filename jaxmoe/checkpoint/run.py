@@ -157,10 +157,12 @@ def save_run(
     contents: digests of the run's files (`digest_contents`).
     """
     extra = {
-        "stage": position.stage, "step": position.step, "data": position.data,
+        "stage": position.stage,
+        "step": position.step,
+        "data": position.data,
         "config": json.loads(to_json(cfg)),
         "contents": dict(contents or {}),
-    }  # fmt: skip
+    }
     store.save_checkpoint(
         work / "checkpoints",
         position.checkpoint_number,

@@ -17,23 +17,55 @@ from jaxmoe.config import Config, ConfigError, to_json
 
 # Settings that a resumed run may change: the numbers so far do not depend on them.
 CHANGEABLE_KEYS = (
-    "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
-    "data.reward_timeout_s", "data.swapped_share", "data.second_grader", "data.second_grader_share",
-    "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
-    "critic.lr", "router.lr_scale", "router.instruments", "rollout.reply_timeout_s",
-    "rollout.patience_s", "rollout.reply_threads", "rollout.max_lost_frac", "sandbox.",
+    "steps",
+    "workdir",
+    "eval.",
+    "save.",
+    "observe.",
+    "gate.",
+    "data.max_prompt_tokens",
+    "data.reward_timeout_s",
+    "data.swapped_share",
+    "data.second_grader",
+    "data.second_grader_share",
+    "rollout.vllm.",
+    "optim.lr",
+    "optim.clip_norm",
+    "warmup.lr",
+    "critic.lr",
+    "router.lr_scale",
+    "router.instruments",
+    "rollout.reply_timeout_s",
+    "rollout.patience_s",
+    "rollout.reply_threads",
+    "rollout.max_lost_frac",
+    "sandbox.",
     # the same sums, in other microbatches
-    "optim.microbatches", "optim.tokens_per_microbatch", "optim.share_prompts", "optim.remat",
-    "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
+    "optim.microbatches",
+    "optim.tokens_per_microbatch",
+    "optim.share_prompts",
+    "optim.remat",
+    "optim.remat_keeps",
+    "optim.remat_inputs",
+    "optim.moments",
+    "rollout.max_parallel_sequences",
     "quant.",  # the optimizer has unrounded weights either way
-    "lora.embedding_rows", "kernels", "mesh.", "model.numerics",  # the same sums, in another order
-)  # fmt: skip
+    "lora.embedding_rows",
+    "kernels",
+    "mesh.",
+    "model.numerics",  # the same sums, in another order
+)
 BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
 # Settings that decide which rows of a task are held out.
 SPLIT_KEYS = (
-    "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
-    "data.distinct", "data.columns.",
-)  # fmt: skip
+    "seed",
+    "data.train_rows",
+    "data.held_out_rows",
+    "data.options.",
+    "data.overlong_prompts",
+    "data.distinct",
+    "data.columns.",
+)
 # Settings that are dicts: a key may be in one of two configs alone.
 DICT_KEYS = ("data.options.", "data.columns.")
 # If too long prompts are dropped, these settings decide which ones.
@@ -140,9 +172,11 @@ def check_use(
         keys = (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS
         if same_task and (other_split or _matches_key(name, keys)):
             raise _refusal_error(
-                work, name, old,
+                work,
+                name,
+                old,
                 f"be evaluated with {new}: rows that it was trained on would count as held out",
-            )  # fmt: skip
+            )
 
 
 def _check_same_columns(work: Path, saved_config: dict[str, Any], cfg: Config, verb: str) -> None:

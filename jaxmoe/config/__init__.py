@@ -34,12 +34,34 @@ from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
 from jaxmoe.config.values import check_values
 
 __all__ = [
-    "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
-    "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
-    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "QuantConfig",
-    "RolloutConfig", "RouterConfig", "SandboxConfig", "SaveConfig", "VllmConfig", "WarmupConfig",
-    "describe_engine", "require", "to_json",
-]  # fmt: skip
+    "CHECKPOINT_MODEL",
+    "Config",
+    "ConfigError",
+    "CriticConfig",
+    "DataConfig",
+    "EngineDescription",
+    "EngineError",
+    "EngineMemory",
+    "EvalConfig",
+    "GateConfig",
+    "InitConfig",
+    "LoraConfig",
+    "LossConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "OptimConfig",
+    "QuantConfig",
+    "RolloutConfig",
+    "RouterConfig",
+    "SandboxConfig",
+    "SaveConfig",
+    "VllmConfig",
+    "WarmupConfig",
+    "describe_engine",
+    "require",
+    "to_json",
+]
 
 
 KERNELS = ("auto", "xla", "mosaic_gpu", "mosaic_tpu", "triton", "reference")
@@ -90,8 +112,9 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("old_logp", ("detached", "recomputed", "rollout")), ("kl_in", ("loss", "reward")),
-        ):  # fmt: skip
+            ("old_logp", ("detached", "recomputed", "rollout")),
+            ("kl_in", ("loss", "reward")),
+        ):
             value = getattr(self, name)
             require(
                 value in allowed,
@@ -137,9 +160,12 @@ class CriticConfig:
             "Try --set critic.pretrain_steps=0.",
         )
         check_fields(
-            "critic", self, lr=(*NOT_NEGATIVE, 1e-5), loss_coef=(*NOT_NEGATIVE, 0.5),
+            "critic",
+            self,
+            lr=(*NOT_NEGATIVE, 1e-5),
+            loss_coef=(*NOT_NEGATIVE, 0.5),
             clip=(*POSITIVE, 0.5),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -331,9 +357,11 @@ class Config:
     def records_experts(self) -> bool:
         """True if rollouts have the engine's experts, to be replayed or compared."""
         return (
-            self.router.replay == "R3" or self.rollout.compare_experts or self.requires_equal_logp
+            self.router.replay == "R3"
+            or self.rollout.compare_experts
+            or self.requires_equal_logp
             or "load_balance" in self.router.term_weights
-        )  # fmt: skip
+        )
 
     @property
     def trainable(self) -> str:

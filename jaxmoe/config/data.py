@@ -65,10 +65,13 @@ class DataConfig:
             "Try --set data.train_rows=all.",
         )
         check_fields(
-            "data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512),
-            swapped_share=(*SHARE, 0.25), second_grader_share=(*SHARE, 0.25),
+            "data",
+            self,
+            max_prompt_tokens=("above 0", lambda x: x > 0, 512),
+            swapped_share=(*SHARE, 0.25),
+            second_grader_share=(*SHARE, 0.25),
             reward_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 300.0),
-        )  # fmt: skip
+        )
         require(
             self.reasoning_effort in EFFORTS,
             f"data.reasoning_effort must be one of {', '.join(EFFORTS)}; got "

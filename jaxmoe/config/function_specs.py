@@ -22,9 +22,12 @@ OPTIONAL_ARRAYS = ("indices_BTA", "context", "product")
 
 
 def parse_function(
-    text: str, key: str, arrays: Sequence[str], builtins: Functions,
+    text: str,
+    key: str,
+    arrays: Sequence[str],
+    builtins: Functions,
     choices: Sequence[str] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """Return the function of one call, with its keyword arguments bound.
 
     Args:
@@ -39,9 +42,13 @@ def parse_function(
 
 
 def bind_function(
-    name: str, options: Mapping[str, Any], key: str, arrays: Sequence[str], builtins: Functions,
+    name: str,
+    options: Mapping[str, Any],
+    key: str,
+    arrays: Sequence[str],
+    builtins: Functions,
     choices: Sequence[str] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """Return the function of that name with options bound; see `parse_function`."""
     function = (
         import_function(name, key)
@@ -53,9 +60,12 @@ def bind_function(
 
 
 def parse_functions(
-    text: str, key: str, arrays: Sequence[str], builtins: Functions,
+    text: str,
+    key: str,
+    arrays: Sequence[str],
+    builtins: Functions,
     choices: Sequence[str] | None = None,
-) -> tuple[Callable[..., Any], ...]:  # fmt: skip
+) -> tuple[Callable[..., Any], ...]:
     """Return the functions of calls joined by "+"; an empty tuple for an empty text."""
     calls = split_calls(text) if text.strip() else []
     return tuple(parse_function(call, key, arrays, builtins, choices) for call in calls)
@@ -82,9 +92,8 @@ def array_parameters(function: Callable[..., Any]) -> list[str]:
     """Names of the arrays that a function takes: its positional parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     return [
-        p.name for p in parameters
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-    ]  # fmt: skip
+        p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+    ]
 
 
 def split_calls(text: str) -> list[str]:
@@ -135,19 +144,23 @@ def _check_signature(
             )
         )
     optional = [
-        n for n, p in inspect.signature(bound).parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty and n in arrays
+        n
+        for n, p in inspect.signature(bound).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+        and p.default is not p.empty
+        and n in arrays
         and n not in OPTIONAL_ARRAYS
-    ]  # fmt: skip
+    ]
     if optional:
         raise ConfigError(
             f"{key}: {name} must take {optional[0]} without a default: arrays with a default are "
             "never passed."
         )
     missing = [
-        n for n, p in inspect.signature(bound).parameters.items()
+        n
+        for n, p in inspect.signature(bound).parameters.items()
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and n not in arrays
-    ]  # fmt: skip
+    ]
     if missing:
         raise ConfigError(
             f'{key}: {name} needs {missing[0]}. Try --set "{key}={name}({missing[0]}=…)".'

@@ -22,8 +22,11 @@ MODULES_TO_SAVE = {
 }
 # Names in transformers and PEFT, for hints.
 _HF_NAMES = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "down")} | {
-    "embed_tokens": "embedding", "lm_head": "head", "layernorm": "norms", "bias": "biases",
-}  # fmt: skip
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "layernorm": "norms",
+    "bias": "biases",
+}
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,14 @@ class LoraConfig:
                 f"Try --set lora.{name}=16.",
             )
         check_fields(
-            "lora", self,
+            "lora",
+            self,
             embedding_rows=("0 or more", lambda x: x >= 0, 0),
             **{
                 name: ("above 0 and finite", lambda x: 0 < x < math.inf, 16.0)
                 for name in ("attention_alpha", "expert_alpha")
             },
-        )  # fmt: skip
+        )
         _check_names("targets", self.targets, (*ATTENTION, *EXPERTS))
         _check_names("modules_to_save", self.modules_to_save, tuple(MODULES_TO_SAVE))
         for rank, names in (("attention_rank", ATTENTION), ("expert_rank", EXPERTS)):

@@ -10,11 +10,20 @@ from jaxmoe.config.errors import check_fields, require
 # Limits far above real models. They keep lists with one entry per layer small, which are made
 # before the memory check.
 MAX_SIZES = {
-    "vocab_size": 2**24, "d_model": 2**17, "n_layers": 1024, "n_q_heads": 2**12,
-    "n_kv_heads": 2**12, "head_dim": 2**12, "n_experts": 2**14, "experts_per_token": 2**10,
-    "d_expert": 2**20, "sliding_window": 2**31 - 1, "vocab_multiple": 2**20,
-    "rope_original_context": 2**31 - 1, "max_context": 2**31 - 1,
-}  # fmt: skip
+    "vocab_size": 2**24,
+    "d_model": 2**17,
+    "n_layers": 1024,
+    "n_q_heads": 2**12,
+    "n_kv_heads": 2**12,
+    "head_dim": 2**12,
+    "n_experts": 2**14,
+    "experts_per_token": 2**10,
+    "d_expert": 2**20,
+    "sliding_window": 2**31 - 1,
+    "vocab_multiple": 2**20,
+    "rope_original_context": 2**31 - 1,
+    "max_context": 2**31 - 1,
+}
 
 
 @dataclass(frozen=True)
@@ -95,11 +104,14 @@ class ModelConfig:
 
         must_be = "above 0 and finite"
         check_fields(
-            "model", self, rope_theta=(must_be, positive, 150_000.0),
-            rms_eps=(must_be, positive, 1e-5), swiglu_alpha=(must_be, positive, 1.702),
+            "model",
+            self,
+            rope_theta=(must_be, positive, 150_000.0),
+            rms_eps=(must_be, positive, 1e-5),
+            swiglu_alpha=(must_be, positive, 1.702),
             swiglu_limit=(must_be, positive, 7.0),
             rope_factor=("at least 1 and finite", lambda x: 1 <= x < math.inf, 32.0),
-        )  # fmt: skip
+        )
 
     @property
     def padded_vocab(self) -> int:

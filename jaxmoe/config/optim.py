@@ -76,12 +76,18 @@ class OptimConfig:
                 f"{self.trainable!r}: {error}. Try --set optim.trainable='(?!.*router).*'."
             ) from error
         check_fields(
-            "optim", self, lr=(*NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*NOT_NEGATIVE, 0),
-            lr_end_fraction=(*SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
-            eps=(*POSITIVE, 1e-8), weight_decay=(*NOT_NEGATIVE, 0.0),
+            "optim",
+            self,
+            lr=(*NOT_NEGATIVE, 1e-5),
+            lr_warmup_steps=(*NOT_NEGATIVE, 0),
+            lr_end_fraction=(*SHARE, 1.0),
+            beta1=_BELOW_ONE,
+            beta2=_BELOW_ONE,
+            eps=(*POSITIVE, 1e-8),
+            weight_decay=(*NOT_NEGATIVE, 0.0),
             expert_tokens=(*NOT_NEGATIVE, 1024),
             clip_norm=("above 0 (None is off)", lambda x: x is None or x > 0, 1.0),
-        )  # fmt: skip
+        )
 
     @property
     def uses_host_memory(self) -> bool:

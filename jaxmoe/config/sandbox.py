@@ -36,15 +36,17 @@ class SandboxConfig:
             f"Try --set sandbox.kind={close[0]}.",
         )
         check_fields(
-            "sandbox", self,
+            "sandbox",
+            self,
             memory_mb=(f"{MIN_MEMORY_MB} or more", lambda x: x >= MIN_MEMORY_MB, 512),
             call_s=("above 0, and finite", lambda x: 0 < x < 1e9, 5.0),
             disk_mb=(*NOT_NEGATIVE, 64),
             warm=(f"between 0 and {MAX_WARM}", lambda x: 0 <= x <= MAX_WARM, 4),
-        )  # fmt: skip
+        )
         for name, value, usual in (
-            ("memory_mb", self.memory_mb, 512), ("disk_mb", self.disk_mb, 64)
-        ):  # fmt: skip
+            ("memory_mb", self.memory_mb, 512),
+            ("disk_mb", self.disk_mb, 64),
+        ):
             require(
                 value <= MAX_MB,
                 f"sandbox.{name} must be at most {MAX_MB:,} (16 TB), got {value:,}. "

@@ -52,11 +52,15 @@ def read_row(location: str, record: Any, *, answers: bool) -> Row:
     tools = parse_tools(location, _find_tools(location, record, record[name]))
     *earlier, last = chat
     return Row(
-        last.content, *_parse_answers(location, record, answers),
+        last.content,
+        *_parse_answers(location, record, answers),
         system=_find_system_prompt(location, record, earlier),
         earlier=tuple(m for m in earlier if m.role not in ("system", "developer")),
-        columns=record, location=location, tools=tools, chat=isinstance(record[name], list),
-    )  # fmt: skip
+        columns=record,
+        location=location,
+        tools=tools,
+        chat=isinstance(record[name], list),
+    )
 
 
 def stored_answer(record: Mapping[str, Any]) -> tuple[str, Any]:

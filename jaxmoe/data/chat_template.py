@@ -25,8 +25,15 @@ from jaxmoe.config.json_object import parse_json
 from jaxmoe.data.rows import Message, ToolDescription
 
 _MAX_TEMPLATE_BYTES = 1_000_000  # bytes of a template; published ones have up to 30,000
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-           "mask_token")  # fmt: skip
+_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,12 @@ class ChatTemplate:
         turns = [{"role": turn.role, "content": turn.content} for turn in chat]
         try:
             return self._compiled_template.render(
-                messages=turns, tools=[_openai_tool(tool) for tool in tools] or None,
-                documents=None, add_generation_prompt=True,
+                messages=turns,
+                tools=[_openai_tool(tool) for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=True,
                 **{**self.tokens, **variables},
-            )  # fmt: skip
+            )
         except Exception as error:  # the template is foreign code and may raise anything
             raise ConfigError(f"{str(error) or type(error).__name__}".splitlines()[0]) from error
 
@@ -148,9 +157,12 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """JSON without the HTML escapes that Jinja's own `tojson` filter adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

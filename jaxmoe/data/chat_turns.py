@@ -66,9 +66,11 @@ def _parse_turn(
         isinstance(content, str) and (calls or role == "tool")
     )
     if (
-        not isinstance(role, str) or role not in roles
-        or not (is_text(content) or may_be_empty) or has_other_calls
-    ):  # fmt: skip
+        not isinstance(role, str)
+        or role not in roles
+        or not (is_text(content) or may_be_empty)
+        or has_other_calls
+    ):
         raise ConfigError(
             f"{label} must have a role ({' or '.join(roles)}) and a content that is a non-empty "
             f"text{_NO_CALLS if has_other_calls else ''}, got {turn!r:.60}. Write {EXAMPLE_CHAT}"
@@ -115,10 +117,13 @@ def _parse_calls(label: str, calls: Any, tools_by_id: dict[str, str]) -> list[Me
         tools_by_id[str(fields.get("id"))] = recipient
         messages.append(
             Message(
-                "assistant", arguments, channel="commentary", recipient=recipient,
+                "assistant",
+                arguments,
+                channel="commentary",
+                recipient=recipient,
                 content_type="json",
             )
-        )  # fmt: skip
+        )
     return messages
 
 

@@ -29,14 +29,36 @@ _SIGNED = re.compile(r"([-+]?) ?([$€£¥]?) ?([-+]?)(.*?) ?([%$€£¥]?)", re
 _NAMED = re.compile(r"([A-Za-z][\w{} ]*)?= ?(.*)", re.DOTALL)
 
 _PLAIN_FORMS = {
-    "\N{MINUS SIGN}": "-", "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "\\dfrac": "\\frac",
-    "\\tfrac": "\\frac", "\\%": "%", "{,}": ",", "\\!": "", "\\left": "", "\\right": "",
-    "^\\circ": " °", "^{\\circ}": " °", "\\degree": " °",
-}  # fmt: skip
+    "\N{MINUS SIGN}": "-",
+    "×": "*",
+    "·": "*",
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\%": "%",
+    "{,}": ",",
+    "\\!": "",
+    "\\left": "",
+    "\\right": "",
+    "^\\circ": " °",
+    "^{\\circ}": " °",
+    "\\degree": " °",
+}
 _SPACES = re.compile(r"\\[,;: ]|~|\\quad\b|\s+")
 _TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
-_WRAPPERS = (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("`", "`"),
-             ("{", "}"), ("\\text{", "}"), ("\\mathbf{", "}"), ("\\textbf{", "}"))  # fmt: skip
+_WRAPPERS = (
+    ("**", "**"),
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("$$", "$$"),
+    ("$", "$"),
+    ("`", "`"),
+    ("{", "}"),
+    ("\\text{", "}"),
+    ("\\mathbf{", "}"),
+    ("\\textbf{", "}"),
+)
 
 _UNIT = re.compile(r"([^\W\d_]|[°'µ-])+(/[^\W\d_]+)?(\^\{?[23]\}?|[²³])?")
 _MAX_UNIT_WORDS = 6  # longer texts after a number are sentences, not units

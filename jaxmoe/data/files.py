@@ -71,8 +71,9 @@ def read_task_rows(
     paths = [path for name in tasks for path in _find_files(name)]
     rows = tuple(
         read_row(location, name_columns(location, record, columns or {}), answers=answers)
-        for path in paths for location, record in read_records(path)
-    )  # fmt: skip
+        for path in paths
+        for location, record in read_records(path)
+    )
     if not rows:
         names = ", ".join(map(str, paths[:3]))
         raise ConfigError(f"data.task must have rows; {names} is empty. Try another file.")

@@ -163,9 +163,11 @@ def read_response(
     ]
     final = _find_answer(messages)
     return ParsedResponse(
-        final.content if final else "", "\n".join(analysis), uses_channels=True,
+        final.content if final else "",
+        "\n".join(analysis),
+        uses_channels=True,
         has_final=final is not None,
-    )  # fmt: skip
+    )
 
 
 def answer_prefix(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
@@ -266,9 +268,13 @@ def _split_messages(
 
 
 def _parse_message(
-    header: list[int], body: list[int], end: str, has_role: bool, ids: dict[str, int],
+    header: list[int],
+    body: list[int],
+    end: str,
+    has_role: bool,
+    ids: dict[str, int],
     tokenizer: Tokenizer,
-) -> _Part:  # fmt: skip
+) -> _Part:
     try:
         text = _decode_header(header, ids, tokenizer)
         if has_role:

@@ -60,10 +60,12 @@ def parse_header(text: str, *, has_role: bool = False) -> Message:
         if _CONTENT_TYPE.fullmatch(name):
             recipient, content_type = "", name
     return Message(
-        "assistant", "", channel=channel,
+        "assistant",
+        "",
+        channel=channel,
         recipient=recipient.removeprefix("to=").removeprefix(CONSTRAIN),
         content_type=content_type.removeprefix(CONSTRAIN),
-    )  # fmt: skip
+    )
 
 
 def check_role(role: str, *, is_cut: bool = False) -> None:

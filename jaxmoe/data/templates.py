@@ -208,11 +208,12 @@ class Template:
         pieces = [(self.text, True)]
         for field_name, content in values.items():
             pieces = [
-                part for piece, markup in pieces
+                part
+                for piece, markup in pieces
                 for part in (
                     _split_at_field(piece, field_name, content) if markup else [(piece, markup)]
                 )
-            ]  # fmt: skip
+            ]
         return pieces
 
     def _render_harmony(

@@ -27,8 +27,12 @@ def keep_freed_memory() -> bool:
         libc = ctypes.CDLL("libc.so.6")
         # Mapped blocks would return to the kernel when freed, and memory of one arena is not reused
         # by another. The heap grows in large steps and is never trimmed.
-        options = ((_MMAP_MAX, 0), (_ARENA_MAX, 1), (_TOP_PAD, _GROWTH_BYTES),
-                   (_TRIM_THRESHOLD, 2**31 - 1))  # fmt: skip
+        options = (
+            (_MMAP_MAX, 0),
+            (_ARENA_MAX, 1),
+            (_TOP_PAD, _GROWTH_BYTES),
+            (_TRIM_THRESHOLD, 2**31 - 1),
+        )
         return all(libc.mallopt(name, value) == 1 for name, value in options)
     except (OSError, AttributeError):  # another libc
         return False

@@ -56,10 +56,12 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> None:
         if number > 0:
             _wait_for_first_process(address)
         options = {
-            "coordinator_address": address, "num_processes": count, "process_id": number,
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": number,
             # jax would otherwise read SLURM's variables and use a single GPU of a node
             "cluster_detection_method": "deactivate",
-        }  # fmt: skip
+        }
         # jax would listen on every network, and the coordinator has no authentication.
         if _is_loopback(address) and BIND_VARIABLE not in environ:
             options["coordinator_bind_address"] = address
@@ -67,10 +69,11 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> None:
         return
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=START_TIMEOUT_S,
+            **options,
+            initialization_timeout=START_TIMEOUT_S,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        )  # fmt: skip
+        )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             "the processes of a run must connect to each other; "
@@ -96,13 +99,15 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[str, int, int]:
     address, count, number = (environ.get(name, "") for name in PROCESS_VARIABLES)
     host, _, port = address.rpartition(":")
     if missing or not (host and port.isdecimal() and count.isdecimal() and number.isdecimal()):
+        values = (
+            f"{name}={repr(environ[name]) if name in environ else 'nothing'}"
+            for name in PROCESS_VARIABLES
+        )
         raise ConfigError(
             "several processes need host:port of the first, their count, and a number each; "
-            "got "
-            f"{', '.join(f'{name}={environ.get(name, chr(0))!r}' for name in PROCESS_VARIABLES)}. "
-            "Try JAX_COORDINATOR_ADDRESS=127.0.0.1:8476 JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=0."
-            .replace(repr(chr(0)), "nothing")
-        )  # fmt: skip
+            f"got {', '.join(values)}. Try JAX_COORDINATOR_ADDRESS=127.0.0.1:8476 "
+            "JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=0."
+        )
     if int(number) >= int(count):
         raise ConfigError(
             f"JAX_PROCESS_ID ({number}) must be below JAX_NUM_PROCESSES ({count}). Number the "

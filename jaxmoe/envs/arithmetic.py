@@ -18,13 +18,18 @@ MAX_BITS = 4096  # of an integer: 1,233 digits, fewer than Python refuses to pri
 _MAX_ROUND_DIGITS = 300
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
     ast.Pow: operator.pow,
-}  # fmt: skip
+}
 _UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {
-    ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 _FUNCTIONS = {"abs": abs, "max": max, "min": min, "round": round}
 # The parser warns of texts such as "1if x", and a warning may be an error. So the text is split
 # first: a number ends where no letter follows.
@@ -139,6 +144,7 @@ def _check_size(value: object) -> Number:
     if isinstance(value, float) and math.isfinite(value):
         return value
     raise ArithmeticRefused(
-        "the result is not a real number" if isinstance(value, complex) else
-        "the result is too large"
-    )  # fmt: skip
+        "the result is not a real number"
+        if isinstance(value, complex)
+        else "the result is too large"
+    )

@@ -33,10 +33,13 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     rewards = apply_overlong_penalty(cfg, rollouts, rewards)
     is_missing = np.isnan(rewards)
     batch = rollout_batch(
-        rollouts, np.where(is_missing, 0.0, rewards), samples=r.samples_per_prompt,
-        length=cfg.context, pad_id=task.tokenizer.pad_id,
+        rollouts,
+        np.where(is_missing, 0.0, rewards),
+        samples=r.samples_per_prompt,
+        length=cfg.context,
+        pad_id=task.tokenizer.pad_id,
         n_experts=cfg.model.n_experts if cfg.records_experts else None,
-    )  # fmt: skip
+    )
     if is_missing.any():
         mask_BT = np.asarray(batch.loss_mask_BT) & ~is_missing[:, None]
         batch = replace(batch, loss_mask_BT=mask_BT, rewards_B=rewards.astype(np.float32))

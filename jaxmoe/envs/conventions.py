@@ -118,10 +118,9 @@ def detect_convention(
             missing_name = sorted(required - available)[0]
             raise ConfigError(
                 f"{label} requires {missing_name}; available are: {', '.join(sorted(available))}. "
-                f"Give {missing_name} a default" + (
-                    ", or the rows a column of that name." if match is TRL_CONVENTION else "."
-                )
-            )  # fmt: skip
+                f"Give {missing_name} a default"
+                + (", or the rows a column of that name." if match is TRL_CONVENTION else ".")
+            )
     takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters) and not positional
     if takes_any_keyword and required <= {*TRL, *columns} - {"prompt"}:
         # TRL calls every function with all that there is, so f(**kwargs) is one of its functions.
@@ -152,7 +151,7 @@ def _trl_arguments(samples: Sequence[Sample], state: SimpleNamespace) -> dict[st
         ],
         "completion_ids": [list(s.tokens) for s in samples],
         "trainer_state": state,
-    }  # fmt: skip
+    }
 
 
 def _verl_arguments(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
@@ -178,9 +177,11 @@ def _native_arguments(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str
     (sample,) = samples
     plain = {"question": sample.row.question, "answer": sample.row.answer}
     return {
-        "prompt": sample.prompt, "response": sample.parsed.text,
-        "analysis": sample.parsed.analysis, "row": dict(sample.row.columns) or plain,
-    }  # fmt: skip
+        "prompt": sample.prompt,
+        "response": sample.parsed.text,
+        "analysis": sample.parsed.analysis,
+        "row": dict(sample.row.columns) or plain,
+    }
 
 
 TRL_CONVENTION = Convention(True, _trl_arguments)
@@ -227,5 +228,6 @@ def _select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -
     # Copy, so that a function that modifies its arguments does not change the next epoch's row.
     return {
         name: value if name in _NOT_COPIED else copy.deepcopy(value)
-        for name, value in arguments.items() if name not in bound
-    }  # fmt: skip
+        for name, value in arguments.items()
+        if name not in bound
+    }

@@ -81,9 +81,12 @@ def make_warm_start_batch(
                 f"{prompt.id} has {n}. Try --set rollout.max_context={n}."
             )
     return supervised_batch(
-        prompts, [target.tokens for target in targets], length=length,
-        pad_id=task.tokenizer.pad_id, masks=[target.policy_mask for target in targets],
-    )  # fmt: skip
+        prompts,
+        [target.tokens for target in targets],
+        length=length,
+        pad_id=task.tokenizer.pad_id,
+        masks=[target.policy_mask for target in targets],
+    )
 
 
 def warm_start_target(prompt: Prompt, task: Task) -> WarmStartTarget:

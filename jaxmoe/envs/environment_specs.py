@@ -34,9 +34,13 @@ KEY = "data.environment"
 _SKYRL = "skyrl:"
 # Arguments of constructors that come from the row, with the form that they belong to.
 _ROW_ARGUMENTS = {
-    "extras": "skyrl", "env_config": "skyrl", "single_example": "tunix", "task": "tunix",
-    "group_id": "tunix", "pair_index": "tunix",
-}  # fmt: skip
+    "extras": "skyrl",
+    "env_config": "skyrl",
+    "single_example": "tunix",
+    "task": "tunix",
+    "group_id": "tunix",
+    "pair_index": "tunix",
+}
 _FORMS = (
     "reset(row, *, seed) and step(messages); TRL's reset(**row) and methods as tools; SkyRL's "
     "init(prompt) and step(text); Gymnasium's reset(seed, options); Tunix's reset()"
@@ -180,10 +184,14 @@ def _bind_constructor(
             hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
             raise ConfigError(f"{label} has no option {option!r}. {hint}")
     missing = [
-        p.name for p in parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in options and p.name not in _ROW_ARGUMENTS and p.name != row_name
-    ]  # fmt: skip
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and p.name not in options
+        and p.name not in _ROW_ARGUMENTS
+        and p.name != row_name
+    ]
     if missing:
         path = label.removeprefix(f"{KEY}: ")
         raise ConfigError(f'{label} needs {missing[0]}. Try --set "{KEY}={path}({missing[0]}=…)".')
@@ -200,10 +208,13 @@ def _find_row_parameter(target: Callable[..., Any], options: Mapping[str, Any]) 
     parameters = _list_parameters(target)
     names = [name for name in ("single_example", "task") if name in parameters]
     required = [
-        p.name for p in parameters.values()
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-        and p.name not in options and p.name not in _ROW_ARGUMENTS
-    ]  # fmt: skip
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty
+        and p.kind is p.POSITIONAL_OR_KEYWORD
+        and p.name not in options
+        and p.name not in _ROW_ARGUMENTS
+    ]
     return (names + required + [""])[0]
 
 

@@ -48,10 +48,18 @@ class EpisodeSettings:
 
 
 def sample_rollouts(
-    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
-    settings: EpisodeSettings | None, source: Source, template: Template, tokenizer: Tokenizer,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    seed: int,
+    samples: int = 1,
+    settings: EpisodeSettings | None,
+    source: Source,
+    template: Template,
+    tokenizer: Tokenizer,
     max_prompt_tokens: int,
-) -> list[Rollout]:  # fmt: skip
+) -> list[Rollout]:
     """Return the rollouts of `engine.generate`; with an environment they are its episodes.
 
     All samples of a prompt begin in the same state: `reset` gets a seed that depends on `seed` and
@@ -80,9 +88,15 @@ class Episodes:
     """
 
     def __init__(
-        self, settings: EpisodeSettings, source: Source, template: Template, tokenizer: Tokenizer,
-        *, samples: int, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        settings: EpisodeSettings,
+        source: Source,
+        template: Template,
+        tokenizer: Tokenizer,
+        *,
+        samples: int,
+        seed: int,
+    ) -> None:
         self._settings, self._source = settings, source
         self._template, self._tokenizer = template, tokenizer
         self._samples, self._seed = samples, seed
@@ -211,10 +225,12 @@ class Episodes:
         is_forged = read_last_turn(rollout, self._tokenizer).is_forged
         lost, fault = result.find_loss(rollout.stop)
         return replace(
-            rollout, env_rewards=result.rewards(n_steps),
+            rollout,
+            env_rewards=result.rewards(n_steps),
             env_metrics=result.metrics(n_steps) | {"hack/forged_turn": float(is_forged)},
-            lost=lost, env_fault=fault,
-        )  # fmt: skip
+            lost=lost,
+            env_fault=fault,
+        )
 
     def abandon(self) -> None:
         """Close the environments of this process after an error; it raises nothing."""

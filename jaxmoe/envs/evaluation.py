@@ -76,8 +76,9 @@ def evaluate_held_out(
     powers = [2**i for i in range(1, samples.bit_length())]
     metrics |= {
         f"eval/pass@{k}": pass_at_k(by_prompt_PR, k)
-        for k in dict.fromkeys([*powers, samples]) if k > 1
-    }  # fmt: skip
+        for k in dict.fromkeys([*powers, samples])
+        if k > 1
+    }
     episodes = {f"eval/{name}": value for name, value in episode_metrics(sampled).items()}
     return metrics | parts | episodes, rollouts, rewards
 

@@ -48,9 +48,14 @@ class Grade:
 
 
 def grade_code(
-    pool: SandboxPool, code: str, entry_point: str, tests: str, *, setup: str = "",
+    pool: SandboxPool,
+    code: str,
+    entry_point: str,
+    tests: str,
+    *,
+    setup: str = "",
     timeout_s: float = 10.0,
-) -> Grade:  # fmt: skip
+) -> Grade:
     """Grade the function `entry_point` of a program by tests that call it, or `candidate`.
 
     tests: in a form of jaxmoe/envs/code_tests.py: assertions, `check(candidate)`, test functions,
@@ -78,9 +83,12 @@ def grade_code(
 
 
 def _run_tests(
-    candidate: Sandbox, examiner: Sandbox, entry_point: str, programs: tuple[str, str],
+    candidate: Sandbox,
+    examiner: Sandbox,
+    entry_point: str,
+    programs: tuple[str, str],
     deadline: float,
-) -> Grade:  # fmt: skip
+) -> Grade:
     faults: list[Grade] = []  # of the code; a test that catches exceptions cannot hide one
     n_calls = 0
 

@@ -29,10 +29,18 @@ FAILURES = ("down", "slow", "http_error", "malformed", "unclear")
 
 
 def check_judge(
-    rows: Sequence[Row], *, url: Any = "", model: Any = "", key_env: str = "",
-    criteria: Any = CRITERIA, timeout_s: Any = 60.0, deadline_s: Any = 240.0,
-    retries: Any = 2, concurrency: Any = 32, extra: Any = None,
-) -> None:  # fmt: skip
+    rows: Sequence[Row],
+    *,
+    url: Any = "",
+    model: Any = "",
+    key_env: str = "",
+    criteria: Any = CRITERIA,
+    timeout_s: Any = 60.0,
+    deadline_s: Any = 240.0,
+    retries: Any = 2,
+    concurrency: Any = 32,
+    extra: Any = None,
+) -> None:
     """Raise ConfigError for options that cannot work, and for a key that is not set."""
     example = "score_by_judge(url='http://localhost:8000/v1', model='NAME')"
     check_no_password(str(url), "data.rewards: score_by_judge's url")
@@ -52,9 +60,11 @@ def check_judge(
                 f"Try {example}."
             )
     for name, value, kinds, lowest in (
-        ("timeout_s", timeout_s, (int, float), 0.1), ("deadline_s", deadline_s, (int, float), 0.1),
-        ("retries", retries, (int,), 0), ("concurrency", concurrency, (int,), 1),
-    ):  # fmt: skip
+        ("timeout_s", timeout_s, (int, float), 0.1),
+        ("deadline_s", deadline_s, (int, float), 0.1),
+        ("retries", retries, (int,), 0),
+        ("concurrency", concurrency, (int,), 1),
+    ):
         if type(value) not in kinds or not lowest <= value < 1e6:
             kind = "a whole number" if kinds == (int,) else "a number of seconds"
             raise ConfigError(
@@ -96,10 +106,19 @@ def read_key(key_env: str) -> str:
 
 @checked_by(check_judge)
 async def score_by_judge(
-    prompt: Any, response: str, *, url: str = "", model: str = "", key_env: str = "",
-    criteria: str = CRITERIA, timeout_s: float = 60.0, deadline_s: float = 240.0,
-    retries: int = 2, concurrency: int = 32, extra: Mapping[str, Any] | None = None,
-) -> dict[str, float | None]:  # fmt: skip
+    prompt: Any,
+    response: str,
+    *,
+    url: str = "",
+    model: str = "",
+    key_env: str = "",
+    criteria: str = CRITERIA,
+    timeout_s: float = 60.0,
+    deadline_s: float = 240.0,
+    retries: int = 2,
+    concurrency: int = 32,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, float | None]:
     """1 if a model says that an answer meets the criteria, 0 if it says that it does not.
 
     url: the endpoint; requests go to url/chat/completions.
@@ -127,9 +146,15 @@ async def score_by_judge(
     }
     try:
         score = await request_judge(
-            url, fields, read_key(key_env), lambda text: read_verdict(text, yes, no),
-            timeout_s=timeout_s, deadline_s=deadline_s, retries=retries, concurrency=concurrency,
-        )  # fmt: skip
+            url,
+            fields,
+            read_key(key_env),
+            lambda text: read_verdict(text, yes, no),
+            timeout_s=timeout_s,
+            deadline_s=deadline_s,
+            retries=retries,
+            concurrency=concurrency,
+        )
     except JudgeFailed as error:
         _print_failure(url, error.reason, str(error))
         return {"score": None, **reasons, error.reason: 1.0}

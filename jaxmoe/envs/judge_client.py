@@ -29,9 +29,16 @@ class JudgeFailed(Exception):
 
 
 async def request_judge(
-    url: str, fields: Mapping[str, Any], key: str, read: Callable[[str], float | None], *,
-    timeout_s: float, deadline_s: float, retries: int, concurrency: int,
-) -> float:  # fmt: skip
+    url: str,
+    fields: Mapping[str, Any],
+    key: str,
+    read: Callable[[str], float | None],
+    *,
+    timeout_s: float,
+    deadline_s: float,
+    retries: int,
+    concurrency: int,
+) -> float:
     """The verdict that `read` finds in the reply to a request.
 
     Raises: JudgeFailed after the last try, or at the deadline; ConfigError if the endpoint refuses
@@ -47,9 +54,16 @@ async def request_judge(
                     await asyncio.sleep(_FIRST_WAIT_S * 2 ** (number - 1))
                 try:
                     return await asyncio.get_running_loop().run_in_executor(
-                        executor, _request, url, concurrency, fields, key, read,
-                        timeout_s, deadline,
-                    )  # fmt: skip
+                        executor,
+                        _request,
+                        url,
+                        concurrency,
+                        fields,
+                        key,
+                        read,
+                        timeout_s,
+                        deadline,
+                    )
                 except JudgeFailed as error:
                     failure = error
     except TimeoutError:
@@ -58,9 +72,14 @@ async def request_judge(
 
 
 def _request(
-    url: str, concurrency: int, fields: Mapping[str, Any], key: str,
-    read: Callable[[str], float | None], timeout_s: float, deadline: float,
-) -> float:  # fmt: skip
+    url: str,
+    concurrency: int,
+    fields: Mapping[str, Any],
+    key: str,
+    read: Callable[[str], float | None],
+    timeout_s: float,
+    deadline: float,
+) -> float:
     limit_s = min(timeout_s, deadline - time.monotonic())
     if limit_s <= 0:
         raise JudgeFailed("slow", "the deadline passed while other answers were judged")
@@ -70,9 +89,13 @@ def _request(
     start = time.monotonic()
     try:
         response = _open_client(url, concurrency).request(
-            "POST", "/chat/completions", json.dumps(fields).encode(), headers, timeout_s=limit_s,
+            "POST",
+            "/chat/completions",
+            json.dumps(fields).encode(),
+            headers,
+            timeout_s=limit_s,
             max_body_bytes=MAX_REPLY_BYTES,
-        )  # fmt: skip
+        )
     except HttpFailed as error:
         is_slow = time.monotonic() - start >= limit_s
         raise JudgeFailed("slow" if is_slow else "down", str(error)) from None

@@ -41,9 +41,11 @@ _REACHING_NAMES = frozenset(("mro", "format_map"))
 
 # The kinds of what is refused, and the metrics that count them.
 REFUSALS = {
-    "imports_refused": "hack/imports_refused", "timers_touched": "hack/timers_touched",
-    "files_touched": "hack/files_touched", "hidden_names": "hack/hidden_names",
-}  # fmt: skip
+    "imports_refused": "hack/imports_refused",
+    "timers_touched": "hack/timers_touched",
+    "files_touched": "hack/files_touched",
+    "hidden_names": "hack/hidden_names",
+}
 
 
 def find_refusals(tree: ast.Module) -> dict[str, str]:

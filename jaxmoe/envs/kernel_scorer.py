@@ -31,17 +31,29 @@ _EXAMPLE = '{"prompt": "…", "sizes": [64, 72, 80], "bound": 100}'
 
 
 def check_kernel_task(
-    rows: Sequence[Row], *, repetitions: Any = 5, timeout_s: Any = 10.0, max_speedup: Any = 10.0,
-    correct_share: Any = 0.1, **_options: Any,
-) -> None:  # fmt: skip
+    rows: Sequence[Row],
+    *,
+    repetitions: Any = 5,
+    timeout_s: Any = 10.0,
+    max_speedup: Any = 10.0,
+    correct_share: Any = 0.1,
+    **_options: Any,
+) -> None:
     """Raise ConfigError for rows without matrices, and for options by which nothing is measured."""
     rules: list[tuple[str, Any, type[Any] | tuple[type[Any], ...], str, float, float, Any]] = [
-        ("repetitions", repetitions, int, f"a whole number from 1 to {_MAX_REPETITIONS}",
-         1, _MAX_REPETITIONS, 5),
+        (
+            "repetitions",
+            repetitions,
+            int,
+            f"a whole number from 1 to {_MAX_REPETITIONS}",
+            1,
+            _MAX_REPETITIONS,
+            5,
+        ),
         ("timeout_s", timeout_s, (int, float), "a number of seconds from 0.1 to 1e6", 0.1, 1e6, 10),
         ("max_speedup", max_speedup, (int, float), "a number from 1.01 to 1e6", 1.01, 1e6, 10),
         ("correct_share", correct_share, (int, float), "a number from 0 to 0.99", 0.0, 0.99, 0.1),
-    ]  # fmt: skip
+    ]
     for name, value, kinds, requirement, low, high, example in rules:
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
         require(

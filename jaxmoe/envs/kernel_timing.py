@@ -119,18 +119,21 @@ def draw_matrices(sizes: tuple[int, int, int], bound: int, rng: np.random.Genera
     b_km = rng.integers(-bound, bound, (k, m), np.int64, endpoint=True)
     low, high = rng.choice(n, 2, replace=False)
     extreme_k = bound * rng.choice([-1, 1], k)
-    for line_k, sign in (
-        (a_nk[low], -1), (a_nk[high], 1), (b_km[:, rng.integers(m)], 1)
-    ):  # fmt: skip
+    for line_k, sign in ((a_nk[low], -1), (a_nk[high], 1), (b_km[:, rng.integers(m)], 1)):
         line_k[:] = np.where(rng.random(k) < _EXTREME_SHARE, sign * extreme_k, line_k)
     return Matrices(json.dumps([a_nk.tolist(), b_km.tolist()]), json.dumps((a_nk @ b_km).tolist()))
 
 
 def measure_kernel(
-    pool: SandboxPool, code: str, sizes: tuple[int, int, int], bound: int, *,
-    repetitions: int = 5, timeout_s: float = 10.0,
+    pool: SandboxPool,
+    code: str,
+    sizes: tuple[int, int, int],
+    bound: int,
+    *,
+    repetitions: int = 5,
+    timeout_s: float = 10.0,
     builtin_names: Sequence[str] = BUILTIN_NAMES,
-) -> KernelMeasurement:  # fmt: skip
+) -> KernelMeasurement:
     """Measure the function `matmul` of a program against REFERENCE, alternated, on new matrices.
 
     The time of a repetition is the CPU time from reading the code to the result as text, in an
@@ -161,9 +164,12 @@ def measure_kernel(
 
 
 def time_once(
-    pool: SandboxPool, code: str, matrices: Matrices, timeout_s: float,
+    pool: SandboxPool,
+    code: str,
+    matrices: Matrices,
+    timeout_s: float,
     builtin_names: Sequence[str] = BUILTIN_NAMES,
-) -> KernelTiming:  # fmt: skip
+) -> KernelTiming:
     """Load a program into a fresh interpreter and call its `matmul` once. Raises SandboxError."""
     sandbox = pool.acquire()
     try:

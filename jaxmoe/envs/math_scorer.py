@@ -205,9 +205,10 @@ def _is_small(answer: str, gold: str) -> bool:
         and ("!" in gold or "!" not in answer)
         and _has_small_powers(answer, gold)
         and len(re.findall(r"[-+*/^]|\\cdot|\\times|\\frac|\\sqrt", answer)) <= _MAX_OPERATORS
-        and all(len(digits) <= _MAX_DIGITS or digits in gold
-                for digits in re.findall(r"[0-9]+", answer))
-    )  # fmt: skip
+        and all(
+            len(digits) <= _MAX_DIGITS or digits in gold for digits in re.findall(r"[0-9]+", answer)
+        )
+    )
 
 
 def _has_small_powers(answer: str, gold: str) -> bool:

@@ -37,9 +37,14 @@ class OpenEnvEnvironment:
     tools: Sequence[ToolDescription] = ()
 
     def __init__(
-        self, connect: Callable[[], Any], *, field: str = "message", observation_field: str = "",
-        columns: Sequence[str] = (), system: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        connect: Callable[[], Any],
+        *,
+        field: str = "message",
+        observation_field: str = "",
+        columns: Sequence[str] = (),
+        system: str = "",
+    ) -> None:
         self._connect = connect
         self._field = field
         self._observation_field = observation_field

@@ -78,14 +78,18 @@ def group_rows(
             gaps = logp_BT[i, span] - rollout_logp_BT[i, span]
             abs_gaps = np.abs(gaps[is_sampled]) if len(gaps) else np.array([np.nan])
             advantages = advantages_BT[i, span][is_sampled]
-            answers.append(_answer_row(rollout, float(rewards[i]), task) | {
-                "advantage": _round_number(advantages.mean()) if trained else None,
-                "gap_mean": _round_number(abs_gaps.mean()),
-                "gap_max": _round_number(abs_gaps.max()),
-                "length": rollout.n_sampled,
-                "tokens": _token_rows(rollout, gaps, rollout_logp_BT[i, span],
-                                      task.tokenizer.decode),
-            })  # fmt: skip
+            answers.append(
+                _answer_row(rollout, float(rewards[i]), task)
+                | {
+                    "advantage": _round_number(advantages.mean()) if trained else None,
+                    "gap_mean": _round_number(abs_gaps.mean()),
+                    "gap_max": _round_number(abs_gaps.max()),
+                    "length": rollout.n_sampled,
+                    "tokens": _token_rows(
+                        rollout, gaps, rollout_logp_BT[i, span], task.tokenizer.decode
+                    ),
+                }
+            )
         rows.append(_prompt_row("group", rollouts[start].prompt) | {"samples": answers})
     return rows
 
@@ -100,10 +104,11 @@ def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
     if rollout.stop is StopReason.PARSE_ERROR:
         fault = read_last_turn(rollout, task.tokenizer).problem
     return {
-        "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
+        "response": truncate_text(response_text(rollout, task)),
+        "reward": _round_number(reward),
         "stop": str(rollout.stop),
         **({"fault": truncate_text(fault, MIN_CHARS)} if fault else {}),
-    } | _episode_row(rollout, task.tokenizer)  # fmt: skip
+    } | _episode_row(rollout, task.tokenizer)
 
 
 def _episode_row(rollout: Rollout, tokenizer: Tokenizer) -> Row:
@@ -134,9 +139,11 @@ def truncate_text(text: str, limit: int = MAX_CHARS) -> str:
 
 
 def _token_rows(
-    rollout: Rollout, gaps: np.ndarray, rollout_logp: np.ndarray,
+    rollout: Rollout,
+    gaps: np.ndarray,
+    rollout_logp: np.ndarray,
     decode: Callable[[list[int]], str],
-) -> list[list[Any]]:  # fmt: skip
+) -> list[list[Any]]:
     """Entries of the first MAX_TOKENS tokens: those of the policy, and [text] of each reply."""
     rows: list[list[Any]] = []
     for start, full_end, is_policy in list_parts(rollout):

@@ -68,9 +68,14 @@ def choose_evenly(count: int, share: float, samples: int) -> set[int]:
 
 
 def score_and_check(
-    checked: Sequence[CheckedRollout], source: Source, task: Task,
-    report: ReportProgress = ignore_progress, *, step: int = 0, count_errors: bool = False,
-) -> BatchRewards:  # fmt: skip
+    checked: Sequence[CheckedRollout],
+    source: Source,
+    task: Task,
+    report: ReportProgress = ignore_progress,
+    *,
+    step: int = 0,
+    count_errors: bool = False,
+) -> BatchRewards:
     """`score_rollouts`, with the metrics of the measurements among the parts of each rollout."""
     rollouts = [item.rollout for item in checked]
     scores = score_rollouts(rollouts, source, task, report, step=step, count_errors=count_errors)
@@ -81,9 +86,13 @@ def score_and_check(
             metrics["reward/swapped_share"] = 0.0
         if chosen:
             measured = swapped_rewards(
-                [rollouts[i] for i in chosen], [checked[i].other_row for i in chosen], source, task,
-                report, step=step,
-            )  # fmt: skip
+                [rollouts[i] for i in chosen],
+                [checked[i].other_row for i in chosen],
+                source,
+                task,
+                report,
+                step=step,
+            )
             for i, metrics in zip(chosen, measured, strict=True):
                 parts[i] |= metrics | {"reward/swapped_share": float("reward/swapped" in metrics)}
     fault = scores.first_fault

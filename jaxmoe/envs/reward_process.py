@@ -38,9 +38,13 @@ Runner = Callable[
 
 
 def run_inline(
-    label: str, path: str, options: dict[str, Any], function: Callable[..., Any],
-    calls: list[dict[str, Any]], rows: Sequence[str],
-) -> list[Outcome]:  # fmt: skip
+    label: str,
+    path: str,
+    options: dict[str, Any],
+    function: Callable[..., Any],
+    calls: list[dict[str, Any]],
+    rows: Sequence[str],
+) -> list[Outcome]:
     """A Runner that calls the function in this process and thread, without a time limit."""
     outcomes = run_calls(function, calls, None)
     for (kind, value), row in zip(outcomes, rows, strict=True):
@@ -90,9 +94,14 @@ class RewardProcess:
         self._n_requests = 0  # the number of a request comes back with its answer
 
     def __call__(
-        self, label: str, path: str, options: dict[str, Any], function: Callable[..., Any],
-        calls: list[dict[str, Any]], rows: Sequence[str],
-    ) -> list[Outcome]:  # fmt: skip
+        self,
+        label: str,
+        path: str,
+        options: dict[str, Any],
+        function: Callable[..., Any],
+        calls: list[dict[str, Any]],
+        rows: Sequence[str],
+    ) -> list[Outcome]:
         key = f"{path} {sorted(options.items())}"
         with self._lock:
             self._import_function(label, key, path, options)
@@ -200,16 +209,21 @@ class RewardProcess:
         # connection.
         with worker_end:
             self._child = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("reward_worker.py")),
-                 str(worker_end.fileno())],
-                pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL,
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("reward_worker.py")),
+                    str(worker_end.fileno()),
+                ],
+                pass_fds=[worker_end.fileno()],
+                stdin=subprocess.DEVNULL,
                 # The trainer alone handles Ctrl-C.
                 start_new_session=True,
                 # What it prints may be of an answer, and control a terminal.
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 # The trainer owns the accelerator.
                 env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            )
         for source, target in ((self._child.stdout, sys.stdout), (self._child.stderr, sys.stderr)):
             threading.Thread(target=_print_escaped, args=(source, target), daemon=True).start()
         self._connection = Connection(trainer_end.detach())

@@ -138,14 +138,18 @@ def _find_call_method(target: Any) -> Any:
     if isinstance(target, type):
         return None
     return next(
-        (kind.__dict__["__call__"] for kind in type(target).__mro__
-         if inspect.isfunction(kind.__dict__.get("__call__"))), None,
-    )  # fmt: skip
+        (
+            kind.__dict__["__call__"]
+            for kind in type(target).__mro__
+            if inspect.isfunction(kind.__dict__.get("__call__"))
+        ),
+        None,
+    )
 
 
 def _check_options(
     path: str, function: Callable[..., Any], options: dict[str, Any], key: str
-) -> None:  # fmt: skip
+) -> None:
     parameters = inspect.signature(function).parameters
     option_names = [name for name, p in parameters.items() if p.kind in _NAMED]
     takes_any = not option_names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())

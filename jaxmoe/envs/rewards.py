@@ -217,9 +217,12 @@ def score_samples(
 
 
 def _call_reward(
-    reward: Reward, samples: Sequence[Sample], report: ReportProgress, run: Runner,
+    reward: Reward,
+    samples: Sequence[Sample],
+    report: ReportProgress,
+    run: Runner,
     state: SimpleNamespace,
-) -> tuple[list[dict[str, Any]], list[str], Exception | None]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], list[str], Exception | None]:
     """(parts that a function returned for each sample, its fault or "", the first error)."""
     names = [sample.label for sample in samples]
     label, name, is_batch = reward.label, reward.name, reward.convention.batch

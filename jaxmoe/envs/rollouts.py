@@ -52,9 +52,14 @@ class ScoredRollouts:
 
 
 def collect_rollouts(
-    cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int, *,
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    data: PromptIterator,
+    step: int,
+    *,
     report: ReportProgress = ignore_progress,
-) -> ScoredRollouts:  # fmt: skip
+) -> ScoredRollouts:
     """Generate and score the rollouts of a step.
 
     The samples depend only on (cfg.seed, step), the prompts, and the engine's weights.
@@ -71,9 +76,12 @@ def collect_rollouts(
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         prompts = next(data)
         rollouts = task.sample(
-            engine, prompts, replace(task.sampling, explores=True), seed=seed,
+            engine,
+            prompts,
+            replace(task.sampling, explores=True),
+            seed=seed,
             samples=rollout_cfg.samples_per_prompt,
-        )  # fmt: skip
+        )
         # Checked before they are scored: a reward of another prompt's answer would be trained on
         # without an error.
         check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)
@@ -93,9 +101,11 @@ def collect_rollouts(
         return rollouts, scores.rewards
 
     rollouts, rewards, metrics = dynamic_sampling(
-        generate, prompts=rollout_cfg.prompts_per_step, samples=rollout_cfg.samples_per_prompt,
+        generate,
+        prompts=rollout_cfg.prompts_per_step,
+        samples=rollout_cfg.samples_per_prompt,
         max_gen_batches=rollout_cfg.max_gen_batches,
-    )  # fmt: skip
+    )
     select_scored(rewards, task)
     metrics |= mean_part_metrics(parts) | seconds
     metrics["data/epoch"] = data.epoch
@@ -107,9 +117,15 @@ def collect_rollouts(
 
 
 def open_rollouts(
-    cfg: Config, task: Task, engine: Engine, step: int, data_state: dict[str, Any] | None, *,
-    report: ReportProgress = ignore_progress, stop_signal: Callable[[], int] = lambda: 0,
-) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:  # fmt: skip
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    step: int,
+    data_state: dict[str, Any] | None,
+    *,
+    report: ReportProgress = ignore_progress,
+    stop_signal: Callable[[], int] = lambda: 0,
+) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:
     """Return the rollouts of the steps after `step`: in sync with training, or ahead in a thread.
 
     `data_state` is the state of the prompt stream after `step`; None is its beginning.
@@ -121,10 +137,14 @@ def open_rollouts(
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(
-        make, first=step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
+        make,
+        first=step + 1,
+        last=cfg.steps,
+        max_staleness=cfg.rollout.max_staleness,
         # close() is the call that ends a generate() in another thread.
-        stop=stop_signal, interrupt=engine.close,
-    )  # fmt: skip
+        stop=stop_signal,
+        interrupt=engine.close,
+    )
 
 
 def score_across_processes(
@@ -138,9 +158,11 @@ def score_across_processes(
         # An error on all answers of a share may be one on few answers of the batch.
         scores = score_and_check(share, task.train, task, report, step=step, count_errors=True)
         return {
-            "rewards": scores.rewards.tolist(), "parts": scores.parts, "fault": scores.first_fault,
+            "rewards": scores.rewards.tolist(),
+            "parts": scores.parts,
+            "fault": scores.first_fault,
             "faults": scores.faults or [""] * len(share),
-        }  # fmt: skip
+        }
 
     if jax.process_count() == 1:
         return score_and_check(checked, task.train, task, report, step=step)
@@ -148,7 +170,8 @@ def score_across_processes(
     rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
     faults = [share["fault"] for share in shares if share["fault"]]
     return BatchRewards(
-        rewards, [part for share in shares for part in share["parts"]],
+        rewards,
+        [part for share in shares for part in share["parts"]],
         [fault for share in shares for fault in share["faults"]],
         first_fault=faults[0] if faults else "",
-    )  # fmt: skip
+    )

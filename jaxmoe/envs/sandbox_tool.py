@@ -85,9 +85,10 @@ class SandboxSession:
             self._release()
         metrics = {name: float(status is result.status) for status, name in _METRICS.items()}
         return ToolResult(
-            describe_result(result, self._call_s), metrics=metrics,
+            describe_result(result, self._call_s),
+            metrics=metrics,
             is_error=result.status is not CallStatus.OK,
-        )  # fmt: skip
+        )
 
     def close(self) -> Mapping[str, float] | None:
         """End the sandbox, even in the middle of a call."""

@@ -61,9 +61,11 @@ def parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
 
 
 def make_samples(
-    rollouts: Sequence[Rollout], answers: Sequence[ParsedResponse], numbers: Sequence[int],
+    rollouts: Sequence[Rollout],
+    answers: Sequence[ParsedResponse],
+    numbers: Sequence[int],
     source: Source,
-) -> list[Sample]:  # fmt: skip
+) -> list[Sample]:
     """The parsed rollouts for reward functions, each as an answer to the row of its number."""
     return [
         Sample(number, source[number], answer, rollout.tokens.tolist())

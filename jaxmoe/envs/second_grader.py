@@ -32,9 +32,14 @@ class SecondGrades:
 
 
 def second_grades(
-    rollouts: Sequence[Rollout], rewards: np.ndarray, source: Source, task: Task,
-    report: ReportProgress = ignore_progress, *, step: int = 0,
-) -> SecondGrades:  # fmt: skip
+    rollouts: Sequence[Rollout],
+    rewards: np.ndarray,
+    source: Source,
+    task: Task,
+    report: ReportProgress = ignore_progress,
+    *,
+    step: int = 0,
+) -> SecondGrades:
     """Grade rollouts by the second grader, and compare with their rewards.
 
     They disagree on an answer if one of the two is above PAYS_ABOVE and the other is not. An answer
@@ -43,9 +48,13 @@ def second_grades(
     answers = [parse_answer(rollout, task) for rollout in rollouts]
     samples = make_samples(rollouts, answers, [r.prompt.id for r in rollouts], source)
     scores = score_samples(
-        task.second_grader, samples, report, run=task.run_second_grader,
-        state=trainer_state(task, step), count_errors=True,
-    )  # fmt: skip
+        task.second_grader,
+        samples,
+        report,
+        run=task.run_second_grader,
+        state=trainer_state(task, step),
+        count_errors=True,
+    )
     parts: list[dict[str, float]] = []
     for i, (first, second) in enumerate(
         zip(rewards.tolist(), scores.rewards.tolist(), strict=True)

@@ -76,9 +76,13 @@ def check_step(result: Any) -> StepResult:
             f"the parts of the reward must add up to {reward}, got {sum(rewards.values())}"
         )
     return StepResult(
-        messages, reward, terminated, truncated, rewards,
+        messages,
+        reward,
+        terminated,
+        truncated,
+        rewards,
         check_numbers(info.get("metrics"), "metrics"),
-    )  # fmt: skip
+    )
 
 
 def check_reset(result: Any) -> tuple[tuple[Message, ...], Mapping[str, Any]]:

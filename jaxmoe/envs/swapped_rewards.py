@@ -69,9 +69,10 @@ def find_other_rows(rows: Sequence[Row], rewards: Sequence[Reward] = ()) -> list
 
     return [
         next((j for k in range(n) if is_other(i, j := (i + half + k) % n)), NO_ROW)
-        if golds[i] else NO_ROW
+        if golds[i]
+        else NO_ROW
         for i in range(n)
-    ]  # fmt: skip
+    ]
 
 
 def _gold_keys(row: Row, by_columns: bool) -> frozenset[Hashable]:
@@ -83,9 +84,14 @@ def _gold_keys(row: Row, by_columns: bool) -> frozenset[Hashable]:
 
 
 def swapped_rewards(
-    rollouts: Sequence[Rollout], other_rows: Sequence[int], source: Source, task: Task,
-    report: ReportProgress = ignore_progress, *, step: int = 0,
-) -> list[dict[str, float]]:  # fmt: skip
+    rollouts: Sequence[Rollout],
+    other_rows: Sequence[int],
+    source: Source,
+    task: Task,
+    report: ReportProgress = ignore_progress,
+    *,
+    step: int = 0,
+) -> list[dict[str, float]]:
     """The metrics of each rollout, graded as an answer to its other row.
 
     Functions get the columns of the other row, and the answer as it is. Rewards of an environment
@@ -95,14 +101,21 @@ def swapped_rewards(
     if task.rewards:
         rewards = [replace(r, key=f"{r.key} (another row's answer)") for r in task.rewards]
         scores = score_samples(
-            rewards, make_samples(rollouts, answers, other_rows, source), report,
-            run=task.run_rewards, state=trainer_state(task, step), count_errors=True,
-        )  # fmt: skip
+            rewards,
+            make_samples(rollouts, answers, other_rows, source),
+            report,
+            run=task.run_rewards,
+            state=trainer_state(task, step),
+            count_errors=True,
+        )
         parts = [
-            {f"reward/swapped/{r.name}": metrics[name] for r in rewards
-             if len(rewards) > 1 and (name := f"reward/{r.name}/mean") in metrics}
+            {
+                f"reward/swapped/{r.name}": metrics[name]
+                for r in rewards
+                if len(rewards) > 1 and (name := f"reward/{r.name}/mean") in metrics
+            }
             for metrics in scores.parts
-        ]  # fmt: skip
+        ]
         for metrics, fault in zip(parts, scores.faults or [""] * len(parts), strict=True):
             metrics["reward/swapped_failed_frac"] = float(bool(fault))
         values = scores.rewards.tolist()

@@ -85,9 +85,14 @@ class Task:
     def stream(self, count: int, seed: int) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
         return prompt_stream(
-            self.train, self.tokenizer, template=self.template, prompts_per_step=count,
-            max_prompt_tokens=self.max_prompt_tokens, seed=seed, shuffle=self.shuffle,
-        )  # fmt: skip
+            self.train,
+            self.tokenizer,
+            template=self.template,
+            prompts_per_step=count,
+            max_prompt_tokens=self.max_prompt_tokens,
+            seed=seed,
+            shuffle=self.shuffle,
+        )
 
     def held_out_prompts(self) -> list[Prompt]:
         """All held-out rows, in order."""
@@ -123,18 +128,31 @@ class Task:
         return render_row(source, row, self.tokenizer, self.template, limit)
 
     def sample(
-        self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int,
-        samples: int = 1, held_out: bool = False,
-    ) -> list[Rollout]:  # fmt: skip
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
+        held_out: bool = False,
+    ) -> list[Rollout]:
         """Return `samples` rollouts of each prompt of the training rows, or of the held-out ones.
 
         With an environment they are episodes; see `sample_rollouts`.
         """
         return sample_rollouts(
-            engine, prompts, sampling, seed=seed, samples=samples, settings=self.episodes,
-            source=self.held_out if held_out else self.train, template=self.template,
-            tokenizer=self.tokenizer, max_prompt_tokens=self.max_prompt_tokens,
-        )  # fmt: skip
+            engine,
+            prompts,
+            sampling,
+            seed=seed,
+            samples=samples,
+            settings=self.episodes,
+            source=self.held_out if held_out else self.train,
+            template=self.template,
+            tokenizer=self.tokenizer,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
 
 
 def open_task(cfg: Config) -> Task:
@@ -144,10 +162,13 @@ def open_task(cfg: Config) -> Task:
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     tools = read_tools(cfg.data.tools, cfg.sandbox)
     template = Template(
-        cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
-        load_chat_template(cfg.init.tokenizer), tuple(tool.description for tool in tools),
+        cfg.data.template,
+        cfg.data.system,
+        cfg.data.reasoning_effort,
+        load_chat_template(cfg.init.tokenizer),
+        tuple(tool.description for tool in tools),
         cfg.data.keep_analysis,
-    )  # fmt: skip
+    )
     # An environment, or reward functions, need no answer in the row.
     pays_itself = bool(cfg.data.environment.strip())
     answers = not (pays_itself or cfg.data.rewards.strip())
@@ -159,14 +180,20 @@ def open_task(cfg: Config) -> Task:
             cfg.data.max_prompt_tokens,
         )
     train, held_out, notes = open_split(
-        cfg.data.task, cfg.data.options,
+        cfg.data.task,
+        cfg.data.options,
         SplitRequest(
             None if isinstance(cfg.data.train_rows, str) else cfg.data.train_rows,
-            cfg.data.held_out_rows, cfg.seed, cfg.data.distinct, has_environment=pays_itself,
-            overlong=overlong, shuffle=cfg.data.shuffle,
+            cfg.data.held_out_rows,
+            cfg.seed,
+            cfg.data.distinct,
+            has_environment=pays_itself,
+            overlong=overlong,
+            shuffle=cfg.data.shuffle,
         ),
-        answers=answers, columns=cfg.data.columns,
-    )  # fmt: skip
+        answers=answers,
+        columns=cfg.data.columns,
+    )
     if map_row is not None:
         train, held_out = MappedRows(train, map_row), MappedRows(held_out, map_row)
     columns, limit_s = _list_columns(train, held_out), cfg.data.reward_timeout_s
@@ -177,21 +204,37 @@ def open_task(cfg: Config) -> Task:
     _check_call_limits((*rewards, *second_grader), limit_s)
     r = cfg.rollout
     sampling = Sampling(
-        max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
-        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, max_turns=r.max_turns,
-        max_turn_tokens=r.max_turn_tokens, max_context=r.max_context,
-    )  # fmt: skip
+        max_new_tokens=r.max_new_tokens,
+        stop_ids=tuple(tokenizer.stop_ids),
+        temperature=r.temperature,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        max_turns=r.max_turns,
+        max_turn_tokens=r.max_turn_tokens,
+        max_context=r.max_context,
+    )
     task = Task(
-        tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong, max_lost_frac=r.max_lost_frac, steps=cfg.steps,
-        shuffle=cfg.data.shuffle, episodes=_open_episodes(cfg, tools),
+        tokenizer,
+        train,
+        held_out,
+        template,
+        cfg.data.max_prompt_tokens,
+        sampling,
+        rewards,
+        overlong,
+        max_lost_frac=r.max_lost_frac,
+        steps=cfg.steps,
+        shuffle=cfg.data.shuffle,
+        episodes=_open_episodes(cfg, tools),
         run_rewards=RewardProcess(limit_s) if rewards and limit_s else run_inline,
         demonstrate=read_demonstrations(cfg.warmup.demonstrations),
-        swapped_share=cfg.data.swapped_share, second_grader=second_grader,
-        second_grader_share=cfg.data.second_grader_share, row_notes=notes,
+        swapped_share=cfg.data.swapped_share,
+        second_grader=second_grader,
+        second_grader_share=cfg.data.second_grader_share,
+        row_notes=notes,
         # A process of its own, so that a grader that hangs delays nothing else.
         run_second_grader=RewardProcess(limit_s) if second_grader and limit_s else run_inline,
-    )  # fmt: skip
+    )
     check_rewards(task)
     check_episode_start(task)
     return task
@@ -214,9 +257,12 @@ def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None
     r = cfg.rollout
     return EpisodeSettings(
         read_environment(cfg.data.environment, tools=tools, system=cfg.data.system),
-        ReplyThreads(r.reply_threads), r.reply_timeout_s, r.patience_s, r.max_reply_tokens,
+        ReplyThreads(r.reply_threads),
+        r.reply_timeout_s,
+        r.patience_s,
+        r.max_reply_tokens,
         earns=bool(cfg.data.environment.strip()),
-    )  # fmt: skip
+    )
 
 
 def check_rewards(task: Task) -> None:
@@ -226,8 +272,9 @@ def check_rewards(task: Task) -> None:
     """
     rewards = [r for r in (*task.rewards, *task.second_grader) if find_check(r.function)]
     if rewards:
-        rows = [source[i] for source in (task.train, task.held_out)
-                for i in task.rows_to_check(source)]  # fmt: skip
+        rows = [
+            source[i] for source in (task.train, task.held_out) for i in task.rows_to_check(source)
+        ]
         for reward in rewards:
             check_before_run(reward.function, rows)
 
@@ -294,10 +341,14 @@ def digest_contents(cfg: Config, task: Task) -> dict[str, str]:
 
 def _list_columns(*sources: Source) -> list[str]:
     """Names of the columns in the first MAX_COLUMN_ROWS rows of each source."""
-    return list(dict.fromkeys(
-        name for source in sources for i in range(min(len(source), MAX_COLUMN_ROWS))
-        for name in source[i].columns
-    ))  # fmt: skip
+    return list(
+        dict.fromkeys(
+            name
+            for source in sources
+            for i in range(min(len(source), MAX_COLUMN_ROWS))
+            for name in source[i].columns
+        )
+    )
 
 
 def _check_tokenizer_choice(cfg: Config, tokenizer: Tokenizer) -> None:

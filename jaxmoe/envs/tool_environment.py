@@ -136,9 +136,11 @@ class ToolEnvironment:
             else call_tool(tool, call.content)
         )
         metrics = {
-            **result.metrics, "tool/calls": 1.0, "tool/errors": float(result.is_error),
+            **result.metrics,
+            "tool/calls": 1.0,
+            "tool/errors": float(result.is_error),
             "tool/unknown": float(is_unknown),
-        }  # fmt: skip
+        }
         part = f"tool/{called_tool(call.recipient)}"
         rewards = {part: result.reward} if result.reward else {}
         info = {"metrics": metrics, "rewards": rewards}

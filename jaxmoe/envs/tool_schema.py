@@ -20,9 +20,14 @@ from jaxmoe.data.rows import ToolDescription
 from jaxmoe.envs.step_check import describe_value
 
 _JSON_TYPES = {
-    int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null",
-    list: "array", dict: "object",
-}  # fmt: skip
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 _SUPPORTED = "int, float, str, bool, list, dict, Literal, Enum, unions of them and Optional"
 _SECTION = re.compile(r"\n[ \t]*(Args|Arguments|Returns|Raises|Yields|Examples?):[ \t]*(?=\n|$)")
 _ARGUMENT = re.compile(r"(\w+)(?:[ \t]*\([^()\n]*\))?:[ \t]*(.*)", re.DOTALL)
@@ -55,8 +60,10 @@ def describe_function(
         if name in (bound or {}):
             continue
         if parameter.kind in (
-            parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY
-        ):  # fmt: skip
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
             raise ConfigError(
                 f"{label} must take its arguments by name, got {parameter}. Name each of them."
             )
@@ -203,9 +210,11 @@ def _schema_of_values(values: list[Any], label: str) -> dict[str, Any]:
         raise ConfigError(f"{label} must be one of texts, numbers or booleans, got {values}.")
     names = sorted({_JSON_TYPES[type(value)] for value in values if value is not None})
     schema: dict[str, Any] = {"type": names[0] if len(names) == 1 else names} if names else {}
-    return schema | {"enum": [x for x in values if x is not None]} | (
-        {"nullable": True} if None in values else {}
-    )  # fmt: skip
+    return (
+        schema
+        | {"enum": [x for x in values if x is not None]}
+        | ({"nullable": True} if None in values else {})
+    )
 
 
 def _describe_parameter(hint: Any, text: str, label: str) -> dict[str, Any]:

@@ -26,9 +26,11 @@ class TrlEnvironment:
     """One episode with an object of TRL's form; an object is made for each episode."""
 
     def __init__(
-        self, factories: Mapping[str, Callable[[], Any]] | Callable[[], Any], label: str,
+        self,
+        factories: Mapping[str, Callable[[], Any]] | Callable[[], Any],
+        label: str,
         system: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._factories = factories
         self._label = label  # of the environment in messages
         self._system = system
@@ -89,10 +91,12 @@ class TrlEnvironment:
         elif "seed" not in row.columns:
             columns = {k: v for k, v in columns.items() if k != "seed"}  # TRL passes columns only
         missing = [
-            p.name for p in parameters
-            if p.default is p.empty and p.name not in columns
+            p.name
+            for p in parameters
+            if p.default is p.empty
+            and p.name not in columns
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]  # fmt: skip
+        ]
         if missing:
             raise ConfigError(
                 f"{_locate(row)}there is no column {missing[0]}, which reset of {self._label} "
@@ -113,9 +117,10 @@ def list_method_tools(instance: Any, label: str) -> list[Tool]:
     return [
         tool_from_function(getattr(instance, name), f"{label}: the method {name}")
         for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)
-        if not name.startswith("_") and name not in _NOT_TOOLS
+        if not name.startswith("_")
+        and name not in _NOT_TOOLS
         and not (name == "close" and _has_close_hook(kind))
-    ]  # fmt: skip
+    ]
 
 
 def _has_close_hook(kind: type) -> bool:

@@ -118,9 +118,10 @@ def _parse_schema(schema: Any) -> Any:
     except ImportError:
         function = schema.get("function", {})
         return SimpleNamespace(
-            type=schema.get("type", "function"), function=SimpleNamespace(**function),
+            type=schema.get("type", "function"),
+            function=SimpleNamespace(**function),
             source=schema,
-        )  # fmt: skip
+        )
 
 
 def _start_tool(tool: Any, form: Tool, row: Row) -> Tool:

@@ -156,9 +156,7 @@ def gae(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """`bootstrapped_gae` with V = 0 after every answer, as if none were truncated."""
     zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
-    return bootstrapped_gae(
-        rewards_BT, values_BT, zero_B, mask_BT, discount=discount, trace=trace
-    )  # fmt: skip
+    return bootstrapped_gae(rewards_BT, values_BT, zero_B, mask_BT, discount=discount, trace=trace)
 
 
 def bootstrapped_gae(

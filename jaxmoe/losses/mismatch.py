@@ -154,11 +154,11 @@ def weight_parts(
     maxima = {
         name + "max": masked_max(extreme, level_mask),
         name + "seq_max": masked_max(seq_B1, nonempty_B1),
-    }  # fmt: skip
+    }
     minima = {
         name + "min": _masked_min(extreme, level_mask),
         name + "seq_min": _masked_min(seq_B1, nonempty_B1),
-    }  # fmt: skip
+    }
     return means, maxima, minima
 
 

@@ -73,8 +73,11 @@ def attention_block(
         v_BTKH = v.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim)
         updated_kind = None
         k_BSKH, v_BSKH, k_positions_BS, k_segments_BS = (
-            k_BTKH, v_BTKH, rows.positions_BT, rows.segments_BT
-        )  # fmt: skip
+            k_BTKH,
+            v_BTKH,
+            rows.positions_BT,
+            rows.segments_BT,
+        )
         # The decode kernel has few queries and no gradient. A longer call with a cache is a
         # prefill, and reads it with the kernel of training.
         attend = ops.decode if cached is not None and time <= MAX_QUERIES else ops.attend
@@ -90,11 +93,17 @@ def attention_block(
                 kv = cached.read_prompt(cfg.n_kv_heads, select_layer=in_stack is None)
                 attend = partial(attend_with_prompt, attend, cached.prompt, *kv)
         o_BTNH, _ = attend(
-            q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
-            q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
-            q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,
-            window=window, **rows.shared_keys,
-        )  # fmt: skip
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            layer["sinks"],
+            q_positions_BT=rows.positions_BT,
+            k_positions_BS=k_positions_BS,
+            q_segment_ids_BT=rows.segments_BT,
+            k_segment_ids_BS=k_segments_BS,
+            window=window,
+            **rows.shared_keys,
+        )
         check_attention(o_BTNH, q_BTNH, attend)
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
         # The residual sum is an op, because batch-invariant numerics on an accelerator must keep
@@ -154,8 +163,11 @@ def sliding_layer_slots(kind: LayerKind, next_slot: Array, rows: TokenLayout) ->
     return Slots(
         jnp.take_along_axis(key_positions_BS, keep_BC, axis=1),
         jnp.take_along_axis(key_segments_BS, keep_BC, axis=1),
-        key_positions_BS, key_segments_BS, None, keep_BC,
-    )  # fmt: skip
+        key_positions_BS,
+        key_segments_BS,
+        None,
+        keep_BC,
+    )
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,13 @@ def check_attention(returned: Any, q_BTNH: Any, function: Callable[..., Any]) ->
 
 
 def check_routing(
-    indices: Any, weights: Any, h_BTD: Any, active: int, n_experts: int,
+    indices: Any,
+    weights: Any,
+    h_BTD: Any,
+    active: int,
+    n_experts: int,
     function: Callable[..., Any],
-) -> None:  # fmt: skip
+) -> None:
     """Raise ConfigError unless a router returned (indices int, weights float) of `active` experts
     of each token, or of all."""
     shape = (*h_BTD.shape[:2], active)
@@ -98,8 +102,9 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         h_BTD = jnp.asarray(rng.normal(size=(1, N_TRIAL_TOKENS, d_model)), jnp.float32)
         w_router_DE = rng.normal(size=(d_model, n_experts)) / d_model**0.5
         layer = {
-            "w_router": jnp.asarray(w_router_DE, jnp.float32), "b_router": jnp.zeros(n_experts),
-        }  # fmt: skip
+            "w_router": jnp.asarray(w_router_DE, jnp.float32),
+            "b_router": jnp.zeros(n_experts),
+        }
         options: dict[str, Any] = {}
         if takes_parameter(router, "context"):
             options["context"] = RouterContext(jnp.int32(0), jnp.int32(0), jnp.float32(0))

@@ -28,45 +28,93 @@ def gpt_oss_120b(**changes: Any) -> ModelConfig:
 def tiny(**changes: Any) -> ModelConfig:
     """Two layers, 0.96 M parameters, the byte tokenizer's vocabulary: trains on a laptop's CPU."""
     defaults = dict(
-        vocab_size=265, d_model=128, n_layers=2, n_q_heads=8, n_kv_heads=4, head_dim=16,
-        n_experts=8, experts_per_token=2, d_expert=128, sliding_window=32, dtype="float32",
+        vocab_size=265,
+        d_model=128,
+        n_layers=2,
+        n_q_heads=8,
+        n_kv_heads=4,
+        head_dim=16,
+        n_experts=8,
+        experts_per_token=2,
+        d_expert=128,
+        sliding_window=32,
+        dtype="float32",
         # A head has only eight frequencies, and each must rotate visibly within a short prompt.
-        rope_theta=100.0, rope_factor=1.0,
-    )  # fmt: skip
+        rope_theta=100.0,
+        rope_factor=1.0,
+    )
     return ModelConfig(**{**defaults, **changes})
 
 
 _PUBLISHED: dict[str, Any] = dict(
-    vocab_size=201_088, d_model=2880, n_q_heads=64, n_kv_heads=8, head_dim=64,
-    experts_per_token=4, d_expert=2880, sliding_window=128, dtype="bfloat16",
+    vocab_size=201_088,
+    d_model=2880,
+    n_q_heads=64,
+    n_kv_heads=8,
+    head_dim=64,
+    experts_per_token=4,
+    d_expert=2880,
+    sliding_window=128,
+    dtype="bfloat16",
     vocab_multiple=512,
-)  # fmt: skip
+)
 
 
 # Fields of config.json other than the sizes: fixed values, and fields that are read or harmless.
 _SIZES = {
-    "vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_q_heads", "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim", "num_local_experts": "n_experts",
-    "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert",
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_q_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "num_local_experts": "n_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "intermediate_size": "d_expert",
     "sliding_window": "sliding_window",
-}  # fmt: skip
+}
 _REQUIRED = {  # the only supported values; an absent field means this value
-    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
-    "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 _ALLOWED = {
-    "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "max_position_embeddings", "layer_types",
-    "rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "dtype", "torch_dtype",
-    "experts_per_token", "initial_context_length", "architectures", "bos_token_id",
-    "eos_token_id", "pad_token_id", "initializer_range", "output_router_logits",
-    "router_aux_loss_coef", "transformers_version", "use_cache",
-}  # fmt: skip
+    "rms_norm_eps",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "max_position_embeddings",
+    "layer_types",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "experts_per_token",
+    "initial_context_length",
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "transformers_version",
+    "use_cache",
+}
 _MAX_NUMBER = 1e30  # close to the largest float32
 _ROPE_FIELDS = {
-    "rope_type", "type", "rope_theta", "factor", "beta_fast", "beta_slow",
-    "original_max_position_embeddings", "truncate",
-}  # fmt: skip
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+    "truncate",
+}
 
 
 def find_unread_fields(config: dict[str, Any]) -> list[str]:
@@ -95,8 +143,12 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     }
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
     # The released config.json has this size under two names.
-    _check_field(config.get("experts_per_token", active) == active, "experts_per_token",
-          f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
+    _check_field(
+        config.get("experts_per_token", active) == active,
+        "experts_per_token",
+        f"num_experts_per_tok ({active})",
+        config.get("experts_per_token"),
+    )
     pattern = (["sliding_attention", "full_attention"] * ((n_layers + 1) // 2))[:n_layers]
     value = config.get("layer_types") or pattern
     _check_field(

@@ -32,8 +32,10 @@ def values_after(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Arr
     """Return the expected reward once tokens_BT[b, t] is known: h_t·w + b, float32."""
     head = critic["value_head"]
     values_BT = jnp.einsum(
-        "BTD,D->BT", hidden_BTD.astype(jnp.float32), head["w_value"].astype(jnp.float32),
+        "BTD,D->BT",
+        hidden_BTD.astype(jnp.float32),
+        head["w_value"].astype(jnp.float32),
         # A TPU would otherwise round float32 factors to bfloat16.
         precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
+    )
     return values_BT + head["b_value"].astype(jnp.float32)

@@ -49,9 +49,14 @@ def apply_experts(
     rows = permute_rows(h_MD, order, inverse, active)
     w_gate_up, low_rank = _read_matrix(layer["w_gate_up"], dtype)
     hidden = gate_up(
-        rows, w_gate_up, sizes_E, bias_EF=layer["b_gate_up"],
-        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit, **low_rank,
-    )  # fmt: skip
+        rows,
+        w_gate_up,
+        sizes_E,
+        bias_EF=layer["b_gate_up"],
+        alpha=cfg.swiglu_alpha,
+        limit=cfg.swiglu_limit,
+        **low_rank,
+    )
     w_down, low_rank = _read_matrix(layer["w_down"], dtype)
     out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **low_rank)
     return combine(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
@@ -68,8 +73,9 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
     weights are summed chunk by chunk, in their own dtype.
     """
 
-    def chunked_experts(h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
-                cfg: ModelConfig) -> Array:  # fmt: skip
+    def chunked_experts(
+        h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params, cfg: ModelConfig
+    ) -> Array:
         n_tokens, width = math.prod(h_BTD.shape[:-1]), h_BTD.shape[-1]
         if n_tokens <= tokens:
             return experts_fn(h_BTD, indices_BTA, weights_BTA, layer, cfg)

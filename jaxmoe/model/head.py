@@ -38,9 +38,12 @@ def sequence_logprobs(
     temperature = forbid_derivative("temperature", temperature)
     with jax.named_scope("token_logprobs"):
         per_token = ops.logprobs(
-            hidden_BTD, params["head"], targets_BT, temperature=temperature,
+            hidden_BTD,
+            params["head"],
+            targets_BT,
+            temperature=temperature,
             vocab_size=cfg.vocab_size,
-        )  # fmt: skip
+        )
     logp_BT, *values_BT = per_token
     logp_BT = jnp.where(is_in_vocabulary(targets_BT, cfg), logp_BT, jnp.nan)
     return tuple(shift_right(x_BT) for x_BT in (logp_BT, *values_BT))
@@ -79,6 +82,11 @@ def sampled_logprobs(
     replace them.
     """
     return ops.sampled_logprobs(
-        logp_B, log_kept_B, hidden_BD, params["head"], token_B, temperature=temperature,
+        logp_B,
+        log_kept_B,
+        hidden_BD,
+        params["head"],
+        token_B,
+        temperature=temperature,
         vocab_size=cfg.vocab_size,
-    )  # fmt: skip
+    )

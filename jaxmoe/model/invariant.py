@@ -38,24 +38,31 @@ from pallas_kernels.tiles import ROWS, map_tiles
 def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Return the batch-invariant ops by their names in `Ops`, with `router` applied in tiles."""
     return kernel_ops("xla_invariant", combine_rows_invariant) | dict(
-        norm=rms_norm_invariant, linear=linear_invariant, output=linear_invariant,
-        rotary=rope_tables_invariant, rotate=rotate_invariant,
-        router=WrappedOp(route_invariant, router), logits=head_logits_invariant,
-    )  # fmt: skip
+        norm=rms_norm_invariant,
+        linear=linear_invariant,
+        output=linear_invariant,
+        rotary=rope_tables_invariant,
+        rotate=rotate_invariant,
+        router=WrappedOp(route_invariant, router),
+        logits=head_logits_invariant,
+    )
 
 
 def kernel_ops(impl: Impl, combine: Callable[..., Array]) -> dict[str, Callable[..., Any]]:
     """Return the ops that are operations of pallas_kernels, in a batch-invariant implementation."""
     per_token = partial(token_logprobs, impl=impl)
     return dict(
-        attend=partial(sink_attention, impl=impl), decode=partial(decode_attention, impl=impl),
+        attend=partial(sink_attention, impl=impl),
+        decode=partial(decode_attention, impl=impl),
         experts=partial(
-            apply_experts, gate_up=partial(grouped_swiglu, impl=impl),
-            down=partial(grouped_matmul, impl=impl), combine=combine,
+            apply_experts,
+            gate_up=partial(grouped_swiglu, impl=impl),
+            down=partial(grouped_matmul, impl=impl),
+            combine=combine,
         ),
         logprobs=partial(target_logprobs, per_token=per_token),
         sampled_logprobs=partial(sampled_logprobs_invariant, per_token=per_token),
-    )  # fmt: skip
+    )
 
 
 def map_token_tiles(
@@ -125,9 +132,16 @@ def _rotate_tile(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
 
 
 def route_invariant(
-    router: Callable[..., Any], h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    size: int = ROWS, min_tiles: int = 1, context: RouterContext | None = None, **replayed: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+    router: Callable[..., Any],
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
+    size: int = ROWS,
+    min_tiles: int = 1,
+    context: RouterContext | None = None,
+    **replayed: Array,
+) -> tuple[Array, Array]:
     """Batch-invariant `router`, which receives a tile of tokens as rows of length 1."""
     names = tuple(replayed)
     # A tile reads only what a router needs, and not the matrices of the experts.
@@ -138,9 +152,12 @@ def route_invariant(
 
 
 def _route_tile(
-    router: Callable[..., Any], active: int, names: tuple[str, ...], rows: tuple[Array, ...],
+    router: Callable[..., Any],
+    active: int,
+    names: tuple[str, ...],
+    rows: tuple[Array, ...],
     shared: tuple[Params, RouterContext | None],
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     layer, context = shared
     h_M1D, *replayed = (x[:, None] for x in rows)
     options: dict[str, Any] = dict(zip(names, replayed, strict=True))
@@ -169,10 +186,16 @@ def head_logits_invariant(
 
 
 def sampled_logprobs_invariant(
-    logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
-    w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
+    logp_B: Array,
+    log_kept_B: Array | None,
+    hidden_BD: Float[Array, "B D"],
+    w_DV: Float[Array, "D V"],
+    token_B: Int[Array, " B"],
+    *,
+    temperature: Array,
+    vocab_size: int,
     per_token: Callable[..., tuple[Array, Array]],
-) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
+) -> tuple[Float[Array, " B"], Array | None]:
     """Return the trainer's own log-prob of each sampled token instead of the sampler's.
 
     Where top-k or top-p apply, it is split in two parts whose float32 sum is that log-prob to the

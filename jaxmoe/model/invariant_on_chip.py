@@ -51,20 +51,27 @@ def mosaic_invariant_ops(router: Callable[..., Any], impl: Impl) -> dict[str, Ca
     linear = partial(linear_invariant_mosaic, impl=impl, column_multiple=LANES if is_tpu else 1)
     combine = partial(invariant.combine_rows_invariant, **ROW_TILES)
     ops = invariant.kernel_ops(impl, combine) | dict(
-        norm=partial(invariant.rms_norm_invariant, **ROW_TILES), linear=linear, output=linear,
+        norm=partial(invariant.rms_norm_invariant, **ROW_TILES),
+        linear=linear,
+        output=linear,
         rotary=partial(invariant.rope_tables_invariant, **ROW_TILES),
         rotate=partial(invariant.rotate_invariant, **ROW_TILES),
         router=WrappedOp(invariant.route_invariant, router, **ROW_TILES),
-        add=add_invariant, logits=sampling_logits_invariant,
-    )  # fmt: skip
+        add=add_invariant,
+        logits=sampling_logits_invariant,
+    )
     # The scope names the op of each loop in a compiled program.
     return {name: jax.named_scope(f"invariant_{name}")(fn) for name, fn in ops.items()}
 
 
 def linear_invariant_mosaic(
-    x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: Impl,
+    x_BTD: Float[Array, "B T D"],
+    w_DF: Leaf,
+    b_F: Float[Array, " F"],
+    *,
+    impl: Impl,
     column_multiple: int,
-) -> Float[Array, "B T F"]:  # fmt: skip
+) -> Float[Array, "B T F"]:
     """Batch-invariant `linear`: a grouped matmul of one group, its columns padded to a multiple."""
     base_DF, adapter = split_adapter(w_DF)
     x_MD, columns = x_BTD.reshape(-1, x_BTD.shape[-1]), base_DF.shape[1]
@@ -81,9 +88,13 @@ def linear_invariant_mosaic(
     # One group makes a linear layer a grouped matmul, whose tiles do not depend on the number of
     # rows.
     out_MF = grouped_matmul(
-        x_MD, as_group(base_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=as_group(b_F),
-        low_rank=low_rank, impl=impl,
-    )  # fmt: skip
+        x_MD,
+        as_group(base_DF.astype(x_BTD.dtype)),
+        sizes_1,
+        bias_EF=as_group(b_F),
+        low_rank=low_rank,
+        impl=impl,
+    )
     return out_MF[:, :columns].reshape(*x_BTD.shape[:2], columns)
 
 

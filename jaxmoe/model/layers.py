@@ -115,9 +115,12 @@ def target_logprobs(
     batch, time, width = hidden_BTD.shape
     hidden_MD, targets_M = hidden_BTD[:, :-1].reshape(-1, width), targets_BT[:, :-1].reshape(-1)
     per_token_M = per_token(
-        hidden_MD, w_DV.astype(hidden_BTD.dtype), targets_M, temperature=temperature,
+        hidden_MD,
+        w_DV.astype(hidden_BTD.dtype),
+        targets_M,
+        temperature=temperature,
         vocab_size=vocab_size,
-    )  # fmt: skip
+    )
     last_column = ((0, 0), (0, 1))
     logp_BT, entropy_BT = (
         # NaN and not 0, so that a use of the last column is noticed.
@@ -128,9 +131,15 @@ def target_logprobs(
 
 
 def keep_sampled_logprobs(
-    logp_B: Float[Array, " B"], log_kept_B: Array | None, hidden_BD: Array, w_DV: Array,
-    token_B: Array, *, temperature: Array, vocab_size: int,
-) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
+    logp_B: Float[Array, " B"],
+    log_kept_B: Array | None,
+    hidden_BD: Array,
+    w_DV: Array,
+    token_B: Array,
+    *,
+    temperature: Array,
+    vocab_size: int,
+) -> tuple[Float[Array, " B"], Array | None]:
     """Return the log-prob and the log of the kept mass exactly as the sampler computed them.
 
     `log_kept_B` is None where top-k and top-p removed nothing.

@@ -91,9 +91,10 @@ def _pair_spec(name: str, spec: Spec, rank: int) -> Pair:
 def adapter_shapes(cfg: ModelConfig, lora: LoraConfig) -> Params:
     """Return the tree of jax.ShapeDtypeStruct of the trained parameters, float32."""
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), lora_specs(cfg, lora),
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32),
+        lora_specs(cfg, lora),
         is_leaf=_is_spec,
-    )  # fmt: skip
+    )
 
 
 def init_adapters(
@@ -138,12 +139,13 @@ def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -
         return Adapted(layer[name], *trained, scale=scales[name])
 
     layers = {
-        kind: layer | {
+        kind: layer
+        | {
             name: adapt_matrix(layer, name, trained)
             for name, trained in adapters["layers"].get(kind, {}).items()
         }
         for kind, layer in base["layers"].items()
-    }  # fmt: skip
+    }
     return base | adapters | {"layers": layers}
 
 

@@ -89,12 +89,23 @@ class Ops:
 def plain_ops() -> Ops:
     """Return the ops of a single device."""
     return Ops(
-        embed=embed_tokens, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
-        rotate=apply_rope, attend=sink_attention, decode=decode_attention, router=route_top_k,
-        experts=apply_experts, record=record_experts, add=add_residual, logits=head_logits,
+        embed=embed_tokens,
+        norm=rms_norm,
+        linear=linear,
+        output=linear,
+        rotary=rope_tables,
+        rotate=apply_rope,
+        attend=sink_attention,
+        decode=decode_attention,
+        router=route_top_k,
+        experts=apply_experts,
+        record=record_experts,
+        add=add_residual,
+        logits=head_logits,
         logprobs=target_logprobs,
-        sampled_logprobs=keep_sampled_logprobs, remat=no_remat,
-    )  # fmt: skip
+        sampled_logprobs=keep_sampled_logprobs,
+        remat=no_remat,
+    )
 
 
 def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
@@ -213,9 +224,11 @@ def checkpoint_inputs_on_host(
         return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT_NAME), carry), scanned)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(keeps), names_which_can_be_offloaded=[INPUT_NAME],
-        offload_src="device", offload_dst="pinned_host",
-    )  # fmt: skip
+        names_which_can_be_saved=list(keeps),
+        names_which_can_be_offloaded=[INPUT_NAME],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
     return jax.checkpoint(run_named, policy=policy)
 
 

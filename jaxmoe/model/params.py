@@ -57,31 +57,53 @@ def param_specs(cfg: ModelConfig) -> Params:
     attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     block = {
         "attn_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.input_layernorm.weight"),
-        "w_q": Spec((d, n * h), ("embed", "heads"), "normal",
-                    attn + "q_proj.weight", "transpose", "compute"),
+        "w_q": Spec(
+            (d, n * h), ("embed", "heads"), "normal", attn + "q_proj.weight", "transpose", "compute"
+        ),
         "b_q": Spec((n * h,), ("heads",), "zeros", attn + "q_proj.bias"),
-        "w_k": Spec((d, k * h), ("embed", "kv"), "normal",
-                    attn + "k_proj.weight", "transpose", "compute"),
+        "w_k": Spec(
+            (d, k * h), ("embed", "kv"), "normal", attn + "k_proj.weight", "transpose", "compute"
+        ),
         "b_k": Spec((k * h,), ("kv",), "zeros", attn + "k_proj.bias"),
-        "w_v": Spec((d, k * h), ("embed", "kv"), "normal",
-                    attn + "v_proj.weight", "transpose", "compute"),
+        "w_v": Spec(
+            (d, k * h), ("embed", "kv"), "normal", attn + "v_proj.weight", "transpose", "compute"
+        ),
         "b_v": Spec((k * h,), ("kv",), "zeros", attn + "v_proj.bias"),
-        "w_o": Spec((n * h, d), ("heads", "embed"), "normal",
-                    attn + "o_proj.weight", "transpose", "compute"),
+        "w_o": Spec(
+            (n * h, d), ("heads", "embed"), "normal", attn + "o_proj.weight", "transpose", "compute"
+        ),
         "b_o": Spec((d,), ("embed",), "zeros", attn + "o_proj.bias"),
         "sinks": Spec((n,), (None,), "zeros", attn + "sinks"),
-        "moe_norm": Spec((d,), ("embed",), "ones",
-                         "model.layers.{}.post_attention_layernorm.weight"),
+        "moe_norm": Spec(
+            (d,), ("embed",), "ones", "model.layers.{}.post_attention_layernorm.weight"
+        ),
         "w_router": Spec((d, e), ("embed", None), "normal", mlp + "router.weight", "transpose"),
         "b_router": Spec((e,), (None,), "zeros", mlp + "router.bias"),
-        "w_gate_up": Spec((e, d, 2 * f), ("expert", "embed", "hidden"), "normal",
-                          mlp + "experts.gate_up_proj", "gate_up", "compute"),
-        "b_gate_up": Spec((e, 2 * f), ("expert", "hidden"), "zeros",
-                          mlp + "experts.gate_up_proj_bias", "gate_up_bias"),
-        "w_down": Spec((e, f, d), ("expert", "hidden", "embed"), "normal",
-                       mlp + "experts.down_proj", "same", "compute"),
+        "w_gate_up": Spec(
+            (e, d, 2 * f),
+            ("expert", "embed", "hidden"),
+            "normal",
+            mlp + "experts.gate_up_proj",
+            "gate_up",
+            "compute",
+        ),
+        "b_gate_up": Spec(
+            (e, 2 * f),
+            ("expert", "hidden"),
+            "zeros",
+            mlp + "experts.gate_up_proj_bias",
+            "gate_up_bias",
+        ),
+        "w_down": Spec(
+            (e, f, d),
+            ("expert", "hidden", "embed"),
+            "normal",
+            mlp + "experts.down_proj",
+            "same",
+            "compute",
+        ),
         "b_down": Spec((e, d), ("expert", "embed"), "zeros", mlp + "experts.down_proj_bias"),
-    }  # fmt: skip
+    }
     pairs = cfg.n_layers // 2
     stacked = {
         name: replace(s, shape=(pairs, *s.shape), axes=("pair", *s.axes))

@@ -43,9 +43,10 @@ def encoder_from_config(cfg: Config) -> Callable[[Array], Mxfp4]:
     exponents = {"ocp": choose_ocp_exponent, "least_error": choose_least_error_exponent}
     roundings = {"nearest": round_to_nearest, "stochastic": round_stochastically}
     return partial(
-        encode_mxfp4, choose_exponent=exponents[cfg.quant.scale],
+        encode_mxfp4,
+        choose_exponent=exponents[cfg.quant.scale],
         round_magnitude=roundings[cfg.quant.rounding],
-    )  # fmt: skip
+    )
 
 
 def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
@@ -96,10 +97,12 @@ def decode_trained(params: Params, cfg: Config) -> Params:
 def map_experts(fn, params: Params, *parallel: Params) -> Params:
     """Map fn over the experts' matrices; all other parameters are those of `params`."""
     layers = {
-        kind: layer | {
+        kind: layer
+        | {
             name: fn(layer[name], *(tree["layers"][kind][name] for tree in parallel))
-            for name in MATRICES if layer.get(name) is not None
+            for name in MATRICES
+            if layer.get(name) is not None
         }
         for kind, layer in params["layers"].items()
-    }  # fmt: skip
+    }
     return params | {"layers": layers}

@@ -95,9 +95,12 @@ def router_logits(
 
 
 def route_top_k(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
     product: Callable[..., Array] = router_dot,
-) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
     """Return the experts of each token and their weights: top-k of h·W + b, then softmax over
     those.
 

@@ -24,9 +24,16 @@ Noise = Callable[[Array], Array]  # two uniform values in (0, 1) along the last 
 
 
 def route_with_noise(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int, context: RouterContext,
-    noise: Noise, scale: float, seed: int = 0, product: Callable[..., Array] = router_dot,
-) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
+    context: RouterContext,
+    noise: Noise,
+    scale: float,
+    seed: int = 0,
+    product: Callable[..., Array] = router_dot,
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
     """Select by logits + scale·exploration·noise, and weight by the logits alone.
 
     `context.exploration` is 1 in the rollouts of a step and 0 elsewhere, where the experts are

@@ -77,13 +77,19 @@ def record_from_config(cfg: RouterConfig, active: int) -> Callable[..., dict[str
 
 
 def record_all(
-    functions: tuple[Callable[..., Any], ...], h_BTD: Float[Array, "B T D"], layer: Params,
-    indices_BTA: Int[Array, "B T A"], weights_BTA: Array,
-) -> dict[str, Array]:  # fmt: skip
+    functions: tuple[Callable[..., Any], ...],
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    indices_BTA: Int[Array, "B T A"],
+    weights_BTA: Array,
+) -> dict[str, Array]:
     """Return the experts and the arrays of each function, which takes those that it names."""
     arrays = {
-        "h_BTD": h_BTD, "layer": layer, "indices_BTA": indices_BTA, "weights_BTA": weights_BTA,
-    }  # fmt: skip
+        "h_BTD": h_BTD,
+        "layer": layer,
+        "indices_BTA": indices_BTA,
+        "weights_BTA": weights_BTA,
+    }
     recorded = record_experts(h_BTD, layer, indices_BTA, weights_BTA)
     for function in functions:
         added = function(**select_arrays(function, arrays))

@@ -22,9 +22,12 @@ Routing = tuple[Int[Array, "B T E"], Float[Array, "B T E"]]
 
 
 def route_softly(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
     product: Callable[..., Array] = router_dot,
-) -> Routing:  # fmt: skip
+) -> Routing:
     """Return all experts of each token, weighted by a softmax over all of them.
 
     `active` has no effect: the policy is another one than that of a top-k model with the same
@@ -35,9 +38,14 @@ def route_softly(
 
 
 def route_annealed(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int, context: RouterContext,
-    steps: int, product: Callable[..., Array] = router_dot,
-) -> Routing:  # fmt: skip
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
+    context: RouterContext,
+    steps: int,
+    product: Callable[..., Array] = router_dot,
+) -> Routing:
     """Return all experts, with weights that go from soft to those of top-k in `steps` RL steps.
 
     w_e ∝ exp(logit_e) · (1 if e is among the top-k, else λ),  λ = max(0, 1 − step/steps)
@@ -59,10 +67,13 @@ def route_annealed(
 
 
 def route_straight_through(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
     indices_BTA: Int[Array, "B T A"] | None = None,
     product: Callable[..., Array] = router_dot,
-) -> Routing:  # fmt: skip
+) -> Routing:
     """Return all experts with the weights of top-k, and the gradient of a softmax over all.
 
     The forward is that of `route_top_k`, with which an engine samples; in invariant numerics to the
@@ -105,9 +116,10 @@ def weigh_top_k(logits_BTE: Float[Array, "B T E"], active: int) -> Float[Array, 
 
 
 def _sort_replayed_first(
-    logits_BTE: Float[Array, "B T E"], indices_BTE: Int[Array, "B T E"],
+    logits_BTE: Float[Array, "B T E"],
+    indices_BTE: Int[Array, "B T E"],
     replayed_BTA: Int[Array, "B T A"],
-) -> tuple[Float[Array, "B T E"], Int[Array, "B T E"]]:  # fmt: skip
+) -> tuple[Float[Array, "B T E"], Int[Array, "B T E"]]:
     """Move the replayed experts to the front; both parts stay sorted by logit."""
     is_other_BTE = jnp.all(indices_BTE[..., :, None] != replayed_BTA[..., None, :], axis=-1)
     order_BTE = jnp.argsort(is_other_BTE.astype(jnp.int32), axis=-1, stable=True)

@@ -45,8 +45,14 @@ def plot_gap(
         switches.xaxis.get_major_locator().set_params(integer=True)
         switches.margins(y=0.25)
     else:
-        switches.text(0.5, 0.5, "the engine does not report its experts",
-                      transform=switches.transAxes, ha="center", color=GREY)  # fmt: skip
+        switches.text(
+            0.5,
+            0.5,
+            "the engine does not report its experts",
+            transform=switches.transAxes,
+            ha="center",
+            color=GREY,
+        )
     switches.set(xlabel="layer", title="share of tokens with other experts")
     for axes in (scatter, spread, switches):
         axes.spines[["top", "right"]].set_visible(False)

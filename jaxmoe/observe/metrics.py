@@ -39,10 +39,16 @@ class MetricsLog:
     """Writes a run's metrics; a context manager. Only one process of a run is `enabled`."""
 
     def __init__(
-        self, directory: Path, *, stage: str, step: int, enabled: bool = True,
-        trackers: Sequence[str] = (), project: str = "jaxmoe",
+        self,
+        directory: Path,
+        *,
+        stage: str,
+        step: int,
+        enabled: bool = True,
+        trackers: Sequence[str] = (),
+        project: str = "jaxmoe",
         config: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Continue after `step` of `stage`; later lines of an interrupted run are dropped.
 
         ("warmup", 0) starts the run over: existing logs in the folder are deleted.

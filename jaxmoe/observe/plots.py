@@ -17,12 +17,22 @@ from jaxmoe.run_files import make_folder, replace_file
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#888888", "#56B4E9"
-)  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#888888",
+    "#56B4E9",
+)
 WAIT = "wait_for_rollouts"
 PHASES = {
-    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
-}  # fmt: skip
+    "rollout": BLUE,
+    "reward": ORANGE,
+    WAIT: GREY,
+    "train": GREEN,
+    "weight_sync": PINK,
+    "eval": SKY,
+}
 _COLOURS = (BLUE, ORANGE, GREEN, PINK, GREY, SKY)
 _STOP = re.compile(r"stop/\w+_frac", re.ASCII)
 _PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
@@ -221,8 +231,14 @@ def _plot_clipped(axes: Axes, rows: Rows) -> None:
 def _plot_kl_ref(axes: Axes, rows: Rows) -> None:
     _plot_line(axes, rows, "policy/kl_ref", "KL to the reference policy, nats per token", GREEN)
     if not axes.has_data() and rows:
-        axes.text(0.5, 0.4, "(loss.kl_coef=0: no reference)", transform=axes.transAxes,
-                  ha="center", color=GREY)  # fmt: skip
+        axes.text(
+            0.5,
+            0.4,
+            "(loss.kl_coef=0: no reference)",
+            transform=axes.transAxes,
+            ha="center",
+            color=GREY,
+        )
 
 
 def _plot_entropy(axes: Axes, rows: Rows) -> None:

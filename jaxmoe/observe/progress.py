@@ -45,11 +45,12 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
             self._bar = Bar(
-                TextColumn("{task.description:<7}"), BarColumn(24),
+                TextColumn("{task.description:<7}"),
+                BarColumn(24),
                 TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
                 _ActivityColumn(self.format_activity),
                 console=self._console,
-            )  # fmt: skip
+            )
             self._task = self._bar.add_task(
                 self._stage, total=self._total, completed=self._step, numbers="compiling…"
             )

@@ -62,6 +62,7 @@ def read_layers(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarra
 
 def _is_layers(values: Any) -> bool:
     return (
-        isinstance(values, list) and 0 < len(values) <= _MAX_LAYERS
+        isinstance(values, list)
+        and 0 < len(values) <= _MAX_LAYERS
         and all(type(x) in (int, float) and abs(x) < 1e30 for x in values)
-    )  # fmt: skip
+    )

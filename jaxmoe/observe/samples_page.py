@@ -52,9 +52,11 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
         for sample in row.get("samples") or [row]:
             line = f"    reward {_format_number(sample.get('reward'))}"
             if "samples" in row:
-                line += (f"  advantage {_format_number(sample.get('advantage'), '+.2f')}"
-                         f"  gap {_format_number(sample.get('gap_mean'), '.1e')}"
-                         f" (max {_format_number(sample.get('gap_max'), '.1e')})")  # fmt: skip
+                line += (
+                    f"  advantage {_format_number(sample.get('advantage'), '+.2f')}"
+                    f"  gap {_format_number(sample.get('gap_mean'), '.1e')}"
+                    f" (max {_format_number(sample.get('gap_max'), '.1e')})"
+                )
             note = f"  {note}" if (note := _stop_note(sample)) else ""
             transcript = sample.get("transcript")
             if not transcript:
@@ -143,10 +145,11 @@ def write_page(rows: Rows, title: str, path: Path) -> None:
 def _to_html(text: Any) -> str:
     """Escaped HTML of a text; invisible characters are written as marked escapes."""
     return "".join(
-        escape(c) if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE
+        escape(c)
+        if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE
         else f"<i>{escape(_escape_char(c))}</i>"
         for c in str(text)
-    )  # fmt: skip
+    )
 
 
 def _to_visible_html(text: Any) -> str:
@@ -164,9 +167,11 @@ def _row_html(row: Mapping[str, Any]) -> str:
         f"<pre>{_to_visible_html(row.get('prompt'))}</pre>"
     )
     if row.get("kind") != "group":
-        body = (f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
-                f"{_note_html(row)}</p>"
-                f"{_transcript_html(row) or _answer_html(row)}")  # fmt: skip
+        body = (
+            f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
+            f"{_note_html(row)}</p>"
+            f"{_transcript_html(row) or _answer_html(row)}"
+        )
     else:
         body = "".join(map(_sample_html, row.get("samples") or []))
     return f"<section>{head}{stored}{body}</section>"

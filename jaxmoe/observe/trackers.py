@@ -85,8 +85,9 @@ class Trackers:
                 del self._open[name]
                 print(
                     f"! {name} logging stopped; metrics.jsonl continues: {error!r}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _read_run_id(file: Path) -> str:
@@ -118,9 +119,14 @@ class _wandb:
     ) -> None:
         self._module = import_module("wandb")
         self._run = self._module.init(
-            project=project, name=title, id=run, resume="allow", dir=str(directory), config=config,
+            project=project,
+            name=title,
+            id=run,
+            resume="allow",
+            dir=str(directory),
+            config=config,
             settings=self._module.Settings(console="off"),
-        )  # fmt: skip
+        )
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("warmup/*", step_metric="warmup/step")
 

@@ -116,9 +116,9 @@ def find_wrong_results(
             iteration = iteration + jnp.minimum(n_wrong[-1], 0)
         return jnp.stack(n_wrong)[None]
 
-    count_on_devices = jax.jit(jax.shard_map(
-        count_wrong, mesh=mesh, in_specs=P(), out_specs=P(names), check_vma=False
-    ))  # fmt: skip
+    count_on_devices = jax.jit(
+        jax.shard_map(count_wrong, mesh=mesh, in_specs=P(), out_specs=P(names), check_vma=False)
+    )
     n_wrong_by_round = []  # [round, device, case]
     for iteration in range(rounds):
         result = count_on_devices(np.int32(iteration))

@@ -53,10 +53,12 @@ def count_exchanged_rows(sizes_ne: Int[Array, "n e"], axes: Names) -> Counts:
     rows_nn = jnp.sum(sizes_nne, axis=2)
     received_ne = lax.dynamic_index_in_dim(sizes_nne, index, 1, keepdims=False)
     return Counts(
-        index, rows_nn, jnp.cumsum(rows_nn, axis=1) - rows_nn, jnp.cumsum(rows_nn,
-        axis=0) - rows_nn,
+        index,
+        rows_nn,
+        jnp.cumsum(rows_nn, axis=1) - rows_nn,
+        jnp.cumsum(rows_nn, axis=0) - rows_nn,
         jnp.cumsum(received_ne.reshape(-1)),
-    )  # fmt: skip
+    )
 
 
 def row_experts(counts: Counts, first: Array, rows: int, n_experts: int) -> Int[Array, " R"]:

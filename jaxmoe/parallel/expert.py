@@ -77,9 +77,13 @@ def experts_all_gather(
     """
     active, width = indices_btA.shape[-1], h_btD.shape[-1]
     run_part = partial(
-        _all_gather_part, cfg=cfg, axes=axes, sum_axes=sum_axes, experts=experts,
+        _all_gather_part,
+        cfg=cfg,
+        axes=axes,
+        sum_axes=sum_axes,
+        experts=experts,
         buffer_rows=buffer_rows,
-    )  # fmt: skip
+    )
     h_MD, weights_MA = h_btD.reshape(-1, width), weights_btA.reshape(-1, active)
     indices_MA = indices_btA.reshape(-1, active)
     n_parts = min(-(-_axis_size(axes) * h_MD.size * 4 // MAX_GATHERED_BYTES), h_MD.shape[0])
@@ -107,9 +111,10 @@ def _all_gather_part(tokens, layer, indices_MA, *, cfg, axes, sum_axes, experts,
     order, inverse, (count,) = sort_by_expert(jnp.where(is_local_NA, 0, 1), 1)
     rows = _buffer_size(indices_MA.size, axes, sum_axes, buffer_rows)
     run_local = partial(
-        _run_local_experts, experts=experts,
+        _run_local_experts,
+        experts=experts,
         cfg=replace(cfg, n_experts=n_local, experts_per_token=1),
-    )  # fmt: skip
+    )
 
     def run_round(k: Array, operands: Leaf, constants: Leaf) -> Array:
         h_ND, weights_NA, layer = operands
@@ -166,9 +171,10 @@ def experts_all_to_all(
     counts = count_exchanged_rows(sizes.reshape(n_shards, n_local), axes)
     rows = _buffer_size(indices_MA.size, axes, sum_axes, buffer_rows)
     run_local = partial(
-        _run_local_experts, experts=experts,
+        _run_local_experts,
+        experts=experts,
         cfg=replace(cfg, n_experts=n_local, experts_per_token=1),
-    )  # fmt: skip
+    )
 
     def run_round(k: Array, operands: Leaf, counts: Counts) -> Array:
         x_SD, layer = operands

@@ -45,10 +45,18 @@ def halo_attention(
         _with_earlier(x, sizes, axis) for x in (k_btkH, v_btkH, k_positions_BS, k_segment_ids_BS)
     )
     return sink_attention(
-        q_btnH, k, v, sink_n, q_positions_BT=q_positions_BT, k_positions_BS=k_positions,
-        q_segment_ids_BT=q_segment_ids_BT, k_segment_ids_BS=k_segments, window=window,
-        scale=scale, impl=impl,
-    )  # fmt: skip
+        q_btnH,
+        k,
+        v,
+        sink_n,
+        q_positions_BT=q_positions_BT,
+        k_positions_BS=k_positions,
+        q_segment_ids_BT=q_segment_ids_BT,
+        k_segment_ids_BS=k_segments,
+        window=window,
+        scale=scale,
+        impl=impl,
+    )
 
 
 def halo_sizes(window: int, t: int, shards: int) -> list[int]:

@@ -45,11 +45,16 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         _check_divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context, context_name(cfg))
     if mesh.sequence > 1 and mesh.attention == "ulysses":
         # Ulysses divides the heads that tensor leaves on a device among the devices of sequence.
-        _check_divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,
-                 "model.n_q_heads")  # fmt: skip
+        _check_divides(
+            mesh.sequence * mesh.tensor,
+            "mesh.sequence * mesh.tensor",
+            model.n_q_heads,
+            "model.n_q_heads",
+        )
     # Experts are sharded over tensor too, and every device must own the same number of them.
-    _check_divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
-             "model.n_experts")  # fmt: skip
+    _check_divides(
+        mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts, "model.n_experts"
+    )
     if cfg.quant.experts != "none":
         _check_rounded(cfg)
     row_axes = "mesh.data * mesh.fsdp * mesh.expert"

@@ -49,9 +49,12 @@ _TENSOR: Names = ("tensor",)
 
 
 def sharded_ops(
-    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, rules: MeshRules = TRAINING,
+    ops: Ops,
+    mesh: Mesh | None,
+    cfg: ModelConfig,
+    rules: MeshRules = TRAINING,
     method: str = "ring",
-) -> Ops:  # fmt: skip
+) -> Ops:
     """Return the ops for parameters and tokens that are sharded over a mesh as `rules` says.
 
     Without a mesh they are `ops` unchanged. Custom ops go into `ops` and are wrapped like the
@@ -170,9 +173,16 @@ class MeshOps:
         return self.run_sharded(run_shard, ins, mesh_spec(*self.tokens))(x_BTF, w_FD, b_D)
 
     def attend(
-        self, inner: Callable[..., Any], q: Array, k: Array, v: Array, sink_N: Array, *,
-        window: int | None, **layout: Array,
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self,
+        inner: Callable[..., Any],
+        q: Array,
+        k: Array,
+        v: Array,
+        sink_N: Array,
+        *,
+        window: int | None,
+        **layout: Array,
+    ) -> tuple[Array, Array]:
         """Attend with each device's own rows and heads. Sharded tokens of a row are combined by a
         method of jaxmoe/parallel/sequence.py."""
         heads, tokens = mesh_spec(*self.tokens, _TENSOR), mesh_spec(*self.tokens)
@@ -198,9 +208,15 @@ class MeshOps:
         return (unzigzag(o, shards), unzigzag(lse, shards)) if is_zigzag else (o, lse)
 
     def router(
-        self, inner: Callable[..., Any], h_BTD: Array, layer: Params, *, active: int,
-        context: RouterContext | None = None, **replay_options: Array,
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self,
+        inner: Callable[..., Any],
+        h_BTD: Array,
+        layer: Params,
+        *,
+        active: int,
+        context: RouterContext | None = None,
+        **replay_options: Array,
+    ) -> tuple[Array, Array]:
         tokens, names = mesh_spec(*self.tokens), tuple(replay_options)
 
         def run_shard(
@@ -222,9 +238,14 @@ class MeshOps:
         )
 
     def experts(
-        self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
-        layer: Params, cfg: ModelConfig,
-    ) -> Array:  # fmt: skip
+        self,
+        inner: Callable[..., Array],
+        h_BTD: Array,
+        indices_BTA: Array,
+        weights_BTA: Array,
+        layer: Params,
+        cfg: ModelConfig,
+    ) -> Array:
         """Apply each device's experts to the tokens of all: jaxmoe/parallel/expert.py."""
         tokens = mesh_spec(*self.tokens)
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
@@ -237,13 +258,22 @@ class MeshOps:
             if not axes + sum_axes:
                 return inner(h_btD, indices_btA, weights_btA, params, cfg)
             dispatch, _ = choose_dispatch(
-                target_device(), devices=self.mesh.size, shards=count_shards(self.mesh, axes),
-                active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
-            )  # fmt: skip
+                target_device(),
+                devices=self.mesh.size,
+                shards=count_shards(self.mesh, axes),
+                active=indices_btA.shape[-1],
+                decoding=h_BTD.shape[1] == 1,
+            )
             return dispatch(
-                h_btD, indices_btA, weights_btA, params, cfg, axes=axes, sum_axes=sum_axes,
+                h_btD,
+                indices_btA,
+                weights_btA,
+                params,
+                cfg,
+                axes=axes,
+                sum_axes=sum_axes,
                 experts=inner,
-            )  # fmt: skip
+            )
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
         return self.run_sharded(run_shard, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
@@ -261,9 +291,15 @@ class MeshOps:
         return self.run_sharded(run_shard, ins, mesh_spec(rows))(hidden_BD, w_DV)
 
     def logprobs(
-        self, inner: Callable[..., Any], hidden_BTD: Array, w_DV: Array, targets_BT: Array, *,
-        temperature: Any, vocab_size: int,
-    ) -> tuple[Array, ...]:  # fmt: skip
+        self,
+        inner: Callable[..., Any],
+        hidden_BTD: Array,
+        w_DV: Array,
+        targets_BT: Array,
+        *,
+        temperature: Any,
+        vocab_size: int,
+    ) -> tuple[Array, ...]:
         """Compute log-probs over a streamed head; a custom `inner` receives the unsharded head."""
         cuts, tokens = self.cut_axes(self.specs["head"]), mesh_spec(*self.tokens)
         impl = vocabulary.logprobs_impl(inner)
@@ -273,44 +309,67 @@ class MeshOps:
             # on another device.
             one_column = ((0, 0), (0, 1))
             per_token = inner(
-                jnp.pad(hidden_btD, (*one_column, (0, 0))), gather_param(w_Dv, cuts,
-                hidden_btD.dtype),
-                jnp.pad(targets_bt, one_column), temperature=temperature, vocab_size=vocab_size,
-            )  # fmt: skip
+                jnp.pad(hidden_btD, (*one_column, (0, 0))),
+                gather_param(w_Dv, cuts, hidden_btD.dtype),
+                jnp.pad(targets_bt, one_column),
+                temperature=temperature,
+                vocab_size=vocab_size,
+            )
             return tuple(x[:, :-1] for x in per_token)
 
         def run_streamed(
             hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array
         ) -> Any:
             return vocabulary.target_logprobs_sharded(
-                hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
+                hidden_btD,
+                w_Dv,
+                targets_bt,
+                temperature=temperature,
+                vocab_size=vocab_size,
                 axes=cuts[1],
                 # An axis of size 1 does not exist inside the shard_map.
                 sequence_axis="sequence" if count_shards(self.mesh, self.rules.time) > 1 else None,
                 copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
                 impl=impl or "auto",
-            )  # fmt: skip
+            )
 
         ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
         run = self.run_sharded(run_streamed if impl else run_full, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
 
     def sampled_logprobs(
-        self, inner: Callable[..., Any], logp_B: Array, log_kept_B: Array | None,
-        hidden_BD: Array, w_DV: Array, token_B: Array, *, temperature: Any, vocab_size: int,
-    ) -> Any:  # fmt: skip
+        self,
+        inner: Callable[..., Any],
+        logp_B: Array,
+        log_kept_B: Array | None,
+        hidden_BD: Array,
+        w_DV: Array,
+        token_B: Array,
+        *,
+        temperature: Any,
+        vocab_size: int,
+    ) -> Any:
         """Compute sampled log-probs with the unsharded head."""
         cuts, rows = self.cut_axes(self.specs["head"]), mesh_spec(self.rules.rows)
 
         def run_shard(
-            logp_b: Array, log_kept_b: Array | None, hidden_bD: Array, w_dv: Array,
-            token_b: Array, temperature: Array,
-        ) -> Any:  # fmt: skip
+            logp_b: Array,
+            log_kept_b: Array | None,
+            hidden_bD: Array,
+            w_dv: Array,
+            token_b: Array,
+            temperature: Array,
+        ) -> Any:
             w_DV = gather_param(w_dv, cuts, hidden_bD.dtype)
             return inner(
-                logp_b, log_kept_b, hidden_bD, w_DV, token_b, temperature=temperature,
+                logp_b,
+                log_kept_b,
+                hidden_bD,
+                w_DV,
+                token_b,
+                temperature=temperature,
                 vocab_size=vocab_size,
-            )  # fmt: skip
+            )
 
         run = self.run_sharded(run_shard, (rows, rows, rows, mesh_spec(*cuts), rows, P()), rows)
         return run(

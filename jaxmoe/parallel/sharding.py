@@ -58,10 +58,16 @@ TRAINING = MeshRules(RULES, ("data", "fsdp", "expert"), ("sequence",))
 # A decode step has few tokens and reads all weights. So only the embedding, the head and the
 # experts, to which tokens travel, are sharded over devices with different rows.
 SAMPLING = MeshRules(
-    {"heads": ("tensor",), "kv": ("tensor",), "expert": ("fsdp", "expert", "sequence", "tensor"),
-     "width": RULES["width"], "vocab": RULES["vocab"]},
-    ("data", "fsdp", "expert", "sequence"), (),
-)  # fmt: skip
+    {
+        "heads": ("tensor",),
+        "kv": ("tensor",),
+        "expert": ("fsdp", "expert", "sequence", "tensor"),
+        "width": RULES["width"],
+        "vocab": RULES["vocab"],
+    },
+    ("data", "fsdp", "expert", "sequence"),
+    (),
+)
 
 
 # The same with every expert on every device: the sum over sharded experts would run over devices,
@@ -249,8 +255,9 @@ def sharded_shapes(
         return state
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state, state_shardings(state, cfg, mesh, moments),
-    )  # fmt: skip
+        state,
+        state_shardings(state, cfg, mesh, moments),
+    )
 
 
 def batch_sharding(mesh: Mesh, ndim: int, placement: MeshRules = TRAINING) -> NamedSharding:

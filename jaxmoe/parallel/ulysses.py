@@ -54,15 +54,21 @@ def ulysses_attention(
     sink = lax.dynamic_slice_in_dim(sink_n, lax.axis_index(axis) * local_heads, local_heads)
     last = k_last_segment_ids_BS
     o, lse = sink_attention(
-        to_heads(q_btnH), k, v, sink,
+        to_heads(q_btnH),
+        k,
+        v,
+        sink,
         # Positions and segments have no heads to exchange, and every device needs those of all
         # tokens.
-        q_positions_BT=gather_tokens(q_positions_BT), k_positions_BS=gather_tokens(k_positions_BS),
+        q_positions_BT=gather_tokens(q_positions_BT),
+        k_positions_BS=gather_tokens(k_positions_BS),
         q_segment_ids_BT=gather_tokens(q_segment_ids_BT),
         k_segment_ids_BS=gather_tokens(k_segment_ids_BS),
         k_last_segment_ids_BS=None if last is None else gather_tokens(last),
-        window=window, scale=scale, impl=impl,
-    )  # fmt: skip
+        window=window,
+        scale=scale,
+        impl=impl,
+    )
     return to_tokens(o), to_tokens(lse)
 
 

@@ -110,9 +110,14 @@ def target_logprobs_sharded(
     # log-probs.
     take_share = partial(_take_share, copies=copies)
     per_token: Any = _stream_logprobs(
-        take_share(hidden_mD), w_Dv, take_share(targets_m), jnp.asarray(temperature, jnp.float32),
-        vocab_size, axes, impl,
-    )  # fmt: skip
+        take_share(hidden_mD),
+        w_Dv,
+        take_share(targets_m),
+        jnp.asarray(temperature, jnp.float32),
+        vocab_size,
+        axes,
+        impl,
+    )
     last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _count_devices(
         (sequence_axis,)
     )
@@ -208,17 +213,27 @@ def _take_share(x: Array, copies: Names) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _stream_logprobs(
-    hidden_mD: Array, w_Dv: Array, targets_m: Array, temperature: Array, vocab_size: int,
-    axes: Names, impl: Impl,
-) -> tuple[Array, Array]:  # fmt: skip
+    hidden_mD: Array,
+    w_Dv: Array,
+    targets_m: Array,
+    temperature: Array,
+    vocab_size: int,
+    axes: Names,
+    impl: Impl,
+) -> tuple[Array, Array]:
     """Return logp and entropy of this device's tokens, one chunk of the head at a time."""
     return _stream_forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, impl)[0]
 
 
 def _stream_forward(
-    hidden_mD: Array, w_Dv: Array, targets_m: Array, temperature: Array, vocab_size: int,
-    axes: Names, impl: Impl,
-) -> tuple[tuple[Array, Array], Any]:  # fmt: skip
+    hidden_mD: Array,
+    w_Dv: Array,
+    targets_m: Array,
+    temperature: Array,
+    vocab_size: int,
+    axes: Names,
+    impl: Impl,
+) -> tuple[tuple[Array, Array], Any]:
     def scan_chunk(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
         w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
         return None, token_statistics(
@@ -249,10 +264,17 @@ def _stream_backward(
         # Storing the gathered chunks for the backward pass would store the unsharded head.
         w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
         dhidden, dw_DC = token_gradients(
-            hidden_mD, w_DC, column_m, lse_m, entropy_m, *cotangents, dhidden,
+            hidden_mD,
+            w_DC,
+            column_m,
+            lse_m,
+            entropy_m,
+            *cotangents,
+            dhidden,
             temperature=temperature,
-            vocab_size=words, impl=impl,
-        )  # fmt: skip
+            vocab_size=words,
+            impl=impl,
+        )
         dw = lax.dynamic_update_slice_in_dim(dw, _scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
 

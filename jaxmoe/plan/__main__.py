@@ -53,8 +53,9 @@ def make_plan_parser() -> argparse.ArgumentParser:
     """The parser with the options of every command and --topology."""
     parser = build_parser("Compile a run's step for another machine.")
     parser.prog = "python -m jaxmoe.plan"
-    parser.add_argument("--topology", required=True, metavar="NAME",
-                        help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8")  # fmt: skip
+    parser.add_argument(
+        "--topology", required=True, metavar="NAME", help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8"
+    )
     return parser
 
 
@@ -84,9 +85,13 @@ def check_plan(cfg: Config, topology: str, devices: int) -> None:
 
 
 def compile_plan(
-    cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str,
+    cfg: Config,
+    topology: str,
+    chip: str,
+    devices: Sequence[Any],
+    command: str,
     schedules: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Compile and print the report; returns 0 if the run fits. `command` was typed by the user."""
     mem, capacity = plan_memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
@@ -107,14 +112,18 @@ def compile_plan(
     state = mem.weights + mem.optimizer + mem.reference
     # Arithmetic answers in seconds what the compiler would take minutes to say.
     if (state_fit := report.Fit(state, mem.engine_copy, capacity)).missing > 0:
-        print_text(f"not compiled: of {format_bytes(capacity).strip()} on a device the state takes "
-                   f"{format_bytes(state).strip()} and the engine's weights "
-                   f"{format_bytes(mem.engine_copy).strip()}\n")  # fmt: skip
+        print_text(
+            f"not compiled: of {format_bytes(capacity).strip()} on a device the state takes "
+            f"{format_bytes(state).strip()} and the engine's weights "
+            f"{format_bytes(mem.engine_copy).strip()}\n"
+        )
         print_text(report.format_fit(cfg, state_fit, gpu, command))
         return 1
     r = cfg.rollout
-    print_text(f"compiling    the RL step on {r.sequences_per_step} sequences of up to "
-               f"{cfg.context:,} tokens; this may take minutes…")  # fmt: skip
+    print_text(
+        f"compiling    the RL step on {r.sequences_per_step} sequences of up to "
+        f"{cfg.context:,} tokens; this may take minutes…"
+    )
     step = compile_rl_step(cfg, mesh, kernels.impls)
     calls = f"; {step.kernels} calls of Pallas kernels" if isinstance(step, CompiledStep) else ""
     print_text(f"compiled     in {step.seconds:.0f} s, {host_memory()} of host memory{calls}\n")
@@ -153,9 +162,7 @@ def compile_plan(
                 step_bounds(part, sent, CHIPS[chip], host_of)
                 for part, sent in zip(sampling_work(cfg, sampler.prompts), collectives, strict=True)
             ]
-            lines = report.sampling_lines(
-                cfg, sampler, prefill, token, work, bounds, CHIPS[chip]
-            )  # fmt: skip
+            lines = report.sampling_lines(cfg, sampler, prefill, token, work, bounds, CHIPS[chip])
             print_text("\n".join(lines) + "\n")
         if sampled.missing > fit.missing:
             ratios = ratios[0], max(1.0, (sampled.step + sampled.outside) / mem.sampling)

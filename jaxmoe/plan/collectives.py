@@ -20,9 +20,14 @@ import numpy as np
 T = TypeVar("T")
 
 KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
@@ -120,9 +125,12 @@ def count_tpu_kernels(text: str, devices: int, unknown: int = 0) -> Counter[TpuK
 
 
 def _count_calls(
-    text: str, devices: int, unknown: int, items_of: Callable[[Computation], list[T]],
+    text: str,
+    devices: int,
+    unknown: int,
+    items_of: Callable[[Computation], list[T]],
     weight: Callable[[Counter[T]], float],
-) -> Counter[T]:  # fmt: skip
+) -> Counter[T]:
     computations, entry = _computations(text, devices)
     cache: dict[tuple[str, int], Counter[T]] = {}
 
@@ -194,7 +202,7 @@ def _root_computation(opcode: str, after: str, match: Mapping[str, Computation])
 
 def _read_instruction(
     computation: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
-) -> None:  # fmt: skip
+) -> None:
     """Add one instruction to the computation."""
     if opcode.endswith(("-done", "-update")):  # counted at its -start
         return

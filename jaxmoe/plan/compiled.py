@@ -108,10 +108,12 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
         count_collectives(text, mesh.size, unknown),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
-        sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
-        + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
+        sizes.host_argument_size_in_bytes
+        + sizes.host_temp_size_in_bytes
+        + sizes.host_output_size_in_bytes
+        - sizes.host_alias_size_in_bytes,
         count_tpu_kernels(text, mesh.size, unknown),
-    )  # fmt: skip
+    )
 
 
 def base_shapes(cfg: Config) -> Params | None:

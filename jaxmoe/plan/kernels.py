@@ -22,10 +22,12 @@ from pallas_kernels.sink_attention import api as attention
 from pallas_kernels.token_logprobs import api as logprobs
 
 IMPLS: dict[str, Mapping[str, Implementation[Any]]] = {
-    "sink_attention": attention.IMPLS, "decode_attention": decoding.IMPLS,
-    "grouped_swiglu": matmul.SWIGLU_IMPLS, "grouped_matmul": matmul.IMPLS,
+    "sink_attention": attention.IMPLS,
+    "decode_attention": decoding.IMPLS,
+    "grouped_swiglu": matmul.SWIGLU_IMPLS,
+    "grouped_matmul": matmul.IMPLS,
     "token_logprobs": logprobs.IMPLS,
-}  # fmt: skip
+}
 
 
 def choose_mesh_kernels(cfg: Config, mesh: Mesh) -> Decision:
@@ -69,12 +71,14 @@ def kernel_shapes(cfg: Config) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
     return {
         "sink_attention": (array(b, t, n, m.head_dim), array(b, t, k, m.head_dim)),
         "decode_attention": (
-            array(rows, 1, n, m.head_dim), array(rows, cfg.context, k, m.head_dim),
+            array(rows, 1, n, m.head_dim),
+            array(rows, cfg.context, k, m.head_dim),
         ),
         "grouped_swiglu": (
-            array(routed_rows, m.d_model), array(experts, m.d_model, 2 * m.d_expert),
+            array(routed_rows, m.d_model),
+            array(experts, m.d_model, 2 * m.d_expert),
         ),
         "grouped_matmul": (array(routed_rows, m.d_expert), array(experts, m.d_expert, m.d_model)),
         # A row's last token has no target.
         "token_logprobs": (array(b * (t - 1), m.d_model), array(m.d_model, m.padded_vocab)),
-    }  # fmt: skip
+    }

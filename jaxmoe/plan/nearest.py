@@ -65,11 +65,12 @@ def memory_settings(cfg: Config, half: bool) -> Iterator[list[str]]:
         ["optim.remat_keeps="] if cfg.optim.remat_keeps else [],
         [SMALLEST],
         [f"rollout.max_parallel_sequences={few}"]
-        if cfg.rollout.max_parallel_sequences > few else [],
+        if cfg.rollout.max_parallel_sequences > few
+        else [],
         ["optim.remat_inputs=host"] if cfg.optim.remat_inputs == "device" else [],
         ["optim.moments=host"] if cfg.optim.moments == "device" else [],
         ["optim.param_dtype=bfloat16"] if half and cfg.optim.param_dtype == "float32" else [],
-    ]:  # fmt: skip
+    ]:
         if change:
             settings = [*settings, *change]
             yield settings

@@ -129,8 +129,9 @@ def bound_lines(
     compiled = {
         "arithmetic": f"{work.flops * 1e-12:,.0f} TFLOP, {recomputed:.0%} recomputed or scoring",
         "memory": f"{_format_size(round(work.traffic))} read and written",
-        "links": "", "network": "",
-    }  # fmt: skip
+        "links": "",
+        "network": "",
+    }
     for name, seconds in vars(bounds).items():
         if seconds:
             yield f"  {name:<20}{seconds:12.3g}   {compiled[name]}".rstrip()
@@ -177,9 +178,14 @@ def sampler_lines(sampler: CompiledSampler, fit: Fit) -> Iterator[str]:
 
 
 def sampling_lines(
-    cfg: Config, sampler: CompiledSampler, prefill: Bounds, token: Bounds, work: StepWork,
-    bounds: Bounds, chip: Chip,
-) -> Iterator[str]:  # fmt: skip
+    cfg: Config,
+    sampler: CompiledSampler,
+    prefill: Bounds,
+    token: Bounds,
+    work: StepWork,
+    bounds: Bounds,
+    chip: Chip,
+) -> Iterator[str]:
     """Seconds of a step's sampling and of the step; `work` and `bounds` are training's."""
     r, times = cfg.rollout, count_prompt_batches(cfg, sampler.prompts)
     rows = sampler.prompts * r.samples_per_prompt

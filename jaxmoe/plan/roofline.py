@@ -98,10 +98,11 @@ def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -
         passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * n_params
     )
     return StepWork(
-        flops=(scored + a.epochs * trained) / mesh.devices, useful=useful / mesh.devices,
+        flops=(scored + a.epochs * trained) / mesh.devices,
+        useful=useful / mesh.devices,
         # AdamW reads and writes the weights and both moments, and reads the gradient.
         traffic=traffic + 7 * mem.weights * a.updates,
-    )  # fmt: skip
+    )
 
 
 def pass_flops(cfg: Config, computed: ComputedTokens) -> tuple[LayerFlops, int]:
@@ -165,9 +166,12 @@ def scores_policy(cfg: Config, a: Algorithm) -> bool:
 
 
 def step_bounds(
-    work: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int],
+    work: StepWork,
+    travels: Mapping[Collective, int],
+    chip: Chip,
+    host_of: Sequence[int],
     kernels: KernelTime | None = None,
-) -> Bounds:  # fmt: skip
+) -> Bounds:
     """Lower bounds in seconds on this chip; `kernels` by their schedules, all else at the peak."""
     peak = work.flops - (kernels.flops if kernels else 0.0)
     outside = float(sum(x.to_other_hosts(host_of) * times for x, times in travels.items()))

@@ -78,9 +78,13 @@ def compile_sampler(
     without_loop, with_loop = (count_collectives(text, mesh.size, turns) for turns in (0, 1))
     with_loop.subtract(without_loop)
     return CompiledSampler(
-        engine.prompts_per_batch(r.samples_per_prompt), live_bytes(prefill), live_bytes(decode),
-        count_collectives(prefill.as_text() or "", mesh.size), +with_loop, seconds,
-    )  # fmt: skip
+        engine.prompts_per_batch(r.samples_per_prompt),
+        live_bytes(prefill),
+        live_bytes(decode),
+        count_collectives(prefill.as_text() or "", mesh.size),
+        +with_loop,
+        seconds,
+    )
 
 
 def reshard_shape(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -84,8 +84,10 @@ def time_kernels(
         # Clocks are known to three digits, so the time may come out below that of the peak.
         call_s = max(1e-3 * ms, counted[1] / chip.flops)
         seconds, flops, n_known = (
-            seconds + times * call_s, flops + times * counted[1], n_known + times
-        )  # fmt: skip
+            seconds + times * call_s,
+            flops + times * counted[1],
+            n_known + times,
+        )
     return KernelTime(seconds, flops, n_known, sum(calls.values()) - n_known)
 
 

@@ -52,11 +52,15 @@ def run_checks(
     ) + _find_answer_faults(rollouts)
     versions = sorted({int(v) for r in rollouts for v in r.weight_versions[r.sampled_mask]})
     if versions != [version]:
-        findings.append(Finding(
-            "version", "weights", f"every token must be sampled with version {version}",
-            f"versions {versions}",
-            "sync the weights again; engine.load() must return before generate()",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "version",
+                "weights",
+                f"every token must be sampled with version {version}",
+                f"versions {versions}",
+                "sync the weights again; engine.load() must return before generate()",
+            )
+        )
     if loaded is None:
         return findings
     stale = sorted(loaded.get("stale") or ())
@@ -65,11 +69,15 @@ def run_checks(
         stale = sorted({*stale, *(n for n, d in expected.items() if received.get(n) != d)})
     if stale:
         listed = ", ".join(stale[:6]) + (f" and {len(stale) - 6} more" if len(stale) > 6 else "")
-        findings.append(Finding(
-            "stale_tensors", "weights", "every tensor in the engine must be the one that was sent",
-            f"{len(stale)} are not: {listed}",
-            "--set rollout.vllm.transport=files with jaxmoe's plugin in vLLM's environment",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "stale_tensors",
+                "weights",
+                "every tensor in the engine must be the one that was sent",
+                f"{len(stale)} are not: {listed}",
+                "--set rollout.vllm.transport=files with jaxmoe's plugin in vLLM's environment",
+            )
+        )
     return findings
 
 
@@ -127,46 +135,67 @@ def _find_answer_faults(rollouts: Sequence[Rollout]) -> list[Finding]:
     findings: list[Finding] = []
     n_empty = sum(not len(r.tokens) for r in rollouts)
     if n_empty:
-        findings.append(Finding(
-            "empty_answers", "tokens", "every answer must have a token, at least a stop token",
-            f"{n_empty} of {len(rollouts)} have none",
-            "check the engine's max_tokens, and that it returns the stop token it sampled",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "empty_answers",
+                "tokens",
+                "every answer must have a token, at least a stop token",
+                f"{n_empty} of {len(rollouts)} have none",
+                "check the engine's max_tokens, and that it returns the stop token it sampled",
+            )
+        )
     sampled_logp = [r.rollout_logp[r.sampled_mask] for r in rollouts]
     n_positive = sum(int((logp > MAX_LOGP_NATS).sum()) for logp in sampled_logp)
     if n_positive:
         maximum = max(float(logp.max(initial=-np.inf)) for logp in sampled_logp)
-        findings.append(Finding(
-            "positive_logprobs", "sampling", "a log-prob must be at most 0",
-            f"{n_positive} are positive, up to {maximum:.3g}",
-            "the engine must return each token's natural log-probability, not its logit, "
-            "probability or negative log-probability",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "positive_logprobs",
+                "sampling",
+                "a log-prob must be at most 0",
+                f"{n_positive} are positive, up to {maximum:.3g}",
+                "the engine must return each token's natural log-probability, not its logit, "
+                "probability or negative log-probability",
+            )
+        )
     return findings
 
 
 def _find_id_faults(
-    rollouts: Sequence[Rollout], sampling: Sampling, vocab_size: int,
-    encode: Encode, engine_encode: Encode | None,
-) -> list[Finding]:  # fmt: skip
+    rollouts: Sequence[Rollout],
+    sampling: Sampling,
+    vocab_size: int,
+    encode: Encode,
+    engine_encode: Encode | None,
+) -> list[Finding]:
     findings: list[Finding] = []
     unknown = [int(t) for r in rollouts for t in r.tokens if not 0 <= t < vocab_size]
     if unknown:
-        findings.append(Finding(
-            "unknown_ids", "tokens", f"sampled ids must be in [0, {vocab_size})",
-            f"{len(unknown)} are not, such as {unknown[0]}",
-            "vocab_size in the engine's config.json must be model.vocab_size, not the padded size",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "unknown_ids",
+                "tokens",
+                f"sampled ids must be in [0, {vocab_size})",
+                f"{len(unknown)} are not, such as {unknown[0]}",
+                "vocab_size in the engine's config.json must be model.vocab_size, "
+                "not the padded size",
+            )
+        )
     continued = [
-        r for r in rollouts
+        r
+        for r in rollouts
         if any(np.isin(r.tokens[a : b - 1], sampling.stop_ids).any() for a, b in r.turns)
-    ]  # fmt: skip
+    ]
     if continued:
-        findings.append(Finding(
-            "stop_ids", "tokens", f"an answer must end at a stop token, one of {sampling.stop_ids}",
-            f"{len(continued)} of {len(rollouts)} continue after one",
-            "send stop_token_ids with every request",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "stop_ids",
+                "tokens",
+                f"an answer must end at a stop token, one of {sampling.stop_ids}",
+                f"{len(continued)} of {len(rollouts)} continue after one",
+                "send stop_token_ids with every request",
+            )
+        )
     for name, encode_fn in (("own", encode), ("engine", engine_encode)):
         if encode_fn is None:
             continue
@@ -174,11 +203,14 @@ def _find_id_faults(
         drifted = [r for r in texts if tuple(encode_fn(r.prompt)) != r.prompt.tokens]
         if drifted:
             r = drifted[0]
-            findings.append(Finding(
-                f"tokeniser_{name}", "tokens",
-                "a prompt's text must encode to the ids that the policy reads",
-                f"{len(drifted)} of {len(rollouts)} give others: {r.prompt.text[:40]!r} is "
-                f"{list(encode_fn(r.prompt))[:8]}… there and {list(r.prompt.tokens[:8])}… here",
-                "--set init.tokenizer=DIRECTORY of the tokenizer.json that the engine loads",
-            ))  # fmt: skip
+            findings.append(
+                Finding(
+                    f"tokeniser_{name}",
+                    "tokens",
+                    "a prompt's text must encode to the ids that the policy reads",
+                    f"{len(drifted)} of {len(rollouts)} give others: {r.prompt.text[:40]!r} is "
+                    f"{list(encode_fn(r.prompt))[:8]}… there and {list(r.prompt.tokens[:8])}… here",
+                    "--set init.tokenizer=DIRECTORY of the tokenizer.json that the engine loads",
+                )
+            )
     return findings

@@ -122,10 +122,12 @@ def explain_gap(
     has_experts = any(
         r.routed_experts is not None and (r.routed_experts >= 0).any() for r in rollouts
     )
-    log_kept_N = np.concatenate([
-        np.zeros(r.n_sampled, np.float32) if r.log_kept is None else r.log_kept[r.sampled_mask]
-        for r in rollouts
-    ])  # fmt: skip
+    log_kept_N = np.concatenate(
+        [
+            np.zeros(r.n_sampled, np.float32) if r.log_kept is None else r.log_kept[r.sampled_mask]
+            for r in rollouts
+        ]
+    )
     engine_N = np.concatenate([r.rollout_logp[r.sampled_mask] for r in rollouts]) + log_kept_N
     base = trainer_variant(params, cfg, sampling, pad_rollouts(rollouts, cfg))
     stages = list_hypotheses(
@@ -183,14 +185,23 @@ def explain_gap(
             base, score_variant, log_kept_N, engine_N
         )
         verdict = _judge_experts(verdict, layers, jitter)
-        findings = [*findings, *find_misplaced_experts(
-            trainer_LBTA, base.rows.replay_LBTA, same_logps=verdict.kind == "agree"
-        )]  # fmt: skip
+        findings = [
+            *findings,
+            *find_misplaced_experts(
+                trainer_LBTA, base.rows.replay_LBTA, same_logps=verdict.kind == "agree"
+            ),
+        ]
     return Report(
-        verdict, list(findings), rounding, _gap_metrics(rollouts, engine_logps(()), engine_N),
-        _worst_tokens(rollouts, engine_logps(()), engine_N), layers, replayed, engine_N,
+        verdict,
+        list(findings),
+        rounding,
+        _gap_metrics(rollouts, engine_logps(()), engine_N),
+        _worst_tokens(rollouts, engine_logps(()), engine_N),
+        layers,
+        replayed,
+        engine_N,
         engine_logps(()),
-    )  # fmt: skip
+    )
 
 
 def _score_rows(v: Variant, run: Programs, sampling: Sampling) -> Scores:
@@ -214,10 +225,18 @@ def _score_rows(v: Variant, run: Programs, sampling: Sampling) -> Scores:
         )
         # One compiled head serves all windows and dtypes of the trunk.
         head_cfg = replace(v.cfg, dtype="float32", sliding_window=1)
-        scores = *run.head(
-            v.params, hidden, tokens, v.knobs, cfg=head_cfg, top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        ), *routing  # fmt: skip
+        scores = (
+            *run.head(
+                v.params,
+                hidden,
+                tokens,
+                v.knobs,
+                cfg=head_cfg,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            ),
+            *routing,
+        )
         count = np.arange(min(rows_per_call, total - start))
         parts.append(
             Scores(*(np.asarray(x).take(count, i) for x, i in zip(scores, axes, strict=True)))
@@ -229,9 +248,11 @@ def _score_rows(v: Variant, run: Programs, sampling: Sampling) -> Scores:
 def _select_sampled(s: Scores, v: Variant) -> Scores:
     mask = v.rows.sampled_BT
     return s._replace(
-        logp_BT=s.logp_BT[mask], raw_BT=s.raw_BT[mask], log_kept_BT=s.log_kept_BT[mask],
+        logp_BT=s.logp_BT[mask],
+        raw_BT=s.raw_BT[mask],
+        log_kept_BT=s.log_kept_BT[mask],
         ulp_BT=s.ulp_BT[mask],
-    )  # fmt: skip
+    )
 
 
 def _measure_rounding(
@@ -280,13 +301,14 @@ def _compare_experts(
     switched, switched_replayed = find_switched(plain), find_switched(replayed)
     layers = [
         LayerSwitches(
-            layer, float(switched[layer][is_recorded].mean()),
+            layer,
+            float(switched[layer][is_recorded].mean()),
             float(switched_replayed[layer][is_recorded].mean()),
             float(replayed.regret_LBT[layer][switched_replayed[layer]].max(initial=0.0)),
             float(np.median(plain.margin_LBT[layer][is_recorded])),
         )
         for layer, is_recorded in enumerate(is_recorded_LBT)
-    ]  # fmt: skip
+    ]
     regret_change = np.abs(replayed.regret_LBT - jittered.regret_LBT)[is_recorded_LBT]
     remaining = mean_gap(engine_N, base.engine_logp(_select_sampled(replayed, base), log_kept_N))
     return layers, remaining, float(regret_change.max(initial=0.0)), plain.experts_LBTA

@@ -27,9 +27,15 @@ PARTS = {  # recorded tensors of a layer in order, with the ops that make them
 
 
 def find_first_difference(
-    params: Params, tokens: np.ndarray, prompt_tokens: int, cfg: ModelConfig, ops: Ops, *,
-    engine_ops: Ops | None = None, step: int = 0,
-) -> str | None:  # fmt: skip
+    params: Params,
+    tokens: np.ndarray,
+    prompt_tokens: int,
+    cfg: ModelConfig,
+    ops: Ops,
+    *,
+    engine_ops: Ops | None = None,
+    step: int = 0,
+) -> str | None:
     """Return a description of the first token, and its first tensor, whose bits differ.
 
     None if all are equal: then the cause is the other rows of a batch, or the sums of the log-prob.
@@ -71,9 +77,14 @@ def _run_by_token(
 ) -> dict[str, np.ndarray]:
     def run_step(params: Params, tokens_BT: Array, positions_BT: Array, cache: KVCache) -> Any:
         hidden_BTD, cache_after, recorded = forward(
-            params, tokens_BT, cfg, replace(ops, record=_record_layer), positions_BT=positions_BT,
-            cache=cache, step=jnp.int32(step),
-        )  # fmt: skip
+            params,
+            tokens_BT,
+            cfg,
+            replace(ops, record=_record_layer),
+            positions_BT=positions_BT,
+            cache=cache,
+            step=jnp.int32(step),
+        )
         return recorded | {"hidden": hidden_BTD}, cache_after
 
     run, parts = jax.jit(run_step), []

@@ -35,12 +35,21 @@ FIELDS = {  # config.json name -> ModelConfig name
     "truncate": "rope_truncate",
 }
 YARN_FIELDS = {  # matter only if rope_factor is above 1
-    "rope_beta_fast", "rope_beta_slow", "rope_original_context", "rope_truncate",
-}  # fmt: skip
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_original_context",
+    "rope_truncate",
+}
 RECOMPUTABLE_FIELDS = {  # can be recomputed with the trainer's weights
-    "experts_per_token", "sliding_window", "rms_eps", "swiglu_alpha", "swiglu_limit",
-    "rope_theta", "rope_factor", *YARN_FIELDS,
-}  # fmt: skip
+    "experts_per_token",
+    "sliding_window",
+    "rms_eps",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "rope_theta",
+    "rope_factor",
+    *YARN_FIELDS,
+}
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,9 @@ def read_handshake(loaded: Sequence[Mapping[str, Any]], cfg: ModelConfig) -> Han
     return Handshake(
         dtypes.pop() if len(dtype_names) == len(dtypes) == 1 else None,
         all(worker.get("logprobs_mode") == "processed_logprobs" for worker in loaded),
-        holds_weights, differences,
-    )  # fmt: skip
+        holds_weights,
+        differences,
+    )
 
 
 def find_config_differences(model: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
@@ -96,8 +106,10 @@ def config_finding(differences: Mapping[str, Any], cfg: ModelConfig) -> Finding:
     names = {expected: hf_name for hf_name, expected in FIELDS.items()}
     expected = ", ".join(f"{names[f]} {getattr(cfg, f)}" for f in differences)
     return Finding(
-        "engine_config", "config", f"the engine's config.json must have {expected}",
+        "engine_config",
+        "config",
+        f"the engine's config.json must have {expected}",
         "it has " + ", ".join(f"{names[f]} {x}" for f, x in differences.items()),
         "correct the engine's config.json or --hf-overrides, or use --set model.… if the trainer's "
         "value is wrong",
-    )  # fmt: skip
+    )

@@ -67,11 +67,14 @@ def list_hypotheses(
     """
     stale = [] if previous is None or handshake.holds_weights else stale_tensors(previous)
     stages = [
-        _rounding_hypotheses(round_engine), _config_hypotheses(handshake, cfg),
-        _token_hypotheses(start_id), stale,
+        _rounding_hypotheses(round_engine),
+        _config_hypotheses(handshake, cfg),
+        _token_hypotheses(start_id),
+        stale,
         _sampling_hypotheses(sampling, has_log_kept, handshake),
-        _dtype_hypotheses(cfg, handshake), _structure_hypotheses(cfg),
-    ]  # fmt: skip
+        _dtype_hypotheses(cfg, handshake),
+        _structure_hypotheses(cfg),
+    ]
     return [category for category in stages if category]
 
 
@@ -80,14 +83,18 @@ def _rounding_hypotheses(round_engine: RoundEngine | None) -> list[Hypothesis]:
         return []
     # Rounding a second time changes nothing, so experts of the previous version, which are rounded
     # already, are an explanation of their own.
-    return [Hypothesis(
-        "experts_rounded", "config",
-        "the trainer must read the experts that the engine reads; quant.experts=mxfp4_rollout "
-        "rounds the engine's to four bits, and the trainer reads them unrounded",
-        "--set quant.experts=mxfp4, or correct the loss with --set "
-        "loss.rollout_correction='token_is(high=2.0)'",
-        lambda v: replace(v, params=round_engine(v.params)), "experts",
-    )]  # fmt: skip
+    return [
+        Hypothesis(
+            "experts_rounded",
+            "config",
+            "the trainer must read the experts that the engine reads; quant.experts=mxfp4_rollout "
+            "rounds the engine's to four bits, and the trainer reads them unrounded",
+            "--set quant.experts=mxfp4, or correct the loss with --set "
+            "loss.rollout_correction='token_is(high=2.0)'",
+            lambda v: replace(v, params=round_engine(v.params)),
+            "experts",
+        )
+    ]
 
 
 def _config_hypotheses(handshake: Handshake, cfg: ModelConfig) -> list[Hypothesis]:
@@ -102,10 +109,12 @@ def _config_hypotheses(handshake: Handshake, cfg: ModelConfig) -> list[Hypothesi
         engine_cfg = replace(cfg, **differing)
         engine_knobs = make_knobs(engine_cfg, 1.0)
         knobs = v.knobs._replace(
-            frequencies=engine_knobs.frequencies, rope_scale=engine_knobs.rope_scale,
+            frequencies=engine_knobs.frequencies,
+            rope_scale=engine_knobs.rope_scale,
             rms_eps=engine_knobs.rms_eps,
-            swiglu_alpha=engine_knobs.swiglu_alpha, swiglu_limit=engine_knobs.swiglu_limit,
-        )  # fmt: skip
+            swiglu_alpha=engine_knobs.swiglu_alpha,
+            swiglu_limit=engine_knobs.swiglu_limit,
+        )
         static = dict(
             sliding_window=engine_cfg.sliding_window, experts_per_token=engine_cfg.experts_per_token
         )
@@ -115,20 +124,29 @@ def _config_hypotheses(handshake: Handshake, cfg: ModelConfig) -> list[Hypothesi
 
 
 def _token_hypotheses(start_id: int | None) -> list[Hypothesis]:
-    hypotheses = [Hypothesis(
-        "prompt_end_lost", "tokens", "the engine must read every token of the prompt",
-        "send ids, not text: a template or a tokeniser on the engine's side strips the prompt's "
-        "end",
-        partial(_change_rows, change=_drop_prompt_end), exclusive="prompt",
-    )]  # fmt: skip
-    if start_id is not None:
-        hypotheses.append(Hypothesis(
-            "prompt_start_added", "tokens", "the engine must read the prompt as it was sent",
-            "send ids, not text, or add_special_tokens=false: the engine's side puts token "
-            f"{start_id} before every prompt",
-            partial(_change_rows, change=partial(_add_prompt_start, token=start_id)),
+    hypotheses = [
+        Hypothesis(
+            "prompt_end_lost",
+            "tokens",
+            "the engine must read every token of the prompt",
+            "send ids, not text: a template or a tokeniser on the engine's side "
+            "strips the prompt's end",
+            partial(_change_rows, change=_drop_prompt_end),
             exclusive="prompt",
-        ))  # fmt: skip
+        )
+    ]
+    if start_id is not None:
+        hypotheses.append(
+            Hypothesis(
+                "prompt_start_added",
+                "tokens",
+                "the engine must read the prompt as it was sent",
+                "send ids, not text, or add_special_tokens=false: the engine's side puts token "
+                f"{start_id} before every prompt",
+                partial(_change_rows, change=partial(_add_prompt_start, token=start_id)),
+                exclusive="prompt",
+            )
+        )
     return hypotheses
 
 
@@ -158,10 +176,11 @@ def _add_prompt_start(rows: SampledRows, *, token: int) -> SampledRows:
         return np.concatenate([np.full_like(x[:, :1], fill), x[:, :-1]], axis=1)
 
     return replace(
-        rows, tokens_BT=shift_right(rows.tokens_BT, token),
+        rows,
+        tokens_BT=shift_right(rows.tokens_BT, token),
         segments_BT=shift_right(rows.segments_BT, 1),
         sampled_BT=shift_right(rows.sampled_BT, 0),
-    )  # fmt: skip
+    )
 
 
 def _sampling_hypotheses(
@@ -184,22 +203,35 @@ def _sampling_hypotheses(
     hypotheses = []
     may_be_raw = not handshake.processed
     if may_be_raw and (sampling.temperature != 1.0 or (cuts and has_log_kept)):
-        hypotheses.append(wrong_logp(
-            "raw_logprobs", f"log-probs must be computed at temperature {sampling.temperature:g}, "
-            "at which the tokens were sampled", processed, logp_untempered,
-        ))  # fmt: skip
+        hypotheses.append(
+            wrong_logp(
+                "raw_logprobs",
+                f"log-probs must be computed at temperature {sampling.temperature:g}, "
+                "at which the tokens were sampled",
+                processed,
+                logp_untempered,
+            )
+        )
     if may_be_raw and cuts and has_log_kept:
-        hypotheses.append(wrong_logp(
-            "kept_mass_twice", "log-probs must be normalised over the tokens that top-k and top-p "
-            "keep, since log_kept is added to them", processed, logp_kept_mass_twice,
-        ))  # fmt: skip
+        hypotheses.append(
+            wrong_logp(
+                "kept_mass_twice",
+                "log-probs must be normalised over the tokens that top-k and top-p "
+                "keep, since log_kept is added to them",
+                processed,
+                logp_kept_mass_twice,
+            )
+        )
     if cuts and not has_log_kept:
-        hypotheses.append(wrong_logp(
-            "kept_mass_missing", "log-probs must be normalised over the full vocabulary, or come "
-            "with the mass that top-k and top-p keep",
-            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that reports log_kept",
-            logp_without_kept_mass,
-        ))  # fmt: skip
+        hypotheses.append(
+            wrong_logp(
+                "kept_mass_missing",
+                "log-probs must be normalised over the full vocabulary, or come "
+                "with the mass that top-k and top-p keep",
+                "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that reports log_kept",
+                logp_without_kept_mass,
+            )
+        )
     return hypotheses
 
 
@@ -211,21 +243,34 @@ def _dtype_hypotheses(cfg: ModelConfig, handshake: Handshake) -> list[Hypothesis
 
     fix = f"--set rollout.vllm.dtype={cfg.dtype}"
     hypotheses = [
-        make_hypothesis("router_bfloat16", "the engine's router must be float32",
-               "keep the engine's router weights and logits in float32, or replay its "
-               "experts", "router", round_router=True),
-        make_hypothesis("logits_bfloat16",
-        "the engine's head must not round the vocabulary's logits",
-               "a float32 head in the engine: --set \"rollout.vllm.args=--hf-overrides "
-               "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head",
-               round_logits=True, round_head=True),
-    ]  # fmt: skip
+        make_hypothesis(
+            "router_bfloat16",
+            "the engine's router must be float32",
+            "keep the engine's router weights and logits in float32, or replay its experts",
+            "router",
+            round_router=True,
+        ),
+        make_hypothesis(
+            "logits_bfloat16",
+            "the engine's head must not round the vocabulary's logits",
+            'a float32 head in the engine: --set "rollout.vllm.args=--hf-overrides '
+            '\'{\\"head_dtype\\": \\"float32\\"}\'"',
+            "head",
+            round_logits=True,
+            round_head=True,
+        ),
+    ]
     other_dtype = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
     head = dict(round_head=other_dtype == "bfloat16")
-    hypotheses.append(make_hypothesis(
-        f"head_{other_dtype}", f"the engine's head must take {cfg.dtype} operands", fix, "head",
-        **head,
-    ))  # fmt: skip
+    hypotheses.append(
+        make_hypothesis(
+            f"head_{other_dtype}",
+            f"the engine's head must take {cfg.dtype} operands",
+            fix,
+            "head",
+            **head,
+        )
+    )
 
     return hypotheses if handshake.dtype == cfg.dtype else hypotheses + list_other_dtypes(cfg)
 
@@ -239,8 +284,9 @@ def list_other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
     def change_dtype(v: Variant, torch: bool) -> Variant:
         half = other_dtype == "bfloat16"
         variant = replace(v, cfg=replace(v.cfg, dtype=other_dtype))
-        return _set_knobs(variant, round_head=half, round_router=half and torch,
-                     round_logits=half and torch)  # fmt: skip
+        return _set_knobs(
+            variant, round_head=half, round_router=half and torch, round_logits=half and torch
+        )
 
     # An engine in PyTorch that computes in bfloat16 rounds its router and its logits too.
     torch_router = (False, True) if other_dtype == "bfloat16" else (False,)
@@ -252,7 +298,7 @@ def list_other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
             fix,
             partial(change_dtype, torch=torch),
             "all",
-        )  # fmt: skip
+        )
         for torch in torch_router
     ]
 
@@ -267,11 +313,14 @@ def _structure_hypotheses(cfg: ModelConfig) -> list[Hypothesis]:
 
     def window_hypothesis(name: str, size: int) -> Hypothesis:
         return Hypothesis(
-            name, "structure", f"a query of a sliding layer must see {window} keys, itself "
-            "included", f'"sliding_window": {window} in the engine\'s config.json (and a kernel '
+            name,
+            "structure",
+            f"a query of a sliding layer must see {window} keys, itself included",
+            f'"sliding_window": {window} in the engine\'s config.json (and a kernel '
             "that counts the query's own key)",
-            lambda v: replace(v, cfg=replace(v.cfg, sliding_window=size)), "window",
-        )  # fmt: skip
+            lambda v: replace(v, cfg=replace(v.cfg, sliding_window=size)),
+            "window",
+        )
 
     def rope_hypothesis(name: str, field: str, value: float | bool) -> Hypothesis:
         def change_rope(v: Variant) -> Variant:
@@ -286,30 +335,46 @@ def _structure_hypotheses(cfg: ModelConfig) -> list[Hypothesis]:
 
         expected = getattr(cfg, f"rope_{field}")
         return Hypothesis(
-            name, "structure", f"RoPE's {field} must be {expected}",
+            name,
+            "structure",
+            f"RoPE's {field} must be {expected}",
             f'"rope_scaling": {{"{field}": {str(expected).lower()}}} in the engine\'s config.json',
-            change_rope, "rope",
-        )  # fmt: skip
+            change_rope,
+            "rope",
+        )
 
     # Finite, because an infinite value could make a NaN further on.
     huge = jnp.float32(3e38)
     hypotheses = [
-        Hypothesis("sinks_off", "structure", "attention must include each head's sink",
-                   "an attention backend that reads sinks, such as "
-                   "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
-                   lambda v: replace(v, knobs=v.knobs._replace(sink_shift=-huge)), "sinks"),
+        Hypothesis(
+            "sinks_off",
+            "structure",
+            "attention must include each head's sink",
+            "an attention backend that reads sinks, such as "
+            "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
+            lambda v: replace(v, knobs=v.knobs._replace(sink_shift=-huge)),
+            "sinks",
+        ),
         window_hypothesis("window_off", cfg.max_context),
         window_hypothesis("window_plus_one", window + 1),
-        Hypothesis("softmax_before_top_k", "structure",
-                   "expert weights must be the softmax over the selected experts only",
-                   "renormalize=True in the engine's routing (norm_topk_prob)",
-                   lambda v: _set_knobs(v, softmax_over_all=True), "routing"),
-        Hypothesis("swiglu_limit_off", "structure",
-                   f"experts must clamp gate and up at {cfg.swiglu_limit:g}",
-                   f'"swiglu_limit": {cfg.swiglu_limit:g} in the engine\'s config.json, and a '
-                   "fused expert kernel that reads it",
-                   lambda v: replace(v, knobs=v.knobs._replace(swiglu_limit=huge)), "swiglu"),
-    ]  # fmt: skip
+        Hypothesis(
+            "softmax_before_top_k",
+            "structure",
+            "expert weights must be the softmax over the selected experts only",
+            "renormalize=True in the engine's routing (norm_topk_prob)",
+            lambda v: _set_knobs(v, softmax_over_all=True),
+            "routing",
+        ),
+        Hypothesis(
+            "swiglu_limit_off",
+            "structure",
+            f"experts must clamp gate and up at {cfg.swiglu_limit:g}",
+            f'"swiglu_limit": {cfg.swiglu_limit:g} in the engine\'s config.json, and a '
+            "fused expert kernel that reads it",
+            lambda v: replace(v, knobs=v.knobs._replace(swiglu_limit=huge)),
+            "swiglu",
+        ),
+    ]
     if window > 1:
         hypotheses.append(window_hypothesis("window_minus_one", window - 1))
     if cfg.rope_factor > 1:

@@ -24,12 +24,18 @@ from jaxmoe.model.router import router_logits
 from jaxmoe.shapes import Params
 
 _PLACES_OF_OP = {  # recorded tensors of each op, without the layer's number
-    "embedding": ("embed",), "norms": ("attn_norm", "moe_norm", "final_norm"),
-    "q, k, v": ("qkv",), "RoPE's cos and sin": ("cos_sin",), "rotation": ("rotated",),
-    "attention": ("attention",), "output of attention": ("output",),
-    "residual sums": ("after_attention", "after_experts"), "router": ("router",),
-    "experts": ("experts",), "head": ("logp",),
-}  # fmt: skip
+    "embedding": ("embed",),
+    "norms": ("attn_norm", "moe_norm", "final_norm"),
+    "q, k, v": ("qkv",),
+    "RoPE's cos and sin": ("cos_sin",),
+    "rotation": ("rotated",),
+    "attention": ("attention",),
+    "output of attention": ("output",),
+    "residual sums": ("after_attention", "after_experts"),
+    "router": ("router",),
+    "experts": ("experts",),
+    "head": ("logp",),
+}
 OP_NAMES = tuple(_PLACES_OF_OP)
 
 # (place, op, *inputs) -> the output that the forward continues with; a place names one tensor
@@ -90,11 +96,16 @@ def forward_by_op(
 
     def attend(q_BTF: Array, k_BTF: Array, v_BTF: Array, layer: Params, window: Any) -> Array:
         o_BTNH, _ = ops.attend(
-            split_heads(q_BTF), split_heads(k_BTF), split_heads(v_BTF), layer["sinks"],
+            split_heads(q_BTF),
+            split_heads(k_BTF),
+            split_heads(v_BTF),
+            layer["sinks"],
             q_positions_BT=positions_BT,
-            k_positions_BS=positions_BT, q_segment_ids_BT=segments_BT, k_segment_ids_BS=segments_BT,
+            k_positions_BS=positions_BT,
+            q_segment_ids_BT=segments_BT,
+            k_segment_ids_BS=segments_BT,
             window=window,
-        )  # fmt: skip
+        )
         return o_BTNH.reshape(batch, time, -1)
 
     def sum_experts(h_BTD: Array, logits_BTE: Array, layer: Params) -> Array:
@@ -138,24 +149,31 @@ def read_recording(
     table = recorded["cos_sin"][0][:time]
     by_place = {
         "cos_sin": np.concatenate([table[:, None, :h], table[:, None, h:]], axis=-1),
-        "embed": recorded["model.embedding"][0], "logp": logp_T,
+        "embed": recorded["model.embedding"][0],
+        "logp": logp_T,
         "final_norm": recorded["model.norm"][0],
-    }  # fmt: skip
+    }
     for i in range(cfg.n_layers):
         prefix = f"model.layers.{i}."
         q, k, _, o = recorded[prefix + "attn.attn"]
-        after = recorded[f"model.layers.{i + 1}.input_layernorm"] if i + 1 < cfg.n_layers else (
-            recorded["model.norm"])  # fmt: skip
+        after = (
+            recorded[f"model.layers.{i + 1}.input_layernorm"]
+            if i + 1 < cfg.n_layers
+            else (recorded["model.norm"])
+        )
         normed, residual = recorded[prefix + "post_attention_layernorm"]
         by_place |= {
             f"{i}.attn_norm": recorded[prefix + "input_layernorm"][0],
             f"{i}.qkv": recorded[prefix + "attn.qkv_proj"][0],
-            f"{i}.rotated": np.concatenate([q, k], axis=-1), f"{i}.attention": o,
+            f"{i}.rotated": np.concatenate([q, k], axis=-1),
+            f"{i}.attention": o,
             f"{i}.output": recorded[prefix + "attn.o_proj"][0],
-            f"{i}.after_attention": residual, f"{i}.moe_norm": normed,
+            f"{i}.after_attention": residual,
+            f"{i}.moe_norm": normed,
             f"{i}.router": recorded[prefix + "mlp.router"][0],
-            f"{i}.experts": recorded[prefix + "mlp.experts"][0], f"{i}.after_experts": after[1],
-        }  # fmt: skip
+            f"{i}.experts": recorded[prefix + "mlp.experts"][0],
+            f"{i}.after_experts": after[1],
+        }
     return by_place
 
 
@@ -177,9 +195,13 @@ def compute_op_differences(
 
 
 def score_with_differences(
-    params: Params, tokens_BT: Array, added: dict[str, Array], added_P: Array, cfg: ModelConfig,
+    params: Params,
+    tokens_BT: Array,
+    added: dict[str, Array],
+    added_P: Array,
+    cfg: ModelConfig,
     ops: Ops,
-) -> Float[Array, "B T"]:  # fmt: skip
+) -> Float[Array, "B T"]:
     """Return the trainer's log-probs with the differences of the ops in `added_P` added."""
 
     def call_op(place: str, fn: Callable[..., Array], *inputs: Any) -> Array:
@@ -217,12 +239,16 @@ def compare_ops(
     )
     ops = []
     for i, op in enumerate(OP_NAMES):
-        differences = np.concatenate([
-            np.asarray(x).reshape(-1) for place, x in added.items() if op_of_place(place) == op
-        ])  # fmt: skip
+        differences = np.concatenate(
+            [np.asarray(x).reshape(-1) for place, x in added.items() if op_of_place(place) == op]
+        )
         op_logp = score_added([int(i == j) for j in range(count)])
-        ops.append(OpDifference(
-            op, float(np.mean(differences != 0)), float(np.abs(differences).max()),
-            float(np.abs(op_logp - base).mean()),
-        ))  # fmt: skip
+        ops.append(
+            OpDifference(
+                op,
+                float(np.mean(differences != 0)),
+                float(np.abs(differences).max()),
+                float(np.abs(op_logp - base).mean()),
+            )
+        )
     return OpComparison(tuple(ops), float(np.abs(engine_logp - base).mean()), engine_logp.size)

@@ -15,9 +15,11 @@ from jaxmoe.records import Rollout
 
 
 def print_report(
-    report: Report, rollouts: Sequence[Rollout], decode: Callable[[list[int]], str],
+    report: Report,
+    rollouts: Sequence[Rollout],
+    decode: Callable[[list[int]], str],
     weights_name: str,
-) -> None:  # fmt: skip
+) -> None:
     """Print the tables, the findings, then the verdict."""
     console = Console(highlight=False)
     if report.verdict.kind != "not judged":
@@ -34,9 +36,12 @@ def print_report(
 
 
 def _print_numbers(
-    console: Console, report: Report, rollouts: Sequence[Rollout],
-    decode: Callable[[list[int]], str], weights_name: str,
-) -> None:  # fmt: skip
+    console: Console,
+    report: Report,
+    rollouts: Sequence[Rollout],
+    decode: Callable[[list[int]], str],
+    weights_name: str,
+) -> None:
     metrics, verdict, rounding = report.metrics, report.verdict, report.rounding.unit
     console.print(
         f"{metrics['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {weights_name}\n"
@@ -120,9 +125,12 @@ def _layer_table(report: Report) -> Table:
         table.add_column(column, justify="right")
     for x in sorted(report.layers, key=lambda x: -x.switched)[:12]:
         table.add_row(
-            str(x.layer), f"{x.switched:.3%}", f"{x.switched_replayed:.3%}", f"{x.regret:.1e}",
+            str(x.layer),
+            f"{x.switched:.3%}",
+            f"{x.switched_replayed:.3%}",
+            f"{x.regret:.1e}",
             f"{x.margin:.1e}",
-        )  # fmt: skip
+        )
     table.caption = f"mean |Δlogp| with the engine's experts in the trainer: {report.replayed:.2e}"
     return table
 

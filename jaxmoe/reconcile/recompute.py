@@ -71,13 +71,20 @@ def make_knobs(cfg: ModelConfig, temperature: float) -> Knobs:
     frequencies, scale = yarn_frequencies(cfg)
     disabled, is_bfloat16 = jnp.asarray(False), jnp.asarray(cfg.dtype == "bfloat16")
     return Knobs(
-        jnp.asarray(frequencies), jnp.float32(scale), attention_scale=jnp.float32(1),
-        sink_shift=jnp.float32(0), rms_eps=jnp.float32(cfg.rms_eps),
-        swiglu_alpha=jnp.float32(cfg.swiglu_alpha), swiglu_limit=jnp.float32(cfg.swiglu_limit),
-        softmax_over_all=disabled, round_router=disabled, round_head=is_bfloat16,
+        jnp.asarray(frequencies),
+        jnp.float32(scale),
+        attention_scale=jnp.float32(1),
+        sink_shift=jnp.float32(0),
+        rms_eps=jnp.float32(cfg.rms_eps),
+        swiglu_alpha=jnp.float32(cfg.swiglu_alpha),
+        swiglu_limit=jnp.float32(cfg.swiglu_limit),
+        softmax_over_all=disabled,
+        round_router=disabled,
+        round_head=is_bfloat16,
         round_logits=disabled,
-        temperature=jnp.float32(temperature), jitter=jnp.float32(0),
-    )  # fmt: skip
+        temperature=jnp.float32(temperature),
+        jitter=jnp.float32(0),
+    )
 
 
 def run_trunk(
@@ -100,19 +107,28 @@ def run_trunk(
     even, on operands and on the float32 result of the product.
     """
     variant_ops = replace(
-        ops, norm=partial(_rms_norm, knobs, ops), attend=partial(_sink_attention, knobs, ops),
+        ops,
+        norm=partial(_rms_norm, knobs, ops),
+        attend=partial(_sink_attention, knobs, ops),
         experts=partial(_apply_experts, knobs),
-        router=partial(_route_tokens, knobs), rotary=partial(_rope_tables, knobs),
+        router=partial(_route_tokens, knobs),
+        rotary=partial(_rope_tables, knobs),
         record=partial(_record_routing, knobs),
-    )  # fmt: skip
+    )
     hidden_BTD, _, routing = forward(
-        params, tokens_BT, cfg, variant_ops, segment_ids_BT=segment_ids_BT,
+        params,
+        tokens_BT,
+        cfg,
+        variant_ops,
+        segment_ids_BT=segment_ids_BT,
         routed_experts_BTLA=jnp.moveaxis(replay_LBTA, 0, 2),
-    )  # fmt: skip
+    )
     return (
-        hidden_BTD.astype(jnp.float32), routing["experts_BTA"], routing["margin_BT"],
+        hidden_BTD.astype(jnp.float32),
+        routing["experts_BTA"],
+        routing["margin_BT"],
         routing["regret_BT"],
-    )  # fmt: skip
+    )
 
 
 def run_head(
@@ -132,10 +148,13 @@ def run_head(
     that top-k and top-p keep, and the ulp of `Scores`.
     """
     return sequence_logprobs(
-        params, hidden_BTD, tokens_BT, cfg,
+        params,
+        hidden_BTD,
+        tokens_BT,
+        cfg,
         replace(ops, logprobs=partial(_token_logprobs, knobs, top_k, top_p)),
         temperature=knobs.temperature,
-    )  # fmt: skip
+    )
 
 
 def round_to_bfloat16(x: Array, enabled: Array) -> Array:
@@ -182,9 +201,13 @@ def _record_routing(
 
 
 def _apply_experts(
-    knobs: Knobs, h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
+    knobs: Knobs,
+    h_BTD: Array,
+    indices_BTA: Array,
+    weights_BTA: Array,
+    layer: Params,
     cfg: ModelConfig,
-) -> Array:  # fmt: skip
+) -> Array:
     """Compute jaxmoe.model.experts.apply_experts with a limit and an alpha that are arrays."""
     active, dtype = indices_BTA.shape[-1], h_BTD.dtype
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
@@ -204,9 +227,14 @@ def _rms_norm(knobs: Knobs, ops: Ops, x: Array, scale_D: Array, _eps: float) -> 
 
 
 def _sink_attention(
-    knobs: Knobs, ops: Ops, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sink_N: Array,
+    knobs: Knobs,
+    ops: Ops,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    sink_N: Array,
     **layout: Any,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * knobs.attention_scale).astype(q_BTNH.dtype)
     moved_N = sink_N.astype(jnp.float32) + knobs.sink_shift
     o_BTNH, lse_BTN = ops.attend(scaled_BTNH, k_BSKH, v_BSKH, moved_N, **layout)
@@ -220,9 +248,16 @@ def _add_noise(knobs: Knobs, x: Array, seed: int) -> Array:
 
 
 def _token_logprobs(
-    knobs: Knobs, top_k: int, top_p: float, hidden_BTD: Float[Array, "B T D"], w_DV: Array,
-    targets_BT: Array, *, temperature: Any, vocab_size: int,
-) -> tuple[Array, ...]:  # fmt: skip
+    knobs: Knobs,
+    top_k: int,
+    top_p: float,
+    hidden_BTD: Float[Array, "B T D"],
+    w_DV: Array,
+    targets_BT: Array,
+    *,
+    temperature: Any,
+    vocab_size: int,
+) -> tuple[Array, ...]:
     """Return the four values of `run_head`; a chunk of tokens' logits at a time."""
     w_DV = round_to_bfloat16(w_DV.astype(hidden_BTD.dtype)[:, :vocab_size], knobs.round_head)
 

@@ -21,10 +21,13 @@ MIN_AGREEMENT = 0.5  # of correctly reported experts; 0 is chance
 MIN_GAIN = 0.25  # in agreement, by comparing with another token or layer
 # (layers, tokens) from an expert to the place in the trainer where it belongs
 SHIFTS = {
-    "the token after it": (0, 1), "the token before it": (0, -1),
-    "two tokens after it": (0, 2), "two tokens before it": (0, -2),
-    "the layer after it": (1, 0), "the layer before it": (-1, 0),
-}  # fmt: skip
+    "the token after it": (0, 1),
+    "the token before it": (0, -1),
+    "two tokens after it": (0, 2),
+    "two tokens before it": (0, -2),
+    "the layer after it": (1, 0),
+    "the layer before it": (-1, 0),
+}
 
 
 def check_reported_experts(
@@ -41,9 +44,11 @@ def check_reported_experts(
         if experts is not None:
             try:
                 experts = check_recorded_experts(
-                    experts, tokens=n_prompt + len(r.tokens) - 1, n_experts=cfg.n_experts,
+                    experts,
+                    tokens=n_prompt + len(r.tokens) - 1,
+                    n_experts=cfg.n_experts,
                     prompt_tokens=n_prompt,
-                )  # fmt: skip
+                )
                 if experts.shape[1:] != (cfg.n_layers, cfg.experts_per_token):
                     raise ValueError(
                         f"its experts must be of {cfg.n_layers} layers and "
@@ -57,14 +62,17 @@ def check_reported_experts(
         checked.append(replace(r, routed_experts=experts))
     findings = []
     if problems:
-        findings.append(Finding(
-            "wrong_experts", "experts",
-            "the engine must report the experts of every token that it read",
-            f"{len(problems)} of {len(rollouts)} answers have no experts that can be replayed, "
-            f"such as: {problems[0]}",
-            "an engine that reports experts (vLLM: --enable-return-routed-experts), or "
-            "--set router.replay='' --set rollout.compare_experts=False",
-        ))  # fmt: skip
+        findings.append(
+            Finding(
+                "wrong_experts",
+                "experts",
+                "the engine must report the experts of every token that it read",
+                f"{len(problems)} of {len(rollouts)} answers have no experts that can be replayed, "
+                f"such as: {problems[0]}",
+                "an engine that reports experts (vLLM: --enable-return-routed-experts), or "
+                "--set router.replay='' --set rollout.compare_experts=False",
+            )
+        )
     return checked, findings + _find_unknown(checked)
 
 
@@ -85,14 +93,17 @@ def _find_unknown(rollouts: Sequence[Rollout]) -> list[Finding]:
     fix = "another expert kernel of the engine (vLLM: --moe-backend)"
     if answer_share <= MAX_UNKNOWN_SHARE:
         fix = "no cache of prompts in the engine (vLLM: --no-enable-prefix-caching)"
-    return [Finding(
-        "unknown_experts", "experts",
-        "the engine must report the experts of every token that it read",
-        "the engine reports rows that no router can have chosen (zeros, one expert twice, or a "
-        f"mark): {prompt_share:.0%} of the prompts' tokens and {answer_share:.0%} of the answers'; "
-        "router replay falls back to the trainer's router there",
-        fix,
-    )]  # fmt: skip
+    return [
+        Finding(
+            "unknown_experts",
+            "experts",
+            "the engine must report the experts of every token that it read",
+            "the engine reports rows that no router can have chosen (zeros, one expert twice, or a "
+            f"mark): {prompt_share:.0%} of the prompts' tokens and {answer_share:.0%} of the "
+            "answers'; router replay falls back to the trainer's router there",
+            fix,
+        )
+    ]
 
 
 def find_misplaced_experts(
@@ -118,20 +129,30 @@ def find_misplaced_experts(
             f"they are those of {nearest}: agreement {shifted[nearest]:.2f} with the trainer's "
             f"experts there, {agreement:.2f} in their own place (1: all equal, 0: chance)"
         )
-        return [Finding(
-            "shifted_experts", "experts", requirement, actual,
-            "the engine's record of experts: its first row is the prompt's first token, and its "
-            "first column the first layer",
-        )]  # fmt: skip
+        return [
+            Finding(
+                "shifted_experts",
+                "experts",
+                requirement,
+                actual,
+                "the engine's record of experts: its first row is the prompt's first token, and "
+                "its first column the first layer",
+            )
+        ]
     if same_logps:
         actual = (
             f"log-probs agree with the trainer's, and experts do not: agreement {agreement:.2f} "
             "(1: all equal, 0: chance)"
         )
-        return [Finding(
-            "unrelated_experts", "experts", requirement, actual,
-            "the engine's record of experts; until then --set router.replay=''",
-        )]  # fmt: skip
+        return [
+            Finding(
+                "unrelated_experts",
+                "experts",
+                requirement,
+                actual,
+                "the engine's record of experts; until then --set router.replay=''",
+            )
+        ]
     return []
 
 

@@ -49,9 +49,15 @@ class Scalar:
 
     def make_hypothesis(self, value: float, spread: float = 0.0) -> Hypothesis:
         return Hypothesis(
-            self.name, "scalar", f"the engine's {self.name} must be {self.trainer_value:g}",
-            self.fix, lambda v: self.set_value(v, value), self.exclusive, value, spread,
-        )  # fmt: skip
+            self.name,
+            "scalar",
+            f"the engine's {self.name} must be {self.trainer_value:g}",
+            self.fix,
+            lambda v: self.set_value(v, value),
+            self.exclusive,
+            value,
+            spread,
+        )
 
 
 def list_scalars(cfg: ModelConfig, sampling: Sampling) -> list[Scalar]:
@@ -75,40 +81,91 @@ def list_scalars(cfg: ModelConfig, sampling: Sampling) -> list[Scalar]:
     t, eps, limit, alpha = sampling.temperature, cfg.rms_eps, cfg.swiglu_limit, cfg.swiglu_alpha
     place = "in the engine's config.json"
     scalars = [
-        Scalar("rope_theta", cfg.rope_theta, f'"rope_theta": {cfg.rope_theta:g} {place}',
-               partial(set_rope, field="rope_theta"),
-               [1e4, 5e5, 1e6, *scale_by(cfg.rope_theta, 0.5, 2.0, 0.1, 10.0)], 2.0, 1e9,
-               exclusive="rope"),
-        Scalar("rope_factor", cfg.rope_factor,
-               f'"rope_scaling": {{"factor": {cfg.rope_factor:g}}} {place}',
-               partial(set_rope, field="rope_factor"), [4.0, 8.0, 16.0, 32.0, 64.0], 1.001, 1e3,
-               exclusive="rope"),
-        Scalar("rms_eps", eps, f'"rms_norm_eps": {eps:g} {place}', partial(set_knob,
-        name="rms_eps"),
-               [1e-6, 1e-5, 1e-4, 1e-3, 1e-2], 1e-12, 1.0),
-        Scalar("attention_scale", 1.0, "scores must be q·k/sqrt(head_dim), with RoPE's factor "
-               "1 + 0.1·ln(factor) on cos and sin; the value is relative to that",
-               partial(set_knob, name="attention_scale"),
-               [cfg.head_dim**-0.5, 0.25, 0.5, 0.75, 1.5, 2.0, 4.0, cfg.head_dim**0.5], 1e-3, 1e3),
-        Scalar("swiglu_limit", limit, f'"swiglu_limit": {limit:g} {place}, and a fused expert '
-               "kernel that reads it", partial(set_knob, name="swiglu_limit"),
-               [7.0, *scale_by(limit, 0.25, 0.5, 0.75, 1.5, 2.0, 4.0)], 1e-2, 1e3,
-               exclusive="swiglu"),
-        Scalar("swiglu_alpha", alpha, f'"swiglu_alpha": {alpha:g} {place}, and a fused expert '
-               "kernel that reads it", partial(set_knob, name="swiglu_alpha"),
-               [1.0, 1.702, *scale_by(alpha, 0.5, 0.75, 1.5, 2.0)], 1e-2, 1e2, exclusive="alpha"),
-        Scalar("sink_shift", 0.0, "each head's sink as it was sent, a natural logarithm",
-               partial(set_knob, name="sink_shift"), [-4.0, -2.0, -1.0, 1.0, 2.0, 4.0], -20.0, 20.0,
-               log=False, exclusive="sinks"),
-    ]  # fmt: skip
+        Scalar(
+            "rope_theta",
+            cfg.rope_theta,
+            f'"rope_theta": {cfg.rope_theta:g} {place}',
+            partial(set_rope, field="rope_theta"),
+            [1e4, 5e5, 1e6, *scale_by(cfg.rope_theta, 0.5, 2.0, 0.1, 10.0)],
+            2.0,
+            1e9,
+            exclusive="rope",
+        ),
+        Scalar(
+            "rope_factor",
+            cfg.rope_factor,
+            f'"rope_scaling": {{"factor": {cfg.rope_factor:g}}} {place}',
+            partial(set_rope, field="rope_factor"),
+            [4.0, 8.0, 16.0, 32.0, 64.0],
+            1.001,
+            1e3,
+            exclusive="rope",
+        ),
+        Scalar(
+            "rms_eps",
+            eps,
+            f'"rms_norm_eps": {eps:g} {place}',
+            partial(set_knob, name="rms_eps"),
+            [1e-6, 1e-5, 1e-4, 1e-3, 1e-2],
+            1e-12,
+            1.0,
+        ),
+        Scalar(
+            "attention_scale",
+            1.0,
+            "scores must be q·k/sqrt(head_dim), with RoPE's factor "
+            "1 + 0.1·ln(factor) on cos and sin; the value is relative to that",
+            partial(set_knob, name="attention_scale"),
+            [cfg.head_dim**-0.5, 0.25, 0.5, 0.75, 1.5, 2.0, 4.0, cfg.head_dim**0.5],
+            1e-3,
+            1e3,
+        ),
+        Scalar(
+            "swiglu_limit",
+            limit,
+            f'"swiglu_limit": {limit:g} {place}, and a fused expert kernel that reads it',
+            partial(set_knob, name="swiglu_limit"),
+            [7.0, *scale_by(limit, 0.25, 0.5, 0.75, 1.5, 2.0, 4.0)],
+            1e-2,
+            1e3,
+            exclusive="swiglu",
+        ),
+        Scalar(
+            "swiglu_alpha",
+            alpha,
+            f'"swiglu_alpha": {alpha:g} {place}, and a fused expert kernel that reads it',
+            partial(set_knob, name="swiglu_alpha"),
+            [1.0, 1.702, *scale_by(alpha, 0.5, 0.75, 1.5, 2.0)],
+            1e-2,
+            1e2,
+            exclusive="alpha",
+        ),
+        Scalar(
+            "sink_shift",
+            0.0,
+            "each head's sink as it was sent, a natural logarithm",
+            partial(set_knob, name="sink_shift"),
+            [-4.0, -2.0, -1.0, 1.0, 2.0, 4.0],
+            -20.0,
+            20.0,
+            log=False,
+            exclusive="sinks",
+        ),
+    ]
     if t > 0:
-        scalars.insert(0, Scalar(
-            "temperature", t, "send the temperature with every request, and use processed "
-            "log-probs",
-            partial(set_knob, name="temperature"), [1.0, *scale_by(t, 0.25, 0.5, 0.8, 1.25, 2.0,
-            4.0)],
-            t / 100, t * 100, exclusive="engine_logp",
-        ))  # fmt: skip
+        scalars.insert(
+            0,
+            Scalar(
+                "temperature",
+                t,
+                "send the temperature with every request, and use processed log-probs",
+                partial(set_knob, name="temperature"),
+                [1.0, *scale_by(t, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)],
+                t / 100,
+                t * 100,
+                exclusive="engine_logp",
+            ),
+        )
     return scalars
 
 

@@ -33,11 +33,17 @@ def stale_tensors(previous: Params) -> list[Hypothesis]:
         for group, names in GROUPS.items()
     ]
     all_names = tuple(name for names in GROUPS.values() for name in names)
-    hypotheses.append(Hypothesis(
-        "stale_everything", "weights", "the engine must hold the newest weights",
-        "check the weight sync (engine.load() must return before generate()); restart the engine",
-        partial(_replace_tensors, previous=previous, names=all_names, layer=None), "everything",
-    ))  # fmt: skip
+    hypotheses.append(
+        Hypothesis(
+            "stale_everything",
+            "weights",
+            "the engine must hold the newest weights",
+            "check the weight sync (engine.load() must return before generate()); "
+            "restart the engine",
+            partial(_replace_tensors, previous=previous, names=all_names, layer=None),
+            "everything",
+        )
+    )
     return hypotheses
 
 
@@ -47,8 +53,9 @@ def stale_layers(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
     groups["everything"] = tuple(name for names in groups.values() for name in names)
     return [
         _stale_hypothesis(f"stale_{group}_layer_{layer}", names, layer, previous)
-        for layer in range(cfg.n_layers) for group, names in groups.items()
-    ]  # fmt: skip
+        for layer in range(cfg.n_layers)
+        for group, names in groups.items()
+    ]
 
 
 def _stale_hypothesis(
@@ -60,10 +67,12 @@ def _stale_hypothesis(
         "(pip install --no-deps), and sync with --set rollout.vllm.transport=files"
     )
     return Hypothesis(
-        name, "weights" if layer is None else "layers",
-        f"the engine must hold the newest {', '.join(names)} of {layers}", fix,
+        name,
+        "weights" if layer is None else "layers",
+        f"the engine must hold the newest {', '.join(names)} of {layers}",
+        fix,
         partial(_replace_tensors, previous=previous, names=names, layer=layer),
-    )  # fmt: skip
+    )
 
 
 def _replace_tensors(

@@ -159,10 +159,12 @@ def judge_gap(
         if pairs and is_explained(pairs[0][1]) and pairs[0][1] <= singles[0][1] / EXPLAINED_FACTOR:
             chosen, remaining = _pick_simplest(pairs, max_trainer)
     also = tuple(
-        f[0].name for f, gap_left in singles
-        if len(chosen) == 1 and f[0].name != chosen[0].name
+        f[0].name
+        for f, gap_left in singles
+        if len(chosen) == 1
+        and f[0].name != chosen[0].name
         and gap_left <= max(TIE_FACTOR * remaining, max_trainer)
-    )  # fmt: skip
+    )
     if (
         rounding.dtype is not None
         and max_trainer < remaining <= max_rounding

@@ -27,37 +27,69 @@ ARRAYS = {
     "advantages": ("rewards_PR", "rewards_BT", "values_BT", "bootstrap_B", "mask_BT"),
     "aggregation": ("mask_BT", "keep_BT"),
     "rollout_correction": (
-        "log_ratio_BT", "old_logp_BT", "rollout_logp_BT", "advantages_BT", "mask_BT",
-        "weights_BT", "ratio_BT", "batch_mask_BT", "switched_BT",
+        "log_ratio_BT",
+        "old_logp_BT",
+        "rollout_logp_BT",
+        "advantages_BT",
+        "mask_BT",
+        "weights_BT",
+        "ratio_BT",
+        "batch_mask_BT",
+        "switched_BT",
     ),
     "kl": ("logp_BT", "logq_BT", "old_logp_BT"),
-}  # fmt: skip
+}
 # Only the exported losses have short names in a config, so that a helper function of the same
 # modules cannot be named by accident.
 LOSSES = {name: getattr(losses, name) for name in losses.__all__}
 # Those of each kind, which error messages suggest.
 CHOICES = {
     "objective": (
-        "ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "reinforce", "rspo", "erpo",
-        "switch_aware_clip", "length_scaled_clip",
+        "ppo_clip",
+        "gspo",
+        "cispo",
+        "sapo",
+        "dppo_tv",
+        "reinforce",
+        "rspo",
+        "erpo",
+        "switch_aware_clip",
+        "length_scaled_clip",
     ),
     "advantages": (
-        "group_advantages", "rloo_advantages", "reinforce_pp_advantages",
-        "reinforce_pp_baseline_advantages", "discounted_returns", "gae", "bootstrapped_gae",
-        "whitened_gae", "whitened_bootstrapped_gae",
+        "group_advantages",
+        "rloo_advantages",
+        "reinforce_pp_advantages",
+        "reinforce_pp_baseline_advantages",
+        "discounted_returns",
+        "gae",
+        "bootstrapped_gae",
+        "whitened_gae",
+        "whitened_bootstrapped_gae",
     ),
     "aggregation": (
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "kept_token_mean",
+        "token_mean",
+        "seq_mean_token_mean",
+        "seq_mean_token_sum_norm",
+        "kept_token_mean",
     ),
     "rollout_correction": (
-        "token_is", "sequence_is", "geometric_is", "token_icepop", "sequence_icepop", "normalize",
-        "rejection", "veto", "drift_mask", "mask_switched",
+        "token_is",
+        "sequence_is",
+        "geometric_is",
+        "token_icepop",
+        "sequence_icepop",
+        "normalize",
+        "rejection",
+        "veto",
+        "drift_mask",
+        "mask_switched",
     ),
     # The terms that are built in have settings of their own, such as loss.kl_coef, so loss.terms
     # names only functions of the user's modules.
     "terms": (),
     "kl": ("kl_k1", "kl_k2", "kl_k3", "kl_k3_importance", "kl_k3_with_k2_gradient"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -115,6 +147,7 @@ class Algorithm:
 def select_old_logp(a: Algorithm, batch: Batch, detached_logp_BT: Array) -> Array:
     """The log-probs that the ratio compares with; `detached_logp_BT` are the current ones."""
     return {
-        "detached": detached_logp_BT, "recomputed": batch.old_logp_BT,
+        "detached": detached_logp_BT,
+        "recomputed": batch.old_logp_BT,
         "rollout": batch.rollout_logp_BT,
-    }[a.old_logp]  # fmt: skip
+    }[a.old_logp]

@@ -108,9 +108,12 @@ def rollout_batch(
     for i, r in enumerate(rollouts):
         _check_logprobs(i, r)
     batch = _pad_rows(
-        [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id,
+        [r.prompt.tokens for r in rollouts],
+        [r.tokens for r in rollouts],
+        length,
+        pad_id,
         [r.sampled_mask for r in rollouts],
-    )  # fmt: skip
+    )
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     # A boolean index selects row by row, which is the order in which the rollouts are concatenated.
@@ -200,9 +203,13 @@ def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:
 
 
 def supervised_batch(
-    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    *,
+    length: int,
+    pad_id: int,
     masks: Sequence[Sequence[bool]] | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Prompts with their stored answers; the answers' tokens are the ones trained on.
 
     masks: True for the tokens of each answer that are trained on; None for all.

@@ -64,13 +64,19 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     algorithm = Algorithm(
         **functions,
         rollout_correction=parse_functions(
-            loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"],
-            LOSSES, CHOICES["rollout_correction"],
+            loss.rollout_correction,
+            "loss.rollout_correction",
+            ARRAYS["rollout_correction"],
+            LOSSES,
+            CHOICES["rollout_correction"],
         ),
-        old_logp=loss.old_logp, epochs=loss.epochs, minibatches=loss.minibatches,
-        terms=(*terms, *parse_terms(loss.terms, recorded)), reward_kl=reward_kl,
+        old_logp=loss.old_logp,
+        epochs=loss.epochs,
+        minibatches=loss.minibatches,
+        terms=(*terms, *parse_terms(loss.terms, recorded)),
+        reward_kl=reward_kl,
         critic=cfg.critic.backbone,
-    )  # fmt: skip
+    )
     available = {"ref_logp_BT": loss.kl_coef > 0}
     available |= dict.fromkeys(
         ("routed_experts_BTLA", "load_LE", "switched_BT"), cfg.records_experts

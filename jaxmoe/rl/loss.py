@@ -44,26 +44,44 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     mask_BT, kl_BT = batch.loss_mask_BT, None
     if a.reward_kl is not None:
         fn = a.reward_kl.fn
-        kl_BT = fn(**select_term_arrays(fn, {
-            # A reward is fixed before the update, so its KL is that of the policy before the
-            # update.
-            "logp_BT": batch.old_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
-            "old_logp_BT": batch.old_logp_BT, "mask_BT": mask_BT,
-        }))  # fmt: skip
+        kl_BT = fn(
+            **select_term_arrays(
+                fn,
+                {
+                    # A reward is fixed before the update, so its KL is that of the policy
+                    # before the update.
+                    "logp_BT": batch.old_logp_BT,
+                    "ref_logp_BT": batch.ref_logp_BT,
+                    "old_logp_BT": batch.old_logp_BT,
+                    "mask_BT": mask_BT,
+                },
+            )
+        )
     advantages_BT, returns_BT = compute_advantages(
-        a, batch.rewards_B, mask_BT, kl_BT, batch.old_values_BT, batch.bootstrap_B,
+        a,
+        batch.rewards_B,
+        mask_BT,
+        kl_BT,
+        batch.old_values_BT,
+        batch.bootstrap_B,
         samples=batch.samples_per_prompt,
-    )  # fmt: skip
+    )
     advantages_BT = lax.stop_gradient(advantages_BT)
     correction = None
     # Both log-probs are known before the gradient only in this case. It is also the only place
     # where a correction sees the complete batch, which `normalize` needs.
     if a.corrects_before_updates:
         correction = compute_correction(
-            a, batch.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT,
+            a,
+            batch.old_logp_BT,
+            batch.rollout_logp_BT,
+            advantages_BT,
+            mask_BT,
+            mask_BT,
             switched_BT=find_switched_tokens(batch.old_experts_BTLA, batch.routed_experts_BTLA)
-            if a.needs_old_experts else None,
-        )  # fmt: skip
+            if a.needs_old_experts
+            else None,
+        )
     return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction)
 
 
@@ -88,14 +106,18 @@ def compute_advantages(
         # Group advantages compare one number per answer, so the penalties of its tokens are summed.
         totals_B = totals_B - kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
     rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=kl_coef)
-    result = a.advantages(**select_arrays(
-        a.advantages,
-        {
-            "rewards_PR": totals_B.reshape(-1, samples),
-            "rewards_BT": rewards_BT, "values_BT": values_BT, "bootstrap_B": bootstrap_B,
-            "mask_BT": mask_BT,
-        },
-    ))  # fmt: skip
+    result = a.advantages(
+        **select_arrays(
+            a.advantages,
+            {
+                "rewards_PR": totals_B.reshape(-1, samples),
+                "rewards_BT": rewards_BT,
+                "values_BT": values_BT,
+                "bootstrap_B": bootstrap_B,
+                "mask_BT": mask_BT,
+            },
+        )
+    )
     advantages, returns = result if isinstance(result, tuple) else (result, None)
     group_shape = (len(rewards_B) // samples, samples)
     shape = jnp.shape(advantages)
@@ -148,15 +170,21 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
         {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
     )
     arrays = {
-        **batch.extra, **batch.shared, **out, "old_logp_BT": old_logp_BT,
-        "rollout_logp_BT": batch.rollout_logp_BT, "ref_logp_BT": batch.ref_logp_BT,
-        "advantages_BT": batch.advantages_BT, "returns_BT": batch.returns_BT,
-        "old_values_BT": batch.old_values_BT, "mask_BT": mask_BT,
+        **batch.extra,
+        **batch.shared,
+        **out,
+        "old_logp_BT": old_logp_BT,
+        "rollout_logp_BT": batch.rollout_logp_BT,
+        "ref_logp_BT": batch.ref_logp_BT,
+        "advantages_BT": batch.advantages_BT,
+        "returns_BT": batch.returns_BT,
+        "old_values_BT": batch.old_values_BT,
+        "mask_BT": mask_BT,
         "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
         "routed_experts_BTLA": batch.routed_experts_BTLA,
         "old_experts_BTLA": batch.old_experts_BTLA,
         "old_router_logits_BTLE": batch.old_router_logits_BTLE,
-    } | find_switches_of_loss(a, batch, out)  # fmt: skip
+    } | find_switches_of_loss(a, batch, out)
     objective_BT = a.objective(**select_term_arrays(a.objective, arrays))
     check_token_shape(objective_BT, mask_BT, a.objective)
     correction = batch.correction
@@ -164,9 +192,14 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     # complete batch, so `check_algorithm` refuses a correction that takes batch_mask_BT.
     if not a.corrects_before_updates:
         correction = compute_correction(
-            a, detached_logp_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None,
+            a,
+            detached_logp_BT,
+            batch.rollout_logp_BT,
+            batch.advantages_BT,
+            mask_BT,
+            None,
             switched_BT=arrays.get("switched_BT"),
-        )  # fmt: skip
+        )
     loss_weights_BT = batch.loss_weights_BT
     if correction.keep_BT is not None:
         loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
@@ -176,10 +209,12 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
     aux = LossAux(
         rows={
-            "logp_BT": detached_logp_BT, "entropy_BT": out["entropy_BT"], "correction": correction,
+            "logp_BT": detached_logp_BT,
+            "entropy_BT": out["entropy_BT"],
+            "correction": correction,
             "no_gradient_BT": find_tokens_without_gradient(a, arrays),
         }
-    )  # fmt: skip
+    )
     if needs_late_normalization(a):
         aux.sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
     for term in a.terms:
@@ -220,9 +255,11 @@ def compute_correction(
     """
     arrays: dict[str, Any] = {
         "log_ratio_BT": log_ratios(old_logp_BT, rollout_logp_BT, mask_BT),
-        "old_logp_BT": old_logp_BT, "rollout_logp_BT": rollout_logp_BT,
-        "advantages_BT": advantages_BT, "mask_BT": mask_BT,
-    }  # fmt: skip
+        "old_logp_BT": old_logp_BT,
+        "rollout_logp_BT": rollout_logp_BT,
+        "advantages_BT": advantages_BT,
+        "mask_BT": mask_BT,
+    }
     if switched_BT is not None:
         arrays["switched_BT"] = switched_BT
     if batch_mask_BT is not None:
@@ -301,8 +338,10 @@ def evaluate_term(
     totals = {}
     for key, x in metrics.items():
         if jnp.shape(x) not in ((), mask_BT.shape):
-            raise ConfigError(f"{name} must return metrics of shape [B, T] or scalars; {key} has "
-                              f"shape {jnp.shape(x)}.")  # fmt: skip
+            raise ConfigError(
+                f"{name} must return metrics of shape [B, T] or scalars; {key} has "
+                f"shape {jnp.shape(x)}."
+            )
         x = jnp.asarray(x, jnp.float32)
         # `mean_metrics` divides every total by the number of tokens. A scalar is meant to be added
         # as it is, so the division is undone in advance.

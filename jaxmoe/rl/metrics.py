@@ -34,16 +34,19 @@ class UpdateMetrics:
 
     def __or__(self, update: "UpdateMetrics") -> "UpdateMetrics":
         return UpdateMetrics(
-            self.means | update.means, self.maxima | update.maxima, self.minima | update.minima,
+            self.means | update.means,
+            self.maxima | update.maxima,
+            self.minima | update.minima,
             self.rows | update.rows,
-        )  # fmt: skip
+        )
 
     def reduce_updates(self) -> "UpdateMetrics":
         """Reduce arrays with one entry per update to one value each."""
         return UpdateMetrics(
-            jax.tree.map(jnp.mean, self.means), jax.tree.map(jnp.max, self.maxima),
+            jax.tree.map(jnp.mean, self.means),
+            jax.tree.map(jnp.max, self.maxima),
             jax.tree.map(jnp.min, self.minima),
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> Metrics:
         return {**self.means, **self.maxima, **self.minima}
@@ -84,24 +87,28 @@ def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMe
         keep_BT = correction.keep_BT & mask_BT
         has_dropped_B1 = jnp.any(mask_BT & ~keep_BT, axis=1, keepdims=True)
         has_tokens_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
-        metrics |= UpdateMetrics({
-            "rollout_corr/rollout_rs_masked_fraction": 1.0
-            - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
-            "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
-                has_dropped_B1.astype(jnp.float32), has_tokens_B1
-            ),
-        })  # fmt: skip
+        metrics |= UpdateMetrics(
+            {
+                "rollout_corr/rollout_rs_masked_fraction": 1.0
+                - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
+                "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
+                    has_dropped_B1.astype(jnp.float32), has_tokens_B1
+                ),
+            }
+        )
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        metrics |= UpdateMetrics({
-            "critic/values_mean": masked_mean(values_BT, mask_BT),
-            "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
-            # The returns were computed from the old values. Later values may already be trained on
-            # these returns, and would explain them too well.
-            "critic/explained_variance": explained_variance(
-                batch.old_values_BT, batch.returns_BT, mask_BT
-            ),
-        })  # fmt: skip
+        metrics |= UpdateMetrics(
+            {
+                "critic/values_mean": masked_mean(values_BT, mask_BT),
+                "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
+                # The returns were computed from the old values. Later values may already be
+                # trained on these returns, and would explain them too well.
+                "critic/explained_variance": explained_variance(
+                    batch.old_values_BT, batch.returns_BT, mask_BT
+                ),
+            }
+        )
     return metrics
 
 

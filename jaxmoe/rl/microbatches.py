@@ -91,8 +91,9 @@ def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: 
     """
     lengths = np.asarray(lengths_B, np.int64)
     if lengths.size and lengths.max() > length:
-        raise ValueError(f"a row holds {length} tokens, sequence {lengths.argmax()} has "
-                         f"{lengths.max()}.")  # fmt: skip
+        raise ValueError(
+            f"a row holds {length} tokens, sequence {lengths.argmax()} has {lengths.max()}."
+        )
     room: list[int] = []
     row_microbatch, start = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     # A stable sort makes the packing of equal lengths depend on the batch alone.
@@ -154,8 +155,11 @@ def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:
         reduced = _merge_results(merge, accumulated, result)
         return jax.tree.map(
             lambda merge_op, a, old, new: jax.tree.map(put, old, new) if merge_op == ROWS else a,
-            merge, reduced, accumulated, result,
-        )  # fmt: skip
+            merge,
+            reduced,
+            accumulated,
+            result,
+        )
 
     result = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0])
     # The number of microbatches differs from batch to batch. A loop over a traced count is compiled
@@ -205,18 +209,23 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
         return None if experts_BTLA is None else pack_array(experts_BTLA, UNKNOWN_EXPERT)
 
     packed = PackedRows(
-        pack_array(jnp.asarray(batch.tokens_BT)), pack_array(jnp.asarray(batch.positions_BT)),
+        pack_array(jnp.asarray(batch.tokens_BT)),
+        pack_array(jnp.asarray(batch.positions_BT)),
         pack_array(jnp.broadcast_to(segment_BT, segments_BT.shape)),
-        pack_experts(batch.routed_experts_BTLA), pack_experts(batch.old_experts_BTLA),
+        pack_experts(batch.routed_experts_BTLA),
+        pack_experts(batch.old_experts_BTLA),
         # Other tokens read index 0. Any valid index would do, because the masks exclude them.
         jnp.where(is_token_BT, token_index_BT, 0),
         None if last_segment_BT is None else pack_array(last_segment_BT),
-    )  # fmt: skip
+    )
     mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]
     part = replace(
-        batch, loss_mask_BT=mask_BT, segment_ids_BT=jnp.where(is_token_BT, segments_BT, 0),
-        packed=packed, packing=None,
-    )  # fmt: skip
+        batch,
+        loss_mask_BT=mask_BT,
+        segment_ids_BT=jnp.where(is_token_BT, segments_BT, 0),
+        packed=packed,
+        packing=None,
+    )
     return part, in_microbatch_B
 
 

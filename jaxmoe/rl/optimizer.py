@@ -25,9 +25,13 @@ def make_optimizer(
     """
     schedule = learning_rate_schedule(cfg, steps=steps, lr=lr)
     adamw = optax.adamw(
-        schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
+        schedule,
+        b1=cfg.beta1,
+        b2=cfg.beta2,
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
         mask=weight_decay_mask if cfg.weight_decay else None,
-    )  # fmt: skip
+    )
     # Clipping needs the norm of all gradients, so it stays outside of `stream_state`, which updates
     # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
     # not change the structure of a checkpoint.

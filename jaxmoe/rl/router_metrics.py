@@ -48,9 +48,11 @@ def count_tokens(
     experts_BTLA, layers = experts_BTLA.astype(jnp.int32), experts_BTLA.shape[2]
     is_known_BTLA = mask_BT[:, :, None, None] & (experts_BTLA >= 0)
     # An unknown expert is −1, which indexes the last expert. It adds 0 there.
-    return jnp.zeros((layers, n_experts), jnp.int32).at[
-        jnp.arange(layers)[:, None], experts_BTLA
-    ].add(is_known_BTLA.astype(jnp.int32))  # fmt: skip
+    return (
+        jnp.zeros((layers, n_experts), jnp.int32)
+        .at[jnp.arange(layers)[:, None], experts_BTLA]
+        .add(is_known_BTLA.astype(jnp.int32))
+    )
 
 
 def expert_load(counts_LE: Int[Array, "L E"] | None) -> Metrics:
@@ -168,8 +170,9 @@ def measure_router(rows: Mapping[str, Array], batch: Batch, n_experts: int) -> M
     for share, name in ((0.05, "margin_p05"), (0.5, "margin_p50")):
         layers[name] = masked_quantile(
             margin_BTL.reshape(-1, margin_BTL.shape[-1]),
-            is_token_BTL.reshape(-1, margin_BTL.shape[-1]), share,
-        )  # fmt: skip
+            is_token_BTL.reshape(-1, margin_BTL.shape[-1]),
+            share,
+        )
         total[f"router/{name}"] = masked_quantile(
             margin_BTL.reshape(-1, 1), is_token_BTL.reshape(-1, 1), share
         )[0]

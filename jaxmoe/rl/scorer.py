@@ -74,9 +74,13 @@ class Scorer:
         hidden_BTD, recorded = self.run_forward(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
-            params.policy, hidden_BTD, rows.tokens_BT, self.model, self.ops,
+            params.policy,
+            hidden_BTD,
+            rows.tokens_BT,
+            self.model,
+            self.ops,
             temperature=self.temperature,
-        )  # fmt: skip
+        )
         out = {"logp_BT": unpack_rows(logp_BT, batch), "entropy_BT": unpack_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= critic_values(params, hidden_BTD, batch)
@@ -100,11 +104,16 @@ class Scorer:
         arrays that `ops.record` recorded, with a first axis of layers."""
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, _, recorded = forward(
-            params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
+            params,
+            rows.tokens_BT,
+            self.model,
+            self.ops,
+            positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT,
             last_segment_ids_BT=None if batch.packed is None else batch.packed.last_segment_ids_BT,
-            routed_experts_BTLA=self.select_replayed(rows), step=batch.shared.get("step"),
-        )  # fmt: skip
+            routed_experts_BTLA=self.select_replayed(rows),
+            step=batch.shared.get("step"),
+        )
         return hidden_BTD, recorded
 
     def select_replayed(self, rows: Any) -> Integer[Array, "_ _ L A"] | None:

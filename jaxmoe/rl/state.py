@@ -83,9 +83,11 @@ def init_state(
             'load_params without experts="packed".',
         )
     return TrainState(
-        params=params, frozen=replace(frozen or Frozen(), policy=frozen_policy),
-        opt_state=tx.init(params), step=jnp.zeros((), jnp.int32),
-    )  # fmt: skip
+        params=params,
+        frozen=replace(frozen or Frozen(), policy=frozen_policy),
+        opt_state=tx.init(params),
+        step=jnp.zeros((), jnp.int32),
+    )
 
 
 def init_run_adapters(cfg: Config, base: Params) -> Params:

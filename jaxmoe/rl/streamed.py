@@ -52,9 +52,11 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
         if pairs := {len(x) for x in jax.tree.leaves(grads)}:
             stacked = lax.fori_loop(0, max(pairs), pair, (grads, state))
             updated = jax.tree.map(
-                lambda x, layer: layer if x is None else x, updated, stacked,
+                lambda x, layer: layer if x is None else x,
+                updated,
+                stacked,
                 is_leaf=lambda x: x is None,
-            )  # fmt: skip
+            )
         return updated
 
     return optax.GradientTransformation(tx.init, update)

@@ -44,9 +44,7 @@ def find_switches_of_loss(
     takes_late = not a.corrects_before_updates and any(
         "switched_BT" in array_parameters(f) for f in a.rollout_correction
     )
-    compared = {
-        "switched_BT": batch.routed_experts_BTLA, "old_switched_BT": batch.old_experts_BTLA
-    }  # fmt: skip
+    compared = {"switched_BT": batch.routed_experts_BTLA, "old_switched_BT": batch.old_experts_BTLA}
     # Computed only if it is taken, so that a step without such a function is compiled as before.
     return {
         name: find_switched_tokens(out.get("experts_BTLA"), experts)

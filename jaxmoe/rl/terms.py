@@ -28,11 +28,28 @@ OLD_ROUTING = ("old_router_logits_BTLE", "old_experts_BTLA", "old_switched_BT")
 # The arrays that the objective and the terms may take, in addition to recorded ones (`Ops.record`).
 # Terms, not the objective, may take those in `Batch.extra` and `Batch.shared`, too.
 TERM_ARRAYS = (
-    "logp_BT", "old_logp_BT", "rollout_logp_BT", "ref_logp_BT", "entropy_BT", "advantages_BT",
-    "mask_BT", "token_mask_BT", "values_BT", "old_values_BT", "returns_BT", "routed_experts_BTLA",
-    "total", "n_tokens", "step", "load_LE", "experts_E", "experts_BTLA", "router_logits_BTLE",
-    "switched_BT", *OLD_ROUTING,
-)  # fmt: skip
+    "logp_BT",
+    "old_logp_BT",
+    "rollout_logp_BT",
+    "ref_logp_BT",
+    "entropy_BT",
+    "advantages_BT",
+    "mask_BT",
+    "token_mask_BT",
+    "values_BT",
+    "old_values_BT",
+    "returns_BT",
+    "routed_experts_BTLA",
+    "total",
+    "n_tokens",
+    "step",
+    "load_LE",
+    "experts_E",
+    "experts_BTLA",
+    "router_logits_BTLE",
+    "switched_BT",
+    *OLD_ROUTING,
+)
 
 _HINTS = {
     "ref_logp_BT": "Try --set loss.kl_coef=0.001, which keeps a reference and adds 0.001·KL.",
@@ -41,9 +58,7 @@ _HINTS = {
     "switched_BT": "Try --set rollout.compare_experts=True.",
     "router_logits_BTLE": "Try --set router.record=record_router_logits.",
     "old_router_logits_BTLE": "Try --set router.record=record_router_logits.",
-} | dict.fromkeys(
-    ("values_BT", "old_values_BT", "returns_BT"), "Try --set critic.backbone=own."
-)  # fmt: skip
+} | dict.fromkeys(("values_BT", "old_values_BT", "returns_BT"), "Try --set critic.backbone=own.")
 
 
 @dataclass(frozen=True)

@@ -108,13 +108,18 @@ def rl_step(
     )
     batch = estimate_advantages(batch, a)
     update = partial(
-        update_minibatch, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
+        update_minibatch,
+        base=base,
+        tx=tx,
+        algorithm=a,
+        scorer=scorer,
+        gate=gate,
         # Measured before the first update. Later forwards would add the change of the policy to the
         # difference between engine and trainer.
         gap=engine_gap(batch.old_logp_BT, batch) if score_policy else None,
         # A minibatch has fewer rows than the batch, and a microbatch keeps its size.
         microbatches=max(1, microbatches // a.minibatches),
-    )  # fmt: skip
+    )
     load = expert_load(counts_LE)
     if minibatches is None:
         state, metrics, logp_BT = update(state, batch)
@@ -153,9 +158,14 @@ def rl_step(
 
 
 def score_batch(
-    state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
+    state: TrainState,
+    batch: Batch,
+    a: Algorithm,
+    scorer: Scorer,
+    microbatches: int,
+    *,
     policy: bool,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Add what is needed before the first gradient: reference, values, old log-probs, old experts.
 
     Old log-probs are computed only if `policy`, and old experts and router logits if the scorer

@@ -152,8 +152,13 @@ def _abstract_batch(
     x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
     has_critic = a.critic != "none"
     batch = Batch(
-        tokens_BT=x_BT, positions_BT=x_BT, segment_ids_BT=x_BT, loss_mask_BT=mask_BT,
-        rollout_logp_BT=x_BT, rewards_B=x_BT[:, 0], samples_per_prompt=r,
+        tokens_BT=x_BT,
+        positions_BT=x_BT,
+        segment_ids_BT=x_BT,
+        loss_mask_BT=mask_BT,
+        rollout_logp_BT=x_BT,
+        rewards_B=x_BT[:, 0],
+        samples_per_prompt=r,
         routed_experts_BTLA=jnp.zeros((p * r, t, layers, active), jnp.int32),
         shared={
             "load_LE": jnp.zeros((layers, experts), jnp.int32),
@@ -165,7 +170,7 @@ def _abstract_batch(
         ref_logp_BT=x_BT if a.needs_reference else None,
         old_values_BT=x_BT if has_critic else None,
         bootstrap_B=x_BT[:, 0] if has_critic else None,
-    )  # fmt: skip
+    )
     if recorded is None:
         recorded = {"router_logits_BTLE": (layers, experts), "experts_BTLA": (layers, active)}
     out = {
@@ -201,7 +206,7 @@ def check_inputs(
     shapes = dict.fromkeys(
         ("positions_BT", "segment_ids_BT", "loss_mask_BT", "rollout_logp_BT"),
         np.shape(batch.tokens_BT),
-    ) | {"rewards_B": (rows,)}  # fmt: skip
+    ) | {"rewards_B": (rows,)}
     for name, shape in shapes.items():
         actual = np.shape(getattr(batch, name))
         require(actual == shape, f"batch.{name} must have shape {shape}, got {actual}.")

@@ -138,10 +138,11 @@ class AsyncRollouts(Generic[T]):
             return {
                 "time/wait_for_rollouts_s": trainer_wait_s,
                 "time/wait_for_trainer_s": thread_wait_s,
-                "rollout/overlap_frac":
-                max(0.0, 1.0 - (trainer_wait_s + thread_wait_s) / elapsed_s),
+                "rollout/overlap_frac": max(
+                    0.0, 1.0 - (trainer_wait_s + thread_wait_s) / elapsed_s
+                ),
                 "rollout/ready_batches": self._n_ready_at_take,
-            }  # fmt: skip
+            }
 
     def close(self) -> None:
         """Stop making batches; the current batch is interrupted, and ready ones are discarded."""

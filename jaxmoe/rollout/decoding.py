@@ -43,9 +43,14 @@ class DecodeState:
 
 
 def init_rows(
-    hidden_BD: Array, lengths_B: Array, alive_B: Array, stream_B2: Array,
-    limit_B: Array, experts_BTLA: Array | None, sampling: Sampling,
-) -> DecodeState:  # fmt: skip
+    hidden_BD: Array,
+    lengths_B: Array,
+    alive_B: Array,
+    stream_B2: Array,
+    limit_B: Array,
+    experts_BTLA: Array | None,
+    sampling: Sampling,
+) -> DecodeState:
     """Return rows before their first token, without a cache.
 
     Only the last two axes and the dtype of `experts_BTLA` are used.
@@ -69,10 +74,19 @@ def init_rows(
 
 
 def prefill_prompts(
-    params: Params, tokens_BT: Array, lengths_B: Array, step: Array, exploration: Array, *,
-    cfg: ModelConfig, ops: Ops, slots: int, keep_experts: bool, slots_per_row: bool = False,
+    params: Params,
+    tokens_BT: Array,
+    lengths_B: Array,
+    step: Array,
+    exploration: Array,
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+    slots: int,
+    keep_experts: bool,
+    slots_per_row: bool = False,
     full_slots: int | None = None,
-) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
+) -> tuple[KVCache, Array, Array | None]:
     """Return the cache of right-padded prompts, the last token's hidden states, and the experts.
 
     `step` is the number of RL steps behind the params, `exploration` the scale of the router's
@@ -82,9 +96,15 @@ def prefill_prompts(
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots, full_slots)
     hidden_BTD, cache, recorded = forward(
-        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache, step=step,
+        params,
+        tokens_BT,
+        cfg,
+        ops,
+        segment_ids_BT=segments_BT,
+        cache=cache,
+        step=step,
         exploration=exploration,
-    )  # fmt: skip
+    )
     # Prompts are padded on the right, so a row's last token is not in the last column.
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
@@ -119,9 +139,17 @@ def _row_arrays(rows: DecodeState) -> dict[str, Array]:
 
 
 def append_tokens(
-    params: Params, rows: DecodeState, tokens_BT: Array, lengths_B: Array, positions_B: Array,
-    step: Array, exploration: Array, *, cfg: ModelConfig, ops: Ops,
-) -> tuple[DecodeState, Array | None]:  # fmt: skip
+    params: Params,
+    rows: DecodeState,
+    tokens_BT: Array,
+    lengths_B: Array,
+    positions_B: Array,
+    step: Array,
+    exploration: Array,
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+) -> tuple[DecodeState, Array | None]:
     """Have rows read tokens that follow what they have read, and sample again.
 
     Returns the rows and the experts [B, T, L, A] of the tokens, if the rows record experts.
@@ -131,19 +159,27 @@ def append_tokens(
     """
     offsets_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
     hidden_BTD, cache, recorded = forward(
-        params, tokens_BT, cfg, ops, positions_BT=positions_B[:, None] + offsets_1T,
-        segment_ids_BT=(offsets_1T < lengths_B[:, None]).astype(jnp.int32), cache=rows.cache,
-        step=step, exploration=exploration,
-    )  # fmt: skip
+        params,
+        tokens_BT,
+        cfg,
+        ops,
+        positions_BT=positions_B[:, None] + offsets_1T,
+        segment_ids_BT=(offsets_1T < lengths_B[:, None]).astype(jnp.int32),
+        cache=rows.cache,
+        step=step,
+        exploration=exploration,
+    )
     reads_B = lengths_B > 0
     last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
     hidden_BD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
     keeps_experts = rows.experts_BTLA is not None
     return replace(
-        rows, cache=cache, hidden_BD=jnp.where(reads_B[:, None], hidden_BD, rows.hidden_BD),
+        rows,
+        cache=cache,
+        hidden_BD=jnp.where(reads_B[:, None], hidden_BD, rows.hidden_BD),
         position_B=jnp.where(reads_B, positions_B + lengths_B, rows.position_B),
         alive_B=rows.alive_B | reads_B,
-    ), experts_batch_first(recorded["experts_BTA"], cfg) if keeps_experts else None  # fmt: skip
+    ), experts_batch_first(recorded["experts_BTA"], cfg) if keeps_experts else None
 
 
 def decode_tokens(
@@ -217,9 +253,12 @@ def decode_tokens(
                 experts_BTLA, experts_batch_first(recorded["experts_BTA"], cfg), rows.column - 1
             )
         return replace(
-            rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1,
+            rows,
+            cache=cache,
+            hidden_BD=hidden_BTD[:, 0],
+            position_B=rows.position_B + 1,
             experts_BTLA=experts_BTLA,
-        )  # fmt: skip
+        )
 
     last = rows.tokens_BT.shape[1] - 1
 

@@ -50,9 +50,14 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
         environment: TokenEnvironment | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """Return `samples` rollouts of each prompt, the samples of a prompt as neighbours.
 
         Each is complete, none is missing or repeated. Raises EngineError otherwise. With an

@@ -40,9 +40,11 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     if any(r.policy_mask is not None and not r.policy_mask.all() for r in rollouts):
         turns, lengths = [len(r.turns) for r in rollouts], [len(r.tokens) for r in rollouts]
         metrics |= {
-            "turns/mean": float(np.mean(turns)), "turns/max": max(turns),
-            "episode_len/mean": float(np.mean(lengths)), "episode_len/max": max(lengths),
-        }  # fmt: skip
+            "turns/mean": float(np.mean(turns)),
+            "turns/max": max(turns),
+            "episode_len/mean": float(np.mean(lengths)),
+            "episode_len/max": max(lengths),
+        }
     causes = Counter(r.lost for r in rollouts if r.lost)
     if causes:
         metrics["lost/frac"] = causes.total() / len(rollouts)

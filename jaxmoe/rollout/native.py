@@ -62,10 +62,18 @@ class NativeEngine:
     incidents: Sequence[str] = ()  # it never recovers from a fault
 
     def __init__(
-        self, cfg: ModelConfig, ops: Ops, *, max_prompt_tokens: int, max_new_tokens: int,
-        max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None, max_context: int = 0,
+        self,
+        cfg: ModelConfig,
+        ops: Ops,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        max_rows: int,
+        keep_experts: bool = False,
+        mesh: Mesh | None = None,
+        max_context: int = 0,
         max_reply_tokens: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
         self._max_context = max_context
         self._rules = rules = sampling_rules(cfg)
@@ -78,16 +86,21 @@ class NativeEngine:
         self.slots = max_context or self._longest + max_new_tokens
         self._prefill = jax.jit(
             partial(
-                prefill_prompts, cfg=cfg, ops=ops, slots=self.slots, keep_experts=keep_experts,
+                prefill_prompts,
+                cfg=cfg,
+                ops=ops,
+                slots=self.slots,
+                keep_experts=keep_experts,
                 slots_per_row=max_context > 0,
             ),
             static_argnames="full_slots",
-        )  # fmt: skip
+        )
         decode = jax.jit(
-            partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
+            partial(decode_tokens, cfg=cfg, ops=ops),
+            static_argnames=("top_k", "top_p", "enough"),
             # The state has the cache, which should not exist twice.
             donate_argnums=1,
-        )  # fmt: skip
+        )
         # New partials, because engines would otherwise share jit's cache and count the programs of
         # each other.
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
@@ -96,10 +109,11 @@ class NativeEngine:
             static_argnames="samples",
         )
         self._programs = NativePrograms(
-            decode, jax.jit(partial(select_rows)),
+            decode,
+            jax.jit(partial(select_rows)),
             jax.jit(partial(restore_rows), donate_argnums=0),
             jax.jit(partial(append_tokens, cfg=cfg, ops=ops), donate_argnums=1),
-        )  # fmt: skip
+        )
         # One length, so that the appends of a run are one program for each size of the batch.
         self._append_tokens = (
             _round_up_to_bucket(min(max_reply_tokens + 1, MAX_APPEND_TOKENS), MIN_PROMPT_TOKENS)
@@ -202,15 +216,28 @@ class NativeEngine:
             jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
         )
         decode_program = make(
-            self._programs.decode, params, replace(state, cache=cache), stop_ids, temperature, step,
-            exploration, top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
-        )  # fmt: skip
+            self._programs.decode,
+            params,
+            replace(state, cache=cache),
+            stop_ids,
+            temperature,
+            step,
+            exploration,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            enough=0,
+        )
         return prefill_program, decode_program
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
         environment: TokenEnvironment | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """Return `samples` rollouts of each prompt, as neighbours; equal seeds give equal tokens.
 
         Raises ConfigError for a prompt or an answer length above the engine's limits, an empty
@@ -246,9 +273,14 @@ class NativeEngine:
         rollouts: list[Rollout] = []
         for start in range(0, len(prompts), per_batch):
             batch = self._open_batch(
-                loaded, prompts[start : start + per_batch], sampling, seed, samples, per_batch,
+                loaded,
+                prompts[start : start + per_batch],
+                sampling,
+                seed,
+                samples,
+                per_batch,
                 start,
-            )  # fmt: skip
+            )
             rollouts += (
                 batch.sample_answers()
                 if environment is None
@@ -257,9 +289,15 @@ class NativeEngine:
         return rollouts
 
     def _open_batch(
-        self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
-        samples: int, width: int, first: int,
-    ) -> NativeBatch:  # fmt: skip
+        self,
+        loaded: tuple[Params, int],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        samples: int,
+        width: int,
+        first: int,
+    ) -> NativeBatch:
         """Prefill the prompts; `first` is the index of the first one among all prompts."""
         params, version = loaded
         limit = sampling.max_context or self._max_context or sys.maxsize
@@ -275,14 +313,29 @@ class NativeEngine:
                 n = len(episode.prompt.tokens)
                 episode.add_experts(prompt_experts[i // samples][:n])
         return NativeBatch(
-            self._programs, params, version, sampling, rows, episodes, self._append_tokens,
-            self._mesh, self._rules, lambda: self._closed,
-        )  # fmt: skip
+            self._programs,
+            params,
+            version,
+            sampling,
+            rows,
+            episodes,
+            self._append_tokens,
+            self._mesh,
+            self._rules,
+            lambda: self._closed,
+        )
 
     def _prefill_batch(
-        self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
-        samples: int, width: int, first: int, limit_B: np.ndarray,
-    ) -> tuple[DecodeState, np.ndarray]:  # fmt: skip
+        self,
+        loaded: tuple[Params, int],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        samples: int,
+        width: int,
+        first: int,
+        limit_B: np.ndarray,
+    ) -> tuple[DecodeState, np.ndarray]:
         """Return rows before their first token, and the prompts' experts."""
         for prompt in prompts:
             _check_prompt(prompt, self._cfg.vocab_size)
@@ -319,9 +372,14 @@ class NativeEngine:
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         state = init_rows(
-            hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
-            jax.random.key_data(streams), jnp.asarray(limit_B), prompt_experts, sampling,
-        )  # fmt: skip
+            hidden[repeat],
+            jnp.asarray(lengths[repeat]),
+            jnp.asarray(repeat < len(prompts)),
+            jax.random.key_data(streams),
+            jnp.asarray(limit_B),
+            prompt_experts,
+            sampling,
+        )
         state = replace(shard_batch(state, self._mesh, self._rules), cache=cache)
         return state, gather_to_hosts(prompt_experts)
 

@@ -10,10 +10,16 @@ from jaxmoe.config.engine import EngineDescription, EngineMemory, accept_config
 
 def describe_native(_cfg: Config) -> EngineDescription:
     return EngineDescription(
-        open=open_native, summary="native engine", uses_trainer_forward=True, memory=native_memory,
-        reports_kept_mass=True, reports_experts=True, runs_episodes=True, reads_four_bits=True,
+        open=open_native,
+        summary="native engine",
+        uses_trainer_forward=True,
+        memory=native_memory,
+        reports_kept_mass=True,
+        reports_experts=True,
+        runs_episodes=True,
+        reads_four_bits=True,
         check_processes=accept_config,
-    )  # fmt: skip
+    )
 
 
 def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
@@ -21,12 +27,16 @@ def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
     from jaxmoe.rollout.native import NativeEngine
 
     return NativeEngine(
-        cfg.model, ops, keep_experts=cfg.records_experts, mesh=mesh,
-        max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=cfg.rollout.max_new_tokens,
+        cfg.model,
+        ops,
+        keep_experts=cfg.records_experts,
+        mesh=mesh,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens,
         max_rows=cfg.rollout.max_parallel_sequences,
         max_context=cfg.context if cfg.has_environment else 0,
         max_reply_tokens=cfg.rollout.max_reply_tokens,
-    )  # fmt: skip
+    )
 
 
 def native_memory(cfg: Config) -> EngineMemory:

@@ -108,13 +108,17 @@ class NativeBatch:
                 raise EngineError("the engine was closed while it sampled.")
             smaller = self._next_size(len(index), returns=returns)
             rows = self.programs.decode(
-                self.params, rows, jnp.asarray(self.sampling.stop_ids, jnp.int32),
-                jnp.float32(self.sampling.temperature), jnp.int32(self.version),
+                self.params,
+                rows,
+                jnp.asarray(self.sampling.stop_ids, jnp.int32),
+                jnp.float32(self.sampling.temperature),
+                jnp.int32(self.version),
                 jnp.float32(self.sampling.explores),
-                top_k=self.sampling.top_k, top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
+                top_p=self.sampling.top_p,
                 # At the smallest size the loop goes on until no row is alive.
                 enough=smaller if smaller < len(index) else 0,
-            )  # fmt: skip
+            )
             sampled.store(rows, index)
             alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
             if int(rows.column) == columns or alive.size == 0:
@@ -142,9 +146,11 @@ class NativeBatch:
         )
         assert logp is not None
         episode.add_turn(
-            tokens[:end].copy(), logp[:end].copy(), np.full(end, self.version, np.int32),
+            tokens[:end].copy(),
+            logp[:end].copy(),
+            np.full(end, self.version, np.int32),
             None if log_kept is None else log_kept[:end].copy(),
-        )  # fmt: skip
+        )
         if experts is not None:
             episode.add_experts(experts[: end - 1])
 
@@ -171,8 +177,9 @@ class NativeBatch:
             counts[row], limits[row] = episode.n_sampled, episode.turn_limit
         n_sampled_B, limit_B, column = shard_batch(
             (jnp.asarray(counts), jnp.asarray(limits), jnp.zeros((), jnp.int32)),
-            self.mesh, self.rules,
-        )  # fmt: skip
+            self.mesh,
+            self.rules,
+        )
         self.rows = replace(self.rows, n_sampled_B=n_sampled_B, limit_B=limit_B, column=column)
 
     def _append_part(self, parts: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> None:

@@ -46,9 +46,10 @@ class Episode:
     def last_turn(self) -> np.ndarray:
         """int32 [T], the tokens of the policy's last turn."""
         return next(
-            tokens for tokens, mask in zip(self._tokens[::-1], self._masks[::-1], strict=True)
+            tokens
+            for tokens, mask in zip(self._tokens[::-1], self._masks[::-1], strict=True)
             if mask[0]
-        )  # fmt: skip
+        )
 
     @property
     def turn_limit(self) -> int:
@@ -62,9 +63,12 @@ class Episode:
         return max(0, min(limits))
 
     def add_turn(
-        self, tokens: np.ndarray, logp: np.ndarray, versions: np.ndarray,
+        self,
+        tokens: np.ndarray,
+        logp: np.ndarray,
+        versions: np.ndarray,
         log_kept: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a turn of the policy; without a stop token at its end, the episode is truncated."""
         n = len(tokens)
         self._tokens.append(np.asarray(tokens, np.int32))
@@ -74,8 +78,10 @@ class Episode:
         if log_kept is not None:
             self._log_kept.append(np.asarray(log_kept, np.float32))
         self.length, self.n_sampled, self.n_turns = (
-            self.length + n, self.n_sampled + n, self.n_turns + 1
-        )  # fmt: skip
+            self.length + n,
+            self.n_sampled + n,
+            self.n_turns + 1,
+        )
         if n and int(tokens[-1]) in self.sampling.stop_ids:
             return
         is_full = len(self.prompt.tokens) + self.length >= self.max_context
@@ -123,10 +129,15 @@ class Episode:
         mask = np.concatenate(self._masks) if len(self._masks) > 1 else None
         read = len(self.prompt.tokens) + self.length - 1  # no layer read the last token
         return Rollout(
-            self.prompt, _join(self._tokens), _join(self._logp), self.stop,
-            _join(self._versions), _join(self._log_kept) if self._log_kept else None,
-            np.concatenate(self._experts)[:read] if self._experts else None, mask,
-        )  # fmt: skip
+            self.prompt,
+            _join(self._tokens),
+            _join(self._logp),
+            self.stop,
+            _join(self._versions),
+            _join(self._log_kept) if self._log_kept else None,
+            np.concatenate(self._experts)[:read] if self._experts else None,
+            mask,
+        )
 
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:

@@ -70,17 +70,19 @@ def compare_export(cfg: Config, policy: Params, out: Path, *, version: int) -> E
         before = answer(engine, "the run's weights") if round_params is None else None
         with report_phase(f"scoring {N_SAMPLES} answers to each of some held-out prompts"):
             rollouts = task.sample(
-                engine, task.held_out_prompts()[:N_PROMPTS], task.sampling, seed=3,
-                samples=N_SAMPLES, held_out=True,
-            )  # fmt: skip
+                engine,
+                task.held_out_prompts()[:N_PROMPTS],
+                task.sampling,
+                seed=3,
+                samples=N_SAMPLES,
+                held_out=True,
+            )
             own_logps, own_experts = scored(weights, rollouts)
             del weights
             packed = round_params is not None and cfg.save.export_dtype == "mxfp4"
             exported = jax.device_put(
-                load_params(
-                    out, cfg.model, "as_read", experts="packed" if packed else "dense"
-                )
-            )  # fmt: skip
+                load_params(out, cfg.model, "as_read", experts="packed" if packed else "dense")
+            )
             logps, experts = scored(exported, rollouts)
         after = None
         if before is not None:
@@ -92,9 +94,15 @@ def compare_export(cfg: Config, policy: Params, out: Path, *, version: int) -> E
         for a, b in zip(own_experts, experts, strict=True)
     ]
     return ExportGap(
-        len(rollouts), len(gaps), float(gaps.mean()), float(gaps.max()),
-        float(np.concatenate(switches).mean()), task.score_name, before, after,
-    )  # fmt: skip
+        len(rollouts),
+        len(gaps),
+        float(gaps.mean()),
+        float(gaps.max()),
+        float(np.concatenate(switches).mean()),
+        task.score_name,
+        before,
+        after,
+    )
 
 
 def format_export_gap(gap: ExportGap) -> Iterator[str]:
@@ -113,9 +121,14 @@ def format_export_gap(gap: ExportGap) -> Iterator[str]:
 
 
 def score_answers(
-    params: Params, tokens_BT: Int[Array, "B T"], segment_ids_BT: Int[Array, "B T"],
-    step: Int[Array, ""], *, cfg: ModelConfig, ops: Ops,
-) -> tuple[Array, Array]:  # fmt: skip
+    params: Params,
+    tokens_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    step: Int[Array, ""],
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+) -> tuple[Array, Array]:
     """Return logp_BT at temperature 1, and the experts of each layer, [B, T, L, A]."""
     hidden_BTD, _, recorded = forward(
         params, tokens_BT, cfg, ops, segment_ids_BT=segment_ids_BT, step=step

@@ -131,9 +131,12 @@ def memory_labels(cfg: Config) -> dict[str, str]:
         return {}
     dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(cfg.model.dtype, cfg.model.dtype)
     return {
-        "weights": "adapters", "optimizer": "moments", "frozen": dtype,
-        "rows": "embedding", "table": "full table",
-    }  # fmt: skip
+        "weights": "adapters",
+        "optimizer": "moments",
+        "frozen": dtype,
+        "rows": "embedding",
+        "table": "full table",
+    }
 
 
 def _format_recomputation(cfg: Config) -> str:

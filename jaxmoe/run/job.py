@@ -140,9 +140,15 @@ class Job:
             self.progress.report(text, n_done, total)
 
     def fetch_metrics(
-        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float],
-        state: TrainState, programs: int = 1,
-    ) -> Metrics:  # fmt: skip
+        self,
+        step_fn: Any,
+        metrics: Metrics,
+        step: int,
+        *,
+        rate: tuple[str, float],
+        state: TrainState,
+        programs: int = 1,
+    ) -> Metrics:
         """Wait for the step, and return its metrics as Python numbers.
 
         Those by layer are put into `layer_metrics`. Raises ConfigError if one is not finite, or an
@@ -172,9 +178,12 @@ class Job:
             gap = metrics["train_rollout_logprob_abs_diff_max"]
             if self.cfg.requires_equal_logp and gap > 0:
                 location = describe_first_difference(
-                    self.policy_params(), batch, gather_to_hosts(stats.logp_BT), self.cfg.model,
+                    self.policy_params(),
+                    batch,
+                    gather_to_hosts(stats.logp_BT),
+                    self.cfg.model,
                     self.ops,
-                )  # fmt: skip
+                )
                 raise invariance_error(gap, location, step)
             raise gate_error(self.cfg, metrics, step)
 
@@ -211,12 +220,20 @@ class Job:
         if not (self.is_eval_due(step) or step % self.cfg.save.every_steps == 0):
             return
         logp_BT, advantages_BT = (gather_to_hosts(x) for x in (stats.logp_BT, stats.advantages_BT))
-        self.log.write_samples("rl", step, group_rows(
-            collected.rollouts, collected.rewards, self.parts.task,
-            samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
-            advantages_BT=advantages_BT, logp_BT=logp_BT,
-            rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
-        ))  # fmt: skip
+        self.log.write_samples(
+            "rl",
+            step,
+            group_rows(
+                collected.rollouts,
+                collected.rewards,
+                self.parts.task,
+                samples=self.cfg.rollout.samples_per_prompt,
+                mask_BT=np.asarray(batch.loss_mask_BT),
+                advantages_BT=advantages_BT,
+                logp_BT=logp_BT,
+                rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
+            ),
+        )
 
     def evaluate_at_start(self) -> None:
         """Score the weights at the start of RL, or repeat an evaluation that failed."""
@@ -261,11 +278,12 @@ class Job:
         self.log.write_layers("rl", step, self.layer_metrics)
         progress.alert(step, step_alerts)
         progress.update(
-            step, reward=metrics["reward/mean"],
+            step,
+            reward=metrics["reward/mean"],
             engine_gap=metrics["train_rollout_logprob_abs_diff"],
             tokens_per_s=metrics["tokens_per_s"],
             **{self.parts.task.score_name: metrics.get("eval/accuracy")},
-        )  # fmt: skip
+        )
         if self.is_eval_due(step):
             draw_plots(self.cfg, self.parts, step)
 

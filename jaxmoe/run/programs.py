@@ -51,33 +51,51 @@ def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainSta
         cfg.model, ops, round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh)
     )
     step = partial(
-        train_step, tx=warmup_optimizer(cfg), loss_fn=partial(supervised_loss_fn, scorer=scorer),
-        microbatches=cfg.optim.microbatches, prepare=scorer.pack_policy,
-    )  # fmt: skip
+        train_step,
+        tx=warmup_optimizer(cfg),
+        loss_fn=partial(supervised_loss_fn, scorer=scorer),
+        microbatches=cfg.optim.microbatches,
+        prepare=scorer.pack_policy,
+    )
     # The state is donated: at full size a device has no room for the old and the new one.
     return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
 
 
 def rl_program(
-    cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
-    tx: optax.GradientTransformation, state: TrainState, *,
-    step: Callable[..., Any] = rl_step, make_scorer: Callable[..., Scorer] = Scorer,
-) -> JitProgram:  # fmt: skip
+    cfg: Config,
+    ops: Ops,
+    mesh: Mesh | None,
+    algorithm: Algorithm,
+    tx: optax.GradientTransformation,
+    state: TrainState,
+    *,
+    step: Callable[..., Any] = rl_step,
+    make_scorer: Callable[..., Scorer] = Scorer,
+) -> JitProgram:
     """Return the step of RL: (state, batch, minibatches, base) -> (state, metrics, token_stats).
 
     `step` and `make_scorer` take the arguments of `rl_step` and `Scorer`.
     """
     scorer = make_scorer(
-        cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
+        cfg.model,
+        ops,
+        cfg.rollout.temperature,
+        cfg.critic.backbone,
+        cfg.lora.scales,
         replay=cfg.router.replay,
         round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh),
-        place_masters=None if mesh is None or mesh.size == 1
+        place_masters=None
+        if mesh is None or mesh.size == 1
         else partial(exchange_rows_for_columns, cfg=cfg.model, mesh=mesh),
-    )  # fmt: skip
+    )
     fn = partial(
-        step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
+        step,
+        tx=tx,
+        algorithm=algorithm,
+        scorer=scorer,
+        gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
-    )  # fmt: skip
+    )
     # The base of a LoRA run is the fourth argument and is not donated: it stays for all steps.
     return JitProgram(fn, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
 
@@ -133,12 +151,18 @@ def batch_shapes(
         dtype = expert_dtype(m.n_experts)
         routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
     batch = Batch(
-        tokens_BT=array(jnp.int32, B, T), positions_BT=array(jnp.int32, B, T),
-        segment_ids_BT=array(jnp.int32, B, T), loss_mask_BT=array(jnp.bool_, B, T),
-        rollout_logp_BT=array(jnp.float32, B, T), rewards_B=array(jnp.float32, B),
-        samples_per_prompt=cfg.rollout.samples_per_prompt, truncated_B=array(jnp.bool_, B),
-        routed_experts_BTLA=routed, packing=packing(B), shared={"step": array(jnp.int32)},
-    )  # fmt: skip
+        tokens_BT=array(jnp.int32, B, T),
+        positions_BT=array(jnp.int32, B, T),
+        segment_ids_BT=array(jnp.int32, B, T),
+        loss_mask_BT=array(jnp.bool_, B, T),
+        rollout_logp_BT=array(jnp.float32, B, T),
+        rewards_B=array(jnp.float32, B),
+        samples_per_prompt=cfg.rollout.samples_per_prompt,
+        truncated_B=array(jnp.bool_, B),
+        routed_experts_BTLA=routed,
+        packing=packing(B),
+        shared={"step": array(jnp.int32)},
+    )
     if a.updates == 1:
         return batch, None
     U, rows_per_minibatch = a.updates, B // a.minibatches

@@ -61,13 +61,23 @@ TRAINED_STUDIES = (
     TrainedStudy(
         "router",
         "every router remedy trained over seeds on disturbed beds, and its cost of a step",
-        BEDS, 5, 40, run_bed, format_trained_tables, measure_costs,
+        BEDS,
+        5,
+        40,
+        run_bed,
+        format_trained_tables,
+        measure_costs,
     ),
     TrainedStudy(
-        "mxfp4", "ways to train a model that is shipped with four-bit experts, over seeds",
-        MXFP4_BEDS, 8, 60, run_mxfp4_bed, format_mxfp4_tables,
+        "mxfp4",
+        "ways to train a model that is shipped with four-bit experts, over seeds",
+        MXFP4_BEDS,
+        8,
+        60,
+        run_mxfp4_bed,
+        format_mxfp4_tables,
     ),
-)  # fmt: skip
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,19 +102,29 @@ def make_study_parser() -> argparse.ArgumentParser:
     exact.set_defaults(run=run_exact_command)
     for study in TRAINED_STUDIES:
         trained = studies.add_parser(study.name, help=study.about)
-        trained.add_argument("--beds", nargs="+", choices=study.beds, default=list(study.beds),
-                             metavar="BED",
-                             help=f"of {', '.join(study.beds)}; all by default")  # fmt: skip
-        trained.add_argument("--seeds", type=int, default=study.seeds, metavar="N",
-                             help="seeds of a contender")  # fmt: skip
-        trained.add_argument("--steps", type=int, default=study.steps, metavar="N",
-                             help="RL steps of a run")  # fmt: skip
+        trained.add_argument(
+            "--beds",
+            nargs="+",
+            choices=study.beds,
+            default=list(study.beds),
+            metavar="BED",
+            help=f"of {', '.join(study.beds)}; all by default",
+        )
+        trained.add_argument(
+            "--seeds", type=int, default=study.seeds, metavar="N", help="seeds of a contender"
+        )
+        trained.add_argument(
+            "--steps", type=int, default=study.steps, metavar="N", help="RL steps of a run"
+        )
         trained.set_defaults(run=functools.partial(run_trained_command, study))
     for name, study_parser in studies.choices.items():
         study_parser.add_argument(
-            "--out", type=Path, default=Path(f"runs/{name}"), metavar="FOLDER",
+            "--out",
+            type=Path,
+            default=Path(f"runs/{name}"),
+            metavar="FOLDER",
             help="folder of the results; the same folder continues",
-        )  # fmt: skip
+        )
     return parser
 
 

@@ -118,16 +118,24 @@ def make_rate_optimizer(cfg: Config, rate: Any) -> optax.GradientTransformation:
 
 def open_bed_engine(cfg: Config, ops: Ops) -> NativeEngine:
     return NativeEngine(
-        cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_rows=cfg.rollout.sequences_per_step, max_new_tokens=cfg.rollout.max_new_tokens,
+        cfg.model,
+        ops,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_rows=cfg.rollout.sequences_per_step,
+        max_new_tokens=cfg.rollout.max_new_tokens,
         keep_experts=cfg.records_experts,
-    )  # fmt: skip
+    )
 
 
 def sample_batch(
-    engine: NativeEngine, cfg: Config, task: BedTask, prompts: list[Prompt], answers: np.ndarray,
-    *, seed: int,
-) -> tuple[Batch, float]:  # fmt: skip
+    engine: NativeEngine,
+    cfg: Config,
+    task: BedTask,
+    prompts: list[Prompt],
+    answers: np.ndarray,
+    *,
+    seed: int,
+) -> tuple[Batch, float]:
     """Sample answers by the loaded weights; return the batch and the mean reward."""
     samples = cfg.rollout.samples_per_prompt
     rollouts = engine.generate(
@@ -135,9 +143,13 @@ def sample_batch(
     )
     rewards = task.score(rollouts, answers)
     batch = rollout_batch(
-        rollouts, rewards, samples=samples, length=cfg.context, pad_id=0,
+        rollouts,
+        rewards,
+        samples=samples,
+        length=cfg.context,
+        pad_id=0,
         n_experts=cfg.model.n_experts if cfg.records_experts else None,
-    )  # fmt: skip
+    )
     return batch, float(rewards.mean())
 
 
@@ -177,9 +189,17 @@ def make_bed_step(
 
 
 def take_step(
-    bed_step: BedStep, state: TrainState, sampling_policy: Params, prompts: list[Prompt],
-    answers: np.ndarray, *, seed: int, step: int, rate: float, base: Params | None = None,
-) -> tuple[TrainState, Metrics]:  # fmt: skip
+    bed_step: BedStep,
+    state: TrainState,
+    sampling_policy: Params,
+    prompts: list[Prompt],
+    answers: np.ndarray,
+    *,
+    seed: int,
+    step: int,
+    rate: float,
+    base: Params | None = None,
+) -> tuple[TrainState, Metrics]:
     """Sample answers by `sampling_policy`, score them, and make the updates of one step.
 
     base: the frozen weights below LoRA's adapters.
@@ -215,9 +235,12 @@ def sample_held_out(task: BedTask, seed: int) -> tuple[list[Prompt], np.ndarray]
 
 
 def evaluate(
-    engine: NativeEngine, task: BedTask, params: Params,
-    held_out: tuple[list[Prompt], np.ndarray], step: int,
-) -> float:  # fmt: skip
+    engine: NativeEngine,
+    task: BedTask,
+    params: Params,
+    held_out: tuple[list[Prompt], np.ndarray],
+    step: int,
+) -> float:
     """Return the mean score of one sampled answer to each held-out prompt."""
     prompts, answers = held_out
     engine.load(params, step)

@@ -166,10 +166,11 @@ def pool_models(sums: Sequence[Mapping[str, float]], target: str) -> EstimatorQu
     )
     biases_M = _leave_out_models(sums, target)
     return EstimatorQuality(
-        bias=_pool_bias(sums, target), deviation=float(np.sqrt(max(spread, 0.0) / size)),
+        bias=_pool_bias(sums, target),
+        deviation=float(np.sqrt(max(spread, 0.0) / size)),
         cosine=float(dot / np.sqrt(max(mean * size, 1e-300))),
         bias_error=_jackknife_error(biases_M),
-    )  # fmt: skip
+    )
 
 
 def compare_bias(

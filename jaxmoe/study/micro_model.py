@@ -48,10 +48,20 @@ class MicroSizes:
     @property
     def config(self) -> ModelConfig:
         return ModelConfig(
-            vocab_size=N_WORDS, d_model=16, n_layers=self.n_layers, n_q_heads=2, n_kv_heads=2,
-            head_dim=8, n_experts=self.n_experts, experts_per_token=self.active, d_expert=8,
-            sliding_window=32, dtype="float32", rope_theta=100.0, rope_factor=1.0,
-        )  # fmt: skip
+            vocab_size=N_WORDS,
+            d_model=16,
+            n_layers=self.n_layers,
+            n_q_heads=2,
+            n_kv_heads=2,
+            head_dim=8,
+            n_experts=self.n_experts,
+            experts_per_token=self.active,
+            d_expert=8,
+            sliding_window=32,
+            dtype="float32",
+            rope_theta=100.0,
+            rope_factor=1.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,12 @@ def make_rewards(seed: int, answers: Answers) -> np.ndarray:
 
 
 def apply_all_experts(
-    h_BTD: Float[Array, "B T D"], indices_BTA: Int[Array, "B T A"],
-    weights_BTA: Float[Array, "B T A"], layer: Params, cfg: ModelConfig,
-) -> Float[Array, "B T D"]:  # fmt: skip
+    h_BTD: Float[Array, "B T D"],
+    indices_BTA: Int[Array, "B T A"],
+    weights_BTA: Float[Array, "B T A"],
+    layer: Params,
+    cfg: ModelConfig,
+) -> Float[Array, "B T D"]:
     """Return the same as `jaxmoe.model.experts.apply_experts`, computed for all experts."""
     is_expert_BTAE = indices_BTA[..., None] == jnp.arange(cfg.n_experts)[None, None, None]
     weights_BTE = jnp.sum(jnp.where(is_expert_BTAE, weights_BTA[..., None], 0.0), axis=2)
@@ -136,9 +149,13 @@ def apply_all_experts(
 
 
 def route_by_noisy_logits(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int, context: RouterContext,
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
+    context: RouterContext,
     noise_LBTE: Float[Array, "L B T E"],
-) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
     """Select experts by logits + noise, and weight them by the logits alone."""
     logits_BTE = router_logits(h_BTD, layer)
     indices_BTA = lax.top_k(logits_BTE + noise_LBTE[context.layer], active)[1]
@@ -155,18 +172,24 @@ def record_routing(
 
 
 def answer_logprobs(
-    params: Params, inputs_BT: Int[Array, "B T"], tokens_BT: Int[Array, "B T"], cfg: ModelConfig,
-    router: Callable[..., Any], routed_BTLA: Int[Array, "B T L A"] | None = None,
-) -> tuple[Float[Array, "B T"], dict[str, Array]]:  # fmt: skip
+    params: Params,
+    inputs_BT: Int[Array, "B T"],
+    tokens_BT: Int[Array, "B T"],
+    cfg: ModelConfig,
+    router: Callable[..., Any],
+    routed_BTLA: Int[Array, "B T L A"] | None = None,
+) -> tuple[Float[Array, "B T"], dict[str, Array]]:
     """Return the log-prob of each answer token, and the router's logits and experts by layer.
 
     Answers do not share the prompt, as noise and replayed experts are given for each of them.
     """
     ops = replace(
-        plain_ops(), router=router, experts=apply_all_experts,
+        plain_ops(),
+        router=router,
+        experts=apply_all_experts,
         attend=partial(sink_attention, impl="reference"),
         record=record_routing,
-    )  # fmt: skip
+    )
     hidden_BTD, _, recorded = forward(
         params, inputs_BT, cfg, ops, routed_experts_BTLA=routed_BTLA, step=jnp.int32(STEP)
     )

@@ -37,32 +37,40 @@ class MicroPrograms:
         self.sizes, self.answers = sizes, Answers(sizes.length)
         self.logprobs, self.gradients = {}, {}
         for name, router in (
-            ("replay", replay_routing), ("straight_through", route_straight_through),
-            ("soft", route_softly), ("annealed", partial(route_annealed, steps=2)),
-        ):  # fmt: skip
+            ("replay", replay_routing),
+            ("straight_through", route_straight_through),
+            ("soft", route_softly),
+            ("annealed", partial(route_annealed, steps=2)),
+        ):
             run = partial(self._run, router)
             self.logprobs[name] = compile_function(run)
             self.gradients[name] = compile_function(partial(_gradients_of_pairs, run))
         self.noisy_logprobs = compile_function(self._run_noisy)
 
     def _run(
-        self, router: Callable[..., Any], params: Params, inputs_BT: Any, tokens_BT: Any,
+        self,
+        router: Callable[..., Any],
+        params: Params,
+        inputs_BT: Any,
+        tokens_BT: Any,
         routed_BTLA: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         routed_BTLA = routed_BTLA if router is replay_routing else None
         return answer_logprobs(params, inputs_BT, tokens_BT, self.sizes.config, router, routed_BTLA)
 
-    def _run_noisy(
-        self, params: Params, inputs_BT: Any, tokens_BT: Any, noise_LBTE: Any
-    ) -> Any:  # fmt: skip
+    def _run_noisy(self, params: Params, inputs_BT: Any, tokens_BT: Any, noise_LBTE: Any) -> Any:
         router = partial(route_by_noisy_logits, noise_LBTE=noise_LBTE)
         return answer_logprobs(params, inputs_BT, tokens_BT, self.sizes.config, router)
 
 
 def _gradients_of_pairs(
-    run: Callable[..., Any], params: Params, inputs_PT: Any, tokens_PT: Any, routed_PTLA: Any,
+    run: Callable[..., Any],
+    params: Params,
+    inputs_PT: Any,
+    tokens_PT: Any,
+    routed_PTLA: Any,
     columns_P: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the gradient [P, N] of one token's log-prob in each row."""
 
     def gradient_of_row(inputs_T: Any, tokens_T: Any, routed_TLA: Any, column: Any) -> Any:
@@ -120,15 +128,23 @@ class MicroModel:
         )
 
     def make_table(
-        self, params: Params, logp_BT: np.ndarray, router: str = "replay",
+        self,
+        params: Params,
+        logp_BT: np.ndarray,
+        router: str = "replay",
         routed_BTLA: np.ndarray | None = None,
-    ) -> LogprobTable:  # fmt: skip
+    ) -> LogprobTable:
         """Return the table of log-probs that `run_logprobs` returned, with their gradients."""
         rows_P, columns_P = self.answers.pair_places_P2.T
-        gradients_PN = np.asarray(self.programs.gradients[router](
-            params, self.answers.inputs_BT[rows_P], self.answers.tokens_BT[rows_P],
-            self._routed(routed_BTLA)[rows_P], columns_P.astype(np.int32),
-        ))  # fmt: skip
+        gradients_PN = np.asarray(
+            self.programs.gradients[router](
+                params,
+                self.answers.inputs_BT[rows_P],
+                self.answers.tokens_BT[rows_P],
+                self._routed(routed_BTLA)[rows_P],
+                columns_P.astype(np.int32),
+            )
+        )
         return LogprobTable(logp_BT, gradients_PN, gradients_PN @ gradients_PN.T)
 
     def make_replayed_table(self, params: Params, replayed: Routing) -> LogprobTable:

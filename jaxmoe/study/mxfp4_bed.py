@@ -73,24 +73,39 @@ MXFP4_BEDS = {
         Mxfp4Bed("automaton", Automaton(), warm_loss=0.15),
         Mxfp4Bed("reversal", Reversal(), warm_loss=0.25),
         Mxfp4Bed(
-            "small_rate", Reversal(), warm_loss=0.25,
-            settings=("optim.trainable=.*(w_gate_up|w_down)",), rate=1e-4,
+            "small_rate",
+            Reversal(),
+            warm_loss=0.25,
+            settings=("optim.trainable=.*(w_gate_up|w_down)",),
+            rate=1e-4,
             contenders=(
-                "dense, then rounded", "four bits on both sides", "four bits, least error",
+                "dense, then rounded",
+                "four bits on both sides",
+                "four bits, least error",
                 "four bits, stochastic",
             ),
         ),
     )
-}  # fmt: skip
+}
 
 
 def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
     """Return the config of a bed: two layers, 8 experts of which two are active, width 64."""
     cfg = Config(
         model=ModelConfig(
-            vocab_size=task.vocab_size, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2,
-            head_dim=16, n_experts=8, experts_per_token=2, d_expert=64, dtype="float32",
-            sliding_window=2 * task.length + 4, rope_theta=1000.0, rope_factor=1.0,
+            vocab_size=task.vocab_size,
+            d_model=64,
+            n_layers=2,
+            n_q_heads=4,
+            n_kv_heads=2,
+            head_dim=16,
+            n_experts=8,
+            experts_per_token=2,
+            d_expert=64,
+            dtype="float32",
+            sliding_window=2 * task.length + 4,
+            rope_theta=1000.0,
+            rope_factor=1.0,
         ),
         data=DataConfig(task="study", max_prompt_tokens=task.prompt_tokens),
         rollout=RolloutConfig(
@@ -98,7 +113,7 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
         ),
         optim=OptimConfig(lr=1.0, lr_warmup_steps=5, beta2=0.99),
         steps=steps,
-    )  # fmt: skip
+    )
     return override(cfg, *settings)
 
 
@@ -139,9 +154,12 @@ def make_mxfp4_programs(bed: Mxfp4Bed, cfg: Config) -> Mxfp4Programs:
 
 
 def join_base(
-    params: Params, base: Params | None, *, cfg: Config,
+    params: Params,
+    base: Params | None,
+    *,
+    cfg: Config,
     round_params: Callable[[Params], Params] | None,
-) -> Params:  # fmt: skip
+) -> Params:
     """Return the trained weights, rounded, or the base with them as LoRA's adapters."""
     if base is not None:
         return with_adapters(base, params, cfg.lora.scales)
@@ -149,9 +167,13 @@ def join_base(
 
 
 def train_on_mxfp4_bed(
-    programs: Mxfp4Programs, seed: int, released: Params, rate: float, *,
+    programs: Mxfp4Programs,
+    seed: int,
+    released: Params,
+    rate: float,
+    *,
     report: Callable[[int, float], None] = lambda step, reward: None,
-) -> Metrics:  # fmt: skip
+) -> Metrics:
     """Train from the released weights at a learning rate; return held-out scores and what happened.
 
     start, end: mean score of sampled answers to held-out prompts, by the model that would be
@@ -176,9 +198,16 @@ def train_on_mxfp4_bed(
     for step in range(1, cfg.steps + 1):
         prompts, answers = task.sample_prompts(rng, cfg.rollout.prompts_per_step)
         state, row = take_step(
-            programs.step, state, programs.read_by_engine(state.policy, base), prompts, answers,
-            seed=seed, step=step, rate=rate, base=base,
-        )  # fmt: skip
+            programs.step,
+            state,
+            programs.read_by_engine(state.policy, base),
+            prompts,
+            answers,
+            seed=seed,
+            step=step,
+            rate=rate,
+            base=base,
+        )
         before, codes = codes, programs.shipped(state.policy, base)
         rows.append(row | {"moved": changed_share(before, codes)})
         report(step, row["reward"])

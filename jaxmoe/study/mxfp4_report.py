@@ -9,10 +9,16 @@ from jaxmoe.study.contenders import Comparison
 from jaxmoe.study.trained_report import format_difference
 
 COLUMNS = {
-    "end": "{:.3f}", "end_unrounded": "{:.3f}", "k3": "{:.2g}", "ess": "{:.3f}",
-    "grad_norm_median": "{:.2g}", "grad_norm_p99": "{:.2g}", "ratio_max": "{:.3g}",
-    "moved_per_step": "{:.4f}", "moved": "{:.3f}",
-}  # fmt: skip
+    "end": "{:.3f}",
+    "end_unrounded": "{:.3f}",
+    "k3": "{:.2g}",
+    "ess": "{:.3f}",
+    "grad_norm_median": "{:.2g}",
+    "grad_norm_p99": "{:.2g}",
+    "ratio_max": "{:.3g}",
+    "moved_per_step": "{:.4f}",
+    "moved": "{:.3f}",
+}
 
 
 def format_mxfp4_tables(results: Mapping[str, Sequence[Comparison]]) -> str:

@@ -54,9 +54,14 @@ def list_mxfp4_contenders(bed: Mxfp4Bed) -> list[Contender]:
 
 
 def run_mxfp4_bed(
-    bed: Mxfp4Bed, folder: Path, *, seeds: int, steps: int, tuning_seeds: int = TUNING_SEEDS,
+    bed: Mxfp4Bed,
+    folder: Path,
+    *,
+    seeds: int,
+    steps: int,
+    tuning_seeds: int = TUNING_SEEDS,
     report: Callable[[str], None] = print,
-) -> list[Comparison]:  # fmt: skip
+) -> list[Comparison]:
     """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
     store = ResultsStore(folder / f"{bed.name}.json")
     load = functools.cache(functools.partial(load_released, bed, folder=folder))
@@ -79,6 +84,12 @@ def run_mxfp4_bed(
     # Each rate is tried on the tuning seeds, and the best one runs on the others.
     n_runs = sum(len(c.rates) * tuning_seeds + seeds - tuning_seeds for c in contenders)
     return run_study(
-        contenders, run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
-        measure="end", tuning_seeds=tuning_seeds, report=lambda c: None,
-    )  # fmt: skip
+        contenders,
+        run,
+        name=f"{bed}; {steps} steps",
+        store=store,
+        seeds=seeds,
+        measure="end",
+        tuning_seeds=tuning_seeds,
+        report=lambda c: None,
+    )

@@ -81,7 +81,7 @@ BEDS = {
         ),
         Bed("many_updates", ("loss.minibatches=4", "loss.old_logp=rollout"), staleness=4),
     )
-}  # fmt: skip
+}
 TASK = Automaton()
 
 
@@ -89,9 +89,19 @@ def bed_config(steps: int, *settings: str) -> Config:
     """Return the config of a bed: two layers, 16 experts of which two are active, width 32."""
     cfg = Config(
         model=ModelConfig(
-            vocab_size=TASK.vocab_size, d_model=32, n_layers=2, n_q_heads=4, n_kv_heads=2,
-            head_dim=8, n_experts=16, experts_per_token=2, d_expert=16, dtype="float32",
-            sliding_window=2 * TASK.length + 4, rope_theta=1000.0, rope_factor=1.0,
+            vocab_size=TASK.vocab_size,
+            d_model=32,
+            n_layers=2,
+            n_q_heads=4,
+            n_kv_heads=2,
+            head_dim=8,
+            n_experts=16,
+            experts_per_token=2,
+            d_expert=16,
+            dtype="float32",
+            sliding_window=2 * TASK.length + 4,
+            rope_theta=1000.0,
+            rope_factor=1.0,
         ),
         data=DataConfig(task="automaton", max_prompt_tokens=TASK.prompt_tokens),
         rollout=RolloutConfig(
@@ -101,7 +111,7 @@ def bed_config(steps: int, *settings: str) -> Config:
         router=RouterConfig(),
         optim=OptimConfig(lr=1.0, lr_warmup_steps=5, beta2=0.99),
         steps=steps,
-    )  # fmt: skip
+    )
     return override(cfg, *settings)
 
 
@@ -111,9 +121,14 @@ def load_bed_weights(seed: int, folder: Path, *, steps: int = WARM_STEPS) -> Par
 
 
 def route_disturbed(
-    h_BTD: Any, layer: Params, *, active: int, context: RouterContext, scale: float,
+    h_BTD: Any,
+    layer: Params,
+    *,
+    active: int,
+    context: RouterContext,
+    scale: float,
     indices_BTA: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A router with noise in every forward, as that of a program that rounds otherwise; replayed
     experts are used as they are."""
     context = replace(context, exploration=jnp.float32(1.0))
@@ -151,16 +166,23 @@ def make_bed_programs(bed: Bed, cfg: Config) -> BedPrograms:
         old_ops = disturb(ops, bed.old_noise)
         old_scorer = Scorer(cfg.model, old_ops, replay=cfg.router.replay)
     step = make_bed_step(
-        cfg, TASK, ops, disturb(engine_ops, bed.engine_noise),
+        cfg,
+        TASK,
+        ops,
+        disturb(engine_ops, bed.engine_noise),
         step=partial(rl_step, old_scorer=old_scorer),
-    )  # fmt: skip
+    )
     return BedPrograms(bed, step, open_bed_engine(cfg, engine_ops))
 
 
 def train_on_bed(
-    programs: BedPrograms, seed: int, params: Params, rate: float, *,
+    programs: BedPrograms,
+    seed: int,
+    params: Params,
+    rate: float,
+    *,
     report: Callable[[int, float], None] = lambda step, reward: None,
-) -> Metrics:  # fmt: skip
+) -> Metrics:
     """Train from `params` at a learning rate; return held-out shares and what happened.
 
     start, end: mean score of sampled answers on N_EVAL_PROMPTS prompts, by the clean policy.

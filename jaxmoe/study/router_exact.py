@@ -47,9 +47,12 @@ class RouterStudy:
     """The measurements of micro models of one size; programs are compiled once for all models."""
 
     def __init__(
-        self, sizes: MicroSizes, *, noises: Sequence[float] = NOISES,
+        self,
+        sizes: MicroSizes,
+        *,
+        noises: Sequence[float] = NOISES,
         steps: Sequence[float] = STEPS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sizes, self.noises, self.steps = sizes, tuple(noises), tuple(steps)
         self.programs = MicroPrograms(sizes, compile_in_float64)
         self._weigh: dict[tuple[Estimator, ...], Callable[..., Any]] = {}
@@ -91,9 +94,12 @@ class RouterStudy:
         return measured
 
     def measure_scenario(
-        self, model: MicroModel, scenario: Scenario, estimators: tuple[Estimator, ...],
+        self,
+        model: MicroModel,
+        scenario: Scenario,
+        estimators: tuple[Estimator, ...],
         keep_N: np.ndarray | None = None,
-    ) -> dict[str, dict[str, float]]:  # fmt: skip
+    ) -> dict[str, dict[str, float]]:
         """Return the sums of `measure_estimator` of each estimator.
 
         `keep_N` is 0 at parameters that are not trained.

@@ -96,7 +96,7 @@ FORWARD_ESTIMATORS = (
     Estimator("R2, ppo_clip", old_logp="recomputed", forward="replayed"),
     Estimator("straight-through, ppo_clip", old_logp="recomputed", forward="straight_through"),
     Estimator("router.freeze, ppo_clip", old_logp="recomputed", forward="frozen"),
-)  # fmt: skip
+)
 
 # Several updates on answers of the old policy.
 UPDATE_ESTIMATORS = (
@@ -120,7 +120,7 @@ UPDATE_ESTIMATORS = (
     Estimator("R2, ppo_clip", old_logp="recomputed", forward="replayed"),
     Estimator("R2, gspo(3e-2, 4e-2)", wide_gspo, old_logp="recomputed", forward="replayed"),
     Estimator("straight-through, ppo_clip", old_logp="recomputed", forward="straight_through"),
-)  # fmt: skip
+)
 # With a frozen router a straight-through gradient of it has nothing to train.
 FROZEN_UPDATE_ESTIMATORS = tuple(x for x in UPDATE_ESTIMATORS if x.forward != "straight_through")
 SOFT_UPDATE_ESTIMATORS = {

@@ -50,18 +50,40 @@ SOFT_GAP = {
     "surrogate_error_annealed": "error of the surrogate's value under annealed routing, halfway",
 }
 TABLES = (
-    TableSpec("selection", "An engine with noise on its router's logits, in selection alone",
-              "noise", ENGINE_GAP, "no correction", engine=True),
-    TableSpec("weights", "An engine with noise on its router's weights", "noise",
-              ENGINE_GAP | ANNEALED_GAP,
-              "no correction", engine=True),
-    TableSpec("forward", "On-policy samples, old log-probs from another, noisy forward", "noise",
-              GAP, "ppo_clip"),
-    TableSpec("update", "Several updates on one batch, the router trained", "step",
-              UPDATE_GAP | SOFT_GAP, "ppo_clip"),
-    TableSpec("frozen", "Several updates on one batch, the router frozen", "step", UPDATE_GAP,
-              "ppo_clip"),
-)  # fmt: skip
+    TableSpec(
+        "selection",
+        "An engine with noise on its router's logits, in selection alone",
+        "noise",
+        ENGINE_GAP,
+        "no correction",
+        engine=True,
+    ),
+    TableSpec(
+        "weights",
+        "An engine with noise on its router's weights",
+        "noise",
+        ENGINE_GAP | ANNEALED_GAP,
+        "no correction",
+        engine=True,
+    ),
+    TableSpec(
+        "forward",
+        "On-policy samples, old log-probs from another, noisy forward",
+        "noise",
+        GAP,
+        "ppo_clip",
+    ),
+    TableSpec(
+        "update",
+        "Several updates on one batch, the router trained",
+        "step",
+        UPDATE_GAP | SOFT_GAP,
+        "ppo_clip",
+    ),
+    TableSpec(
+        "frozen", "Several updates on one batch, the router frozen", "step", UPDATE_GAP, "ppo_clip"
+    ),
+)
 
 
 def format_tables(results: Results) -> str:
@@ -73,9 +95,13 @@ def _format_table(spec: TableSpec, results: Results) -> str:
     keys = _find_keys(spec, results)
     heads = [f"{spec.axis} {key.partition(' ')[2]}" for key in keys]
     lines = [
-        f"### {spec.title}", "", f"`{COMMAND}`, {len(results)} models.", "",
-        f"| | {' | '.join(heads)} |", "|---" * (len(keys) + 1) + "|",
-    ]  # fmt: skip
+        f"### {spec.title}",
+        "",
+        f"`{COMMAND}`, {len(results)} models.",
+        "",
+        f"| | {' | '.join(heads)} |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
     for name, label in spec.statistics.items():
         means = [np.mean([model[key]["statistics"][name] for model in results]) for key in keys]
         lines.append(f"| *{label}* | " + " | ".join(f"{x:.2g}" for x in means) + " |")

@@ -26,10 +26,17 @@ def mark_switched_layers(a_BTLA: np.ndarray, b_BTLA: np.ndarray) -> np.ndarray:
 
 
 def make_scenario(
-    model: MicroModel, sampler_logp_BT: np.ndarray, forwards: dict[str, LogprobTable],
-    targets: dict[str, np.ndarray], *, rollout_logp_BT: np.ndarray, old_logp_BT: np.ndarray,
-    current: Routing, old: Routing, engine: Routing,
-) -> Scenario:  # fmt: skip
+    model: MicroModel,
+    sampler_logp_BT: np.ndarray,
+    forwards: dict[str, LogprobTable],
+    targets: dict[str, np.ndarray],
+    *,
+    rollout_logp_BT: np.ndarray,
+    old_logp_BT: np.ndarray,
+    current: Routing,
+    old: Routing,
+    engine: Routing,
+) -> Scenario:
     """Return a scenario with the arrays that losses take by name.
 
     As in a training batch, a row has one token that is not trained, the prompt, and the routing at
@@ -47,17 +54,20 @@ def make_scenario(
         for x in (engine, old)
     )
     arrays = {
-        "mask_BT": mask_BT, "token_mask_BT": np.ones_like(mask_BT),
+        "mask_BT": mask_BT,
+        "token_mask_BT": np.ones_like(mask_BT),
         "advantages_BT": add_prompt(np.broadcast_to(advantages_B[:, None], shape)),
-        "rollout_logp_BT": add_prompt(rollout_logp_BT), "old_logp_BT": add_prompt(old_logp_BT),
+        "rollout_logp_BT": add_prompt(rollout_logp_BT),
+        "old_logp_BT": add_prompt(old_logp_BT),
         "router_logits_BTLE": add_last_position(current.router_logits_BTLE),
         "old_router_logits_BTLE": add_last_position(old.router_logits_BTLE),
         "experts_BTLA": add_last_position(current.experts_BTLA),
         "old_experts_BTLA": add_last_position(old.experts_BTLA),
         "routed_experts_BTLA": add_last_position(engine.experts_BTLA),
         "experts_E": np.arange(model.sizes.n_experts, dtype=np.int32),
-        "switched_BT": switched_BT, "old_switched_BT": old_switched_BT,
-    }  # fmt: skip
+        "switched_BT": switched_BT,
+        "old_switched_BT": old_switched_BT,
+    }
     return Scenario(model.answers.pairs_BT, sampler_B, advantages_B, forwards, arrays, targets)
 
 
@@ -95,11 +105,16 @@ def make_engine_scenarios(
         replayed = model.make_replayed_table(model.params, engine)
         routers = ["soft", "annealed"]
     scenario = make_scenario(
-        model, engine_logp_BT,
+        model,
+        engine_logp_BT,
         {"current": table, "replayed": replayed, "straight_through": model.straight_through},
-        find_targets(model, table, engine_table), rollout_logp_BT=engine_logp_BT,
-        old_logp_BT=engine_logp_BT, current=routing, old=engine, engine=engine,
-    )  # fmt: skip
+        find_targets(model, table, engine_table),
+        rollout_logp_BT=engine_logp_BT,
+        old_logp_BT=engine_logp_BT,
+        current=routing,
+        old=engine,
+        engine=engine,
+    )
     statistics = describe_gap(scenario.sampler_B, table.logp_BT, engine_logp_BT, routing, engine)
     replayed_gap_BT = np.abs(replayed.logp_BT - engine_logp_BT)
     statistics["gap_replayed"] = float(scenario.sampler_B @ replayed_gap_BT.mean(axis=1))
@@ -110,10 +125,16 @@ def make_engine_scenarios(
             soft_logp_BT, _ = model.run_logprobs(engine_params, router)
             engine_soft = model.make_table(engine_params, soft_logp_BT, router)
         soft_scenarios[router] = make_scenario(
-            model, engine_soft.logp_BT, {"current": soft}, find_targets(model, soft, engine_soft),
-            rollout_logp_BT=engine_soft.logp_BT, old_logp_BT=engine_soft.logp_BT, current=routing,
-            old=routing, engine=routing,
-        )  # fmt: skip
+            model,
+            engine_soft.logp_BT,
+            {"current": soft},
+            find_targets(model, soft, engine_soft),
+            rollout_logp_BT=engine_soft.logp_BT,
+            old_logp_BT=engine_soft.logp_BT,
+            current=routing,
+            old=routing,
+            engine=routing,
+        )
         gap_BT = np.abs(soft.logp_BT - engine_soft.logp_BT)
         statistics[f"gap_{router}"] = float(soft_scenarios[router].sampler_B @ gap_BT.mean(axis=1))
     return scenario, soft_scenarios, statistics
@@ -135,15 +156,18 @@ def make_forward_scenario(model: MicroModel, scale: float) -> tuple[Scenario, di
     """
     table, routing = model.current
     noisy_logp_BT, noisy, replayed = model.replay_noisy(scale)
-    forwards = {
-        "current": table, "replayed": replayed, "straight_through": model.straight_through
-    }  # fmt: skip
+    forwards = {"current": table, "replayed": replayed, "straight_through": model.straight_through}
     scenario = make_scenario(
-        model, table.logp_BT, forwards,
+        model,
+        table.logp_BT,
+        forwards,
         {"trainer": policy_gradient(table, model.answers.pairs_BT, model.rewards_B)},
-        rollout_logp_BT=table.logp_BT, old_logp_BT=noisy_logp_BT, current=routing, old=noisy,
+        rollout_logp_BT=table.logp_BT,
+        old_logp_BT=noisy_logp_BT,
+        current=routing,
+        old=noisy,
         engine=routing,
-    )  # fmt: skip
+    )
     gap = describe_gap(scenario.sampler_B, table.logp_BT, noisy_logp_BT, routing, noisy)
     return scenario, gap
 
@@ -170,10 +194,16 @@ def make_update_scenario(
         if trains_router:
             forwards["straight_through"] = model.make_table(params, logp_BT, "straight_through")
     scenario = make_scenario(
-        model, old_table.logp_BT, forwards, {"trainer": target_N},
-        rollout_logp_BT=old_table.logp_BT, old_logp_BT=old_table.logp_BT, current=routing, old=old,
+        model,
+        old_table.logp_BT,
+        forwards,
+        {"trainer": target_N},
+        rollout_logp_BT=old_table.logp_BT,
+        old_logp_BT=old_table.logp_BT,
+        current=routing,
+        old=old,
         engine=old,
-    )  # fmt: skip
+    )
     statistics = describe_gap(scenario.sampler_B, logp_BT, old_table.logp_BT, routing, old)
     value = table.answer_probs_B @ model.rewards_B
     old_value = scenario.sampler_B @ model.rewards_B
@@ -186,9 +216,7 @@ def make_update_scenario(
     return scenario, statistics
 
 
-def move_params(
-    model: MicroModel, table: LogprobTable, step: float, keep_N: np.ndarray
-) -> Params:  # fmt: skip
+def move_params(model: MicroModel, table: LogprobTable, step: float, keep_N: np.ndarray) -> Params:
     """Return params after a step along the sign of the gradient of a few sampled answers."""
     rng = np.random.default_rng((model.seed, 3))
     probs_B = table.answer_probs_B
@@ -214,9 +242,12 @@ def ravel_numpy(params: Params) -> tuple[np.ndarray, Callable[[np.ndarray], Para
 
 
 def describe_gap(
-    sampler_B: np.ndarray, logp_BT: np.ndarray, reference_logp_BT: np.ndarray, routing: Routing,
+    sampler_B: np.ndarray,
+    logp_BT: np.ndarray,
+    reference_logp_BT: np.ndarray,
+    routing: Routing,
     reference: Routing,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return how far two forwards are apart, averaged over sampled answers."""
     switched_BTL = mark_switched_layers(routing.experts_BTLA, reference.experts_BTLA)
     gap_BT = logp_BT - reference_logp_BT

@@ -80,9 +80,14 @@ def bed_contenders(bed: Bed, rates: Sequence[float]) -> list[Contender]:
 
 
 def run_bed(
-    bed: Bed, folder: Path, *, seeds: int, steps: int, rates: Sequence[float] = RATES,
+    bed: Bed,
+    folder: Path,
+    *,
+    seeds: int,
+    steps: int,
+    rates: Sequence[float] = RATES,
     report: Callable[[str], None] = print,
-) -> list[Comparison]:  # fmt: skip
+) -> list[Comparison]:
     """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
     store = ResultsStore(folder / f"{bed.name}.json")
     load = functools.cache(functools.partial(load_bed_weights, folder=folder))
@@ -106,6 +111,10 @@ def run_bed(
     # Each rate is tried on the first seed, and the best one runs on the others.
     n_runs = len(contenders) * (len(rates) + seeds - 1)
     return run_study(
-        contenders, run, name=f"{bed}; {steps} steps", store=store, seeds=seeds,
+        contenders,
+        run,
+        name=f"{bed}; {steps} steps",
+        store=store,
+        seeds=seeds,
         measure="end",
-    )  # fmt: skip
+    )

@@ -142,14 +142,20 @@ def time_sides(
     for name, pair in times.items():
         a, b = (statistics.median(x) for x in pair)
         used = temp.get(name)
-        rows.append({
-            "case": case.name, "pass": name, "ms": 1e3 * a, "peer_ms": 1e3 * b, "speed": b / a,
-            "rounds_ms": [1e3 * min(pair[0]), 1e3 * max(pair[0])],
-            "tflops": 1e-12 * flops[name] / a,
-            "of_matmul": 1e-12 * flops[name] / a / anchors.matmul_tflops,
-            "of_copy": 1e-9 * work.bytes / a / anchors.copy_gbs if name == "forward" else None,
-            "temp_mb": None if used is None else 1e-6 * used,
-        })  # fmt: skip
+        rows.append(
+            {
+                "case": case.name,
+                "pass": name,
+                "ms": 1e3 * a,
+                "peer_ms": 1e3 * b,
+                "speed": b / a,
+                "rounds_ms": [1e3 * min(pair[0]), 1e3 * max(pair[0])],
+                "tflops": 1e-12 * flops[name] / a,
+                "of_matmul": 1e-12 * flops[name] / a / anchors.matmul_tflops,
+                "of_copy": 1e-9 * work.bytes / a / anchors.copy_gbs if name == "forward" else None,
+                "temp_mb": None if used is None else 1e-6 * used,
+            }
+        )
     return rows
 
 
@@ -158,18 +164,35 @@ def format_bench_table(
 ) -> str:
     """Format the rows as a table; `baseline` is the saved time over this one."""
     short = [name.rpartition(":")[2] for name in names]
-    head = ["case", "pass", f"{short[0]} ms", f"{short[1]} ms", "speed", "TFLOP/s", "of matmul",
-            "of copy", "temp MB", "baseline"]  # fmt: skip
+    head = [
+        "case",
+        "pass",
+        f"{short[0]} ms",
+        f"{short[1]} ms",
+        "speed",
+        "TFLOP/s",
+        "of matmul",
+        "of copy",
+        "temp MB",
+        "baseline",
+    ]
     lines = [head]
     for r in rows:
         before = old.get(f"{r['case']}/{r['pass']}")
-        lines.append([
-            r["case"], r["pass"], f"{r['ms']:.3f}", f"{r['peer_ms']:.3f}", f"{r['speed']:.2f}×",
-            f"{r['tflops']:.3g}", f"{r['of_matmul']:.2f}",
-            "" if r["of_copy"] is None else f"{r['of_copy']:.2f}",
-            "" if r["temp_mb"] is None else f"{r['temp_mb']:.1f}",
-            "" if before is None else f"{before / r['ms']:.2f}×",
-        ])  # fmt: skip
+        lines.append(
+            [
+                r["case"],
+                r["pass"],
+                f"{r['ms']:.3f}",
+                f"{r['peer_ms']:.3f}",
+                f"{r['speed']:.2f}×",
+                f"{r['tflops']:.3g}",
+                f"{r['of_matmul']:.2f}",
+                "" if r["of_copy"] is None else f"{r['of_copy']:.2f}",
+                "" if r["temp_mb"] is None else f"{r['temp_mb']:.1f}",
+                "" if before is None else f"{before / r['ms']:.2f}×",
+            ]
+        )
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for line in lines:
         padded = [x.rjust(w) for x, w in zip(line, widths, strict=True)]
@@ -191,14 +214,16 @@ def parse_bench_arguments(argv: list[str] | None) -> tuple[OneLineParser, argpar
     parser.add_argument("--case", action="append", help="by name, may be repeated (default: all)")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--rounds", type=int, help="default: 10")
-    parser.add_argument("--save", action="store_const", const=True,
-                        help="save the times as the baseline")  # fmt: skip
+    parser.add_argument(
+        "--save", action="store_const", const=True, help="save the times as the baseline"
+    )
     modes = parser.add_mutually_exclusive_group()
     lengths = "exponents of time and memory over 1k to 64k tokens, on a CPU to 8k"
     modes.add_argument("--growth", action="store_true", help=lengths)
     modes.add_argument("--compile", metavar="CHIP", help=", ".join(CHIPS))
-    parser.add_argument("--schedule", action="store_true",
-                        help="with --compile: cycles of loops, use of units")  # fmt: skip
+    parser.add_argument(
+        "--schedule", action="store_true", help="with --compile: cycles of loops, use of units"
+    )
     args = parser.parse_args(argv)
     parser.check_choice("operation", args.op, OPS)
     parser.check_choice("--compile", args.compile, CHIPS)
@@ -215,11 +240,15 @@ def parse_bench_arguments(argv: list[str] | None) -> tuple[OneLineParser, argpar
     if args.schedule and (reason := schedule.schedule_refusal(args.compile, args.impl)):
         parser.error(reason)
     if args.growth and args.op != "sink_attention":
-        parser.error("--growth must be of an operation with a length, sink_attention; got "
-                     f"{args.op}. Type sink_attention --growth.")  # fmt: skip
+        parser.error(
+            "--growth must be of an operation with a length, sink_attention; got "
+            f"{args.op}. Type sink_attention --growth."
+        )
     if mode and ":" in args.impl:
-        parser.error(f"{mode} needs an implementation of this package; got --impl {args.impl}. "
-                     "Type a name, as --impl xla.")  # fmt: skip
+        parser.error(
+            f"{mode} needs an implementation of this package; got --impl {args.impl}. "
+            "Type a name, as --impl xla."
+        )
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {args.rounds}. Type --rounds 10.")
     parser.check_choice("--dtype", args.dtype, DTYPES)
@@ -309,11 +338,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         baselines = load_baselines(path)
     except (OSError, ValueError) as error:
-        parser.error(f"{path} must contain times written by --save; cannot read it: {error}. "
-                     f"Type rm {path}")  # fmt: skip
+        parser.error(
+            f"{path} must contain times written by --save; cannot read it: {error}. Type rm {path}"
+        )
     anchors = measure_anchors(platform, dtype)
-    print(f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {anchors.matmul_tflops:.3g} "
-          f"TFLOP/s, copy {anchors.copy_gbs:.3g} GB/s", flush=True)  # fmt: skip
+    print(
+        f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {anchors.matmul_tflops:.3g} "
+        f"TFLOP/s, copy {anchors.copy_gbs:.3g} GB/s",
+        flush=True,
+    )
     rows: list[dict[str, Any]] = []
     errors = {}
     for case in chosen:
@@ -333,20 +366,35 @@ def main(argv: list[str] | None = None) -> int:
             refused[case.name] = first_line(error)
             print(f"{case.name}: refused: {refused[case.name]}", flush=True)
     if not rows:
-        parser.error(f"a comparison needs a case that both sides support; got {names[0]} and "
-                     f"{names[1]}: {refused[chosen[0].name]}")  # fmt: skip
+        parser.error(
+            f"a comparison needs a case that both sides support; got {names[0]} and "
+            f"{names[1]}: {refused[chosen[0].name]}"
+        )
     key = f"{args.op}/{args.impl}/{dtype}"
     print(format_bench_table(rows, names, baselines.get(key, {})))
     if args.save:
         baselines[key] = {f"{r['case']}/{r['pass']}": round(r["ms"], 4) for r in rows}
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(baselines, indent=1, sort_keys=True) + "\n")
-    print(json.dumps({
-        "op": args.op, "impl": names[0], "vs": names[1], "dtype": str(dtype),
-        "device": device_name(), "jax": jax.__version__, "rounds": rounds,
-        "matmul_tflops": anchors.matmul_tflops, "copy_gbs": anchors.copy_gbs, "errors": errors,
-        "refused": {k: v for k, v in refused.items() if v}, "rows": rows,
-    }, default=float))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "op": args.op,
+                "impl": names[0],
+                "vs": names[1],
+                "dtype": str(dtype),
+                "device": device_name(),
+                "jax": jax.__version__,
+                "rounds": rounds,
+                "matmul_tflops": anchors.matmul_tflops,
+                "copy_gbs": anchors.copy_gbs,
+                "errors": errors,
+                "refused": {k: v for k, v in refused.items() if v},
+                "rows": rows,
+            },
+            default=float,
+        )
+    )
     return 0
 
 

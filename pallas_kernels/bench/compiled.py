@@ -45,8 +45,11 @@ def compile_table(
             compiled = True
             seconds, kernels = time.perf_counter() - start, result.kernels
             if gpu:
-                cell_values = [[k.registers for k in kernels], [k.spills for k in kernels],
-                        [-(-k.shared // 1024) for k in kernels]]  # fmt: skip
+                cell_values = [
+                    [k.registers for k in kernels],
+                    [k.spills for k in kernels],
+                    [-(-k.shared // 1024) for k in kernels],
+                ]
                 n_cached = result.mosaic_calls - len(kernels)
                 cell_values = [[*x, *["above"] * n_cached] for x in cell_values]
             else:

@@ -118,10 +118,14 @@ def _rows_loops(case: Any, *, swiglu: bool, transposed: bool) -> LoopCounts:
         widths.insert(0, tiles.round_up(plan.tile + plan.shift, tiles.LANES))
     used = [columns - n * plan.tile for n in range(plan.n_tiles)]
     iterations = [
-        sum(_full_iterations(
-            w, None if plan.n_tiles == 1 else u + (plan.shift if w > plan.tile else 0)
-        ) for u in used) for w in widths
-    ]  # fmt: skip
+        sum(
+            _full_iterations(
+                w, None if plan.n_tiles == 1 else u + (plan.shift if w > plan.tile else 0)
+            )
+            for u in used
+        )
+        for w in widths
+    ]
     steps = plan.n_tiles * length
     inner = tuple(
         LoopCounts(

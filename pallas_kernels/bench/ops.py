@@ -76,9 +76,17 @@ class Op:
 def _attention_call(attention: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
     def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
         return attention(
-            q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-            k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            sink,
+            q_positions_BT=q_pos,
+            k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg,
+            k_segment_ids_BS=k_seg,
+            window=case.window or None,
+            impl=impl,
+        )
 
     return call
 
@@ -226,69 +234,142 @@ def _logprobs_work(case: Any, size: int) -> Work:
 
 
 _ATTENTION = RowLayout(
-    1, (0, 4, 6), ("o", "lse", "dq"), lambda x: x[0].shape[0] * x[0].shape[2],
-    shared=(1, 2, 5, 7), gradients=("dk", "dv"), spans=_key_spans,
+    1,
+    (0, 4, 6),
+    ("o", "lse", "dq"),
+    lambda x: x[0].shape[0] * x[0].shape[2],
+    shared=(1, 2, 5, 7),
+    gradients=("dk", "dv"),
+    spans=_key_spans,
     compared={"dk": (1, 4096), "dv": (1, 4096)},
-)  # fmt: skip
+)
 _MATMUL = RowLayout(
-    0, (0,), ("out", "dlhs"), lambda x: x[2].shape[1], shared=(1, 2), gradients=("drhs", "dbias"),
-    spans=_matrix_span, sizes=3, compared={"drhs": (1, 96)},
-)  # fmt: skip
+    0,
+    (0,),
+    ("out", "dlhs"),
+    lambda x: x[2].shape[1],
+    shared=(1, 2),
+    gradients=("drhs", "dbias"),
+    spans=_matrix_span,
+    sizes=3,
+    compared={"drhs": (1, 96)},
+)
 _FOUR_BITS = replace(_MATMUL, scores=lambda x: x[1].shape[1], gradients=("dbias",))
 _ROUNDED = replace(_MATMUL, shared=(1, 2, 4))
 _LOW_RANK = replace(
-    _MATMUL, scores=lambda x: x[5].shape[1], shared=(1, 2, 4, 5), gradients=("da", "db"),
+    _MATMUL,
+    scores=lambda x: x[5].shape[1],
+    shared=(1, 2, 4, 5),
+    gradients=("da", "db"),
     compared={},
-)  # fmt: skip
+)
 OPS = {
     "sink_attention": Op(
-        attention_cases, partial(_attention_call, sink_attention),
-        attention_cases.init_attention_inputs, 4, _attention_work, _ATTENTION,
+        attention_cases,
+        partial(_attention_call, sink_attention),
+        attention_cases.init_attention_inputs,
+        4,
+        _attention_work,
+        _ATTENTION,
         ("o", "lse", "dq", "dk", "dv", "dsink"),
     ),
     "decode_attention": Op(
-        decode_cases, partial(_attention_call, decode_attention),
-        decode_cases.init_attention_inputs, 0, _decode_work, _ATTENTION, ("o", "lse"),
+        decode_cases,
+        partial(_attention_call, decode_attention),
+        decode_cases.init_attention_inputs,
+        0,
+        _decode_work,
+        _ATTENTION,
+        ("o", "lse"),
     ),
     "grouped_matmul": Op(
-        matmul_cases, partial(_matmul_call, grouped_matmul), _matmul_inputs, 3, _matmul_work,
-        _MATMUL, ("out", "dlhs", "drhs", "dbias"),
+        matmul_cases,
+        partial(_matmul_call, grouped_matmul),
+        _matmul_inputs,
+        3,
+        _matmul_work,
+        _MATMUL,
+        ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_swiglu": Op(
-        matmul_cases, partial(_matmul_call, grouped_swiglu), _matmul_inputs, 3, _swiglu_work,
-        _MATMUL, ("out", "dlhs", "drhs", "dbias"),
+        matmul_cases,
+        partial(_matmul_call, grouped_swiglu),
+        _matmul_inputs,
+        3,
+        _swiglu_work,
+        _MATMUL,
+        ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_matmul_mxfp4": Op(
-        matmul_cases, partial(_mxfp4_call, grouped_matmul), _mxfp4_inputs, 2,
-        partial(_mxfp4_work, _matmul_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
+        matmul_cases,
+        partial(_mxfp4_call, grouped_matmul),
+        _mxfp4_inputs,
+        2,
+        partial(_mxfp4_work, _matmul_work),
+        _FOUR_BITS,
+        ("out", "dlhs", "dbias"),
     ),
     "grouped_swiglu_mxfp4": Op(
-        matmul_cases, partial(_mxfp4_call, grouped_swiglu), _mxfp4_inputs, 2,
-        partial(_mxfp4_work, _swiglu_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
+        matmul_cases,
+        partial(_mxfp4_call, grouped_swiglu),
+        _mxfp4_inputs,
+        2,
+        partial(_mxfp4_work, _swiglu_work),
+        _FOUR_BITS,
+        ("out", "dlhs", "dbias"),
     ),
     "grouped_matmul_rounded": Op(
-        matmul_cases, partial(_rounded_call, grouped_matmul), _rounded_inputs, 3,
-        partial(_rounded_work, _matmul_work), _ROUNDED, ("out", "dlhs", "drhs", "dbias"),
+        matmul_cases,
+        partial(_rounded_call, grouped_matmul),
+        _rounded_inputs,
+        3,
+        partial(_rounded_work, _matmul_work),
+        _ROUNDED,
+        ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_swiglu_rounded": Op(
-        matmul_cases, partial(_rounded_call, grouped_swiglu), _rounded_inputs, 3,
-        partial(_rounded_work, _swiglu_work), _ROUNDED, ("out", "dlhs", "drhs", "dbias"),
+        matmul_cases,
+        partial(_rounded_call, grouped_swiglu),
+        _rounded_inputs,
+        3,
+        partial(_rounded_work, _swiglu_work),
+        _ROUNDED,
+        ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_matmul_low_rank": Op(
-        matmul_cases, partial(_low_rank_call, grouped_matmul), _low_rank_inputs, 3,
-        partial(_low_rank_work, _matmul_work), _LOW_RANK, ("out", "dlhs", "da", "db"),
+        matmul_cases,
+        partial(_low_rank_call, grouped_matmul),
+        _low_rank_inputs,
+        3,
+        partial(_low_rank_work, _matmul_work),
+        _LOW_RANK,
+        ("out", "dlhs", "da", "db"),
     ),
     "grouped_swiglu_low_rank": Op(
-        matmul_cases, partial(_low_rank_call, grouped_swiglu), _low_rank_inputs, 3,
-        partial(_low_rank_work, _swiglu_work), _LOW_RANK, ("out", "dlhs", "da", "db"),
+        matmul_cases,
+        partial(_low_rank_call, grouped_swiglu),
+        _low_rank_inputs,
+        3,
+        partial(_low_rank_work, _swiglu_work),
+        _LOW_RANK,
+        ("out", "dlhs", "da", "db"),
     ),
     "token_logprobs": Op(
-        logprob_cases, _logprobs_call, logprob_cases.init_logprobs_inputs, 2, _logprobs_work,
-        RowLayout(0, (0, 2), ("logp", "entropy", "dhidden"), lambda x: x[1].shape[1],
-             compared={"dw_head": (0, 96)}),
+        logprob_cases,
+        _logprobs_call,
+        logprob_cases.init_logprobs_inputs,
+        2,
+        _logprobs_work,
+        RowLayout(
+            0,
+            (0, 2),
+            ("logp", "entropy", "dhidden"),
+            lambda x: x[1].shape[1],
+            compared={"dw_head": (0, 96)},
+        ),
         ("logp", "entropy", "dhidden", "dw_head"),
     ),
-}  # fmt: skip
+}
 
 
 def cases_by_name(op: Op) -> dict[str, Any]:

@@ -60,11 +60,15 @@ class CompilerOutput(NamedTuple):
 def schedule_refusal(chip: str, impl: str) -> str | None:
     """Return the error message if there is no schedule to print, or None."""
     if chip not in IMPL:
-        return (f"--schedule needs a chip whose compiler writes one, {', '.join(IMPL)}; got "
-                f"--compile {chip}. Type --compile {next(iter(IMPL))}.")  # fmt: skip
+        return (
+            f"--schedule needs a chip whose compiler writes one, {', '.join(IMPL)}; got "
+            f"--compile {chip}. Type --compile {next(iter(IMPL))}."
+        )
     if impl not in ("auto", IMPL[chip]):
-        return (f"--schedule needs kernels whose compiler writes one, {IMPL[chip]} for "
-                f"{chip}; got --impl {impl}. Type --impl {IMPL[chip]}.")  # fmt: skip
+        return (
+            f"--schedule needs kernels whose compiler writes one, {IMPL[chip]} for "
+            f"{chip}; got --impl {impl}. Type --impl {IMPL[chip]}."
+        )
     return None
 
 
@@ -174,9 +178,10 @@ def format_schedules(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) ->
     clock = f", {schedule_tpu.GHZ[chip]} GHz" if chip in TPUS else ""
     units = (
         "cycles of one iteration of each loop without inner loops, shares of slots, registers "
-        "filled and spilled" if chip in TPUS else
-        "cycles of one iteration of each main loop on each pipe of a quarter core"
-    )  # fmt: skip
+        "filled and spilled"
+        if chip in TPUS
+        else "cycles of one iteration of each main loop on each pipe of a quarter core"
+    )
     yield f"{op} on {chip}{clock}, {dtype}, jax {jax.__version__}: {units}"
 
     def format_case(case: Any) -> list[str]:

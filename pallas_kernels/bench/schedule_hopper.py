@@ -17,10 +17,12 @@ PIPES = {
     "MUFU": (8, "MUFU"),  # exp2, log, reciprocal: 4 lanes a cycle
     "FMA": (1, "FFMA FMUL FADD HFMA2 HADD2 HMUL2"),
     "IMAD": (2, "IMAD"),
-    "ALU": (2, "FMNMX F2FP ISETP FSETP SEL FSEL LOP3 PRMT IADD3 IADD LEA SHF MOV IMNMX VIADD "
-               "VIMNMX PLOP3"),
+    "ALU": (
+        2,
+        "FMNMX F2FP ISETP FSETP SEL FSEL LOP3 PRMT IADD3 IADD LEA SHF MOV IMNMX VIADD VIMNMX PLOP3",
+    ),
     "LSU": (4, "LDS STS LDSM STSM SHFL LDG STG RED ATOMS ATOMG"),
-}  # fmt: skip
+}
 PIPE_OF = {op: (pipe, cycles) for pipe, (cycles, ops) in PIPES.items() for op in ops.split()}
 COLUMNS = ("tensor", "MUFU", "ALU", "FMA", "IMAD", "LSU", "issue")
 # registers a thread of a computing warpgroup asks for, by how many of them share a core
@@ -94,8 +96,9 @@ def format_hopper_kernel(case: str, kernel: HopperKernel) -> list[str]:
         return [*lines, "  no loop uses the tensor cores"]
     lines.append(f"  {'main loop':<28}" + "".join(f"{x:>8}" for x in COLUMNS))
     for loop in kernel.loops:
-        products = Counter(x.split()[0].removeprefix("HGMMA.").split(".F32")[0]
-                           for x in loop if tensor_cycles(x))  # fmt: skip
+        products = Counter(
+            x.split()[0].removeprefix("HGMMA.").split(".F32")[0] for x in loop if tensor_cycles(x)
+        )
         name = " ".join(f"{n}·{shape}" for shape, n in products.items())
         lines.append(f"  {name:<28}" + "".join(f"{n:>8}" for n in kernel.pipes(loop).values()))
     return lines

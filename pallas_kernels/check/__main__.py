@@ -32,8 +32,13 @@ def parse_check_arguments(argv: list[str] | None) -> tuple[OneLineParser, argpar
     parser.add_argument("operation", nargs="*", help=f"{', '.join(PLATFORMS)} (default: all)")
     parser.add_argument("--impl", help=f"{', '.join(names)} (default: this platform's kernels)")
     parser.add_argument("--dtype", default="bfloat16", help="or float32 (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=child.TIMEOUT_S, metavar="S",
-                        help="seconds for each kernel (default: %(default)g)")  # fmt: skip
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=child.TIMEOUT_S,
+        metavar="S",
+        help="seconds for each kernel (default: %(default)g)",
+    )
     parser.add_argument("--again", action="store_true", help="ignore stored verdicts")
     args = parser.parse_args(argv)
     for name in args.operation:
@@ -49,8 +54,10 @@ def parse_check_arguments(argv: list[str] | None) -> tuple[OneLineParser, argpar
         if impl == args.impl or (args.impl is None and impl not in PLAIN)
     ]
     if not args.pairs:
-        parser.error(f"--impl must name an implementation of {' and '.join(args.operation)}; got "
-                     f"{args.impl}. Leave --impl out for this platform's kernels.")  # fmt: skip
+        parser.error(
+            f"--impl must name an implementation of {' and '.join(args.operation)}; got "
+            f"{args.impl}. Leave --impl out for this platform's kernels."
+        )
     return parser, args
 
 
@@ -67,9 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"the device must be free for a check: {error}.")
     runnable = [(o, i) for o, i in args.pairs if chip["platform"] in PLATFORMS[o][i]]
     if not runnable:
-        parser.error(f"the kernels must run on their platform; this machine is a "
-                     f"{chip['platform']}. To check the XLA implementation type --impl xla."
-                     )  # fmt: skip
+        parser.error(
+            f"the kernels must run on their platform; this machine is a "
+            f"{chip['platform']}. To check the XLA implementation type --impl xla."
+        )
     judge = make_judge(chip, args.dtype, {}, timeout_s=args.timeout, recheck=args.again)
     print(f"{chip['kind']}, jax {chip['jax']}, {args.dtype}", flush=True)
     failed = False

@@ -32,9 +32,18 @@ def _decode_in_stack(case: Any, impl: str) -> Callable[..., Any]:
     def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
         k, v = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (k, v))
         return decode_attention_in_stack(
-            q, k, v, sink, layer=jnp.int32(1), q_positions_BT=q_pos, k_positions_BS=k_pos,
-            q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            sink,
+            layer=jnp.int32(1),
+            q_positions_BT=q_pos,
+            k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg,
+            k_segment_ids_BS=k_seg,
+            window=case.window or None,
+            impl=impl,
+        )
 
     return call
 

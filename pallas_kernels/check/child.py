@@ -65,9 +65,13 @@ def run_child(
         out, err = Path(folder, "out"), Path(folder, "err")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                env=child_environ(os.environ), start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=child_environ(os.environ),
+                start_new_session=True,
+            )
             try:
                 status = child.wait(timeout_s) if stop is None else _wait(child, timeout_s, stop)
                 end = "" if status == 0 else _describe_exit(status)
@@ -112,9 +116,13 @@ def find_chip() -> dict[str, str]:
 
 
 def check_kernel(
-    operation: str, impl: str, dtype: str, real: Sequence[Mapping[str, Any]] | None,
-    timeout_s: float, stop: threading.Event | None = None,
-) -> KernelVerdict:  # fmt: skip
+    operation: str,
+    impl: str,
+    dtype: str,
+    real: Sequence[Mapping[str, Any]] | None,
+    timeout_s: float,
+    stop: threading.Event | None = None,
+) -> KernelVerdict:
     """Check one implementation of one operation.
 
     `real` has the fields of cases of the run's own sizes, which are compared in sampled rows. A

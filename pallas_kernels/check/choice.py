@@ -26,11 +26,13 @@ PLAIN = ("xla", "xla_invariant", "reference")  # run on every machine and need n
 PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, the preferred first
     operation: {name: impl.platforms for name, impl in impls.items()}
     for operation, impls in {
-        "sink_attention": attention.IMPLS, "decode_attention": decoding.IMPLS,
-        "grouped_swiglu": matmul.SWIGLU_IMPLS, "grouped_matmul": matmul.IMPLS,
+        "sink_attention": attention.IMPLS,
+        "decode_attention": decoding.IMPLS,
+        "grouped_swiglu": matmul.SWIGLU_IMPLS,
+        "grouped_matmul": matmul.IMPLS,
         "token_logprobs": logprobs.IMPLS,
     }.items()
-}  # fmt: skip
+}
 Judge = Callable[[str, str], KernelVerdict]  # (operation, implementation) -> its verdict
 # Checks that run at once, each with cases of a run's sizes on the device. A TPU admits one process.
 CHECKS_AT_ONCE = {"gpu": 4}
@@ -117,8 +119,10 @@ def _first_right_kernel(operation: str, platform: str, judge: Judge) -> Choice:
 def describe_verdict(verdict: KernelVerdict) -> str:
     """Describe a verdict that is not "right"."""
     prefixes = {
-        "wrong": "failed in ", "refuses": "unsupported: ", "unknown": "could not be checked: ",
-    }  # fmt: skip
+        "wrong": "failed in ",
+        "refuses": "unsupported: ",
+        "unknown": "could not be checked: ",
+    }
     return prefixes[verdict.kind] + verdict.reason
 
 
@@ -135,9 +139,15 @@ class ProcessJudge:
     """
 
     def __init__(
-        self, chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]],
-        folder: Path, timeout_s: float, recheck: bool, log_line: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        chip: Mapping[str, str],
+        dtype: str,
+        real: Mapping[str, Sequence[Mapping[str, Any]]],
+        folder: Path,
+        timeout_s: float,
+        recheck: bool,
+        log_line: Callable[[str], None],
+    ) -> None:
         self.chip, self.dtype, self.real = chip, dtype, real
         self.folder, self.timeout_s, self.recheck = folder, timeout_s, recheck
         self.log_line = log_line
@@ -213,10 +223,15 @@ class ProcessJudge:
 
 
 def make_judge(
-    chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]], *,
-    folder: Path | None = None, timeout_s: float = child.TIMEOUT_S, recheck: bool = False,
+    chip: Mapping[str, str],
+    dtype: str,
+    real: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    folder: Path | None = None,
+    timeout_s: float = child.TIMEOUT_S,
+    recheck: bool = False,
     log_line: Callable[[str], None] = print_line,
-) -> Judge:  # fmt: skip
+) -> Judge:
     """A ProcessJudge with this command's defaults."""
     folder = verdicts.verdict_folder() if folder is None else folder
     return ProcessJudge(chip, dtype, real, folder, timeout_s, recheck, log_line)

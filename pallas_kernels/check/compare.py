@@ -53,9 +53,13 @@ def error_limit(naive_error: float, result: Any, dtype: Any, *, output: bool) ->
 
 
 def find_wrong_result(
-    names: Sequence[str], actual: Sequence[Any], naive: Sequence[Any], expected: Sequence[Any],
-    dtype: Any, outputs: int,
-) -> str | None:  # fmt: skip
+    names: Sequence[str],
+    actual: Sequence[Any],
+    naive: Sequence[Any],
+    expected: Sequence[Any],
+    dtype: Any,
+    outputs: int,
+) -> str | None:
     """Describe the first result whose error exceeds its limit, or return None.
 
     `naive` is the reference in `dtype`, `expected` in float32. The first `outputs` results are

@@ -57,10 +57,11 @@ def describe_chip() -> dict[str, str]:
     except OSError:
         version = ""
     return {
-        "platform": device.platform, "kind": device.device_kind,
+        "platform": device.platform,
+        "kind": device.device_kind,
         "driver": " ".join(f"{device.client.platform_version} {version}".split()),
         "jax": f"{jax.__version__} {jaxlib_version.__version__}",
-    }  # fmt: skip
+    }
 
 
 def check_cases(
@@ -124,9 +125,13 @@ def replace_implementation(op: Op, impl: str) -> Op:
 
 
 def find_fault(
-    op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEATS,
+    op: Op,
+    case: Any,
+    impl: str,
+    dtype: Any,
+    repeats: int = N_REPEATS,
     hold_device: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Describe the first wrong result, or a difference between calls; None if all is correct.
 
     A large case is compared in sampled rows (sampled.py). The implementation is compiled before

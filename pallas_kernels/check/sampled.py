@@ -73,11 +73,13 @@ def mask_cotangents(op: Op, cotangents: Any, row_ids: np.ndarray) -> Any:
 def select_compared(op: Op, results: Any, row_ids: np.ndarray) -> list[Any]:
     """Select the compared part of each result: sampled rows, or entries of a shared gradient."""
     return [
-        None if x is None
-        else _as_array(x).take(row_ids, op.rows.axis) if name in op.rows.results
+        None
+        if x is None
+        else _as_array(x).take(row_ids, op.rows.axis)
+        if name in op.rows.results
         else _select_entries(op, name, _as_array(x))
         for name, x in zip(op.results, results, strict=False)
-    ]  # fmt: skip
+    ]
 
 
 def _as_array(x: Any) -> Any:
@@ -143,8 +145,10 @@ def _split_sample(op: Op, case: Any, inputs: tuple[Any, ...], row_ids: np.ndarra
         work = len(starts) * (rows * entries * scores + CALL_COST)
         fits = rows * entries * scores <= MAX_SCORES and entries * entry_size <= MAX_SHARED
         if best_split is None or (fits and work < min_work):
-            pieces = (Piece(i, min(i + rows, n), min(x, n_entries - entries))
-                      for i, x in zip(starts.tolist(), lows.tolist(), strict=True))  # fmt: skip
+            pieces = (
+                Piece(i, min(i + rows, n), min(x, n_entries - entries))
+                for i, x in zip(starts.tolist(), lows.tolist(), strict=True)
+            )
             best_split, min_work = (
                 SampleSplit(tuple(pieces), rows, entries),
                 work if fits else np.inf,

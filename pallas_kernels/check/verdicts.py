@@ -38,9 +38,12 @@ def verdict_folder() -> Path:
 
 
 def verdict_key(
-    chip: Mapping[str, str], operation: str, impl: str, dtype: str,
+    chip: Mapping[str, str],
+    operation: str,
+    impl: str,
+    dtype: str,
     real: Sequence[Mapping[str, Any]] | None,
-) -> Key:  # fmt: skip
+) -> Key:
     """Everything that a verdict depends on: device, versions, the kernels' source, the request."""
     sizes = real and list(map(dict, real))
     request = {"operation": operation, "impl": impl, "dtype": dtype, "real": sizes}

@@ -29,9 +29,12 @@ from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
 IMPLS: dict[str, Implementation[Attention]] = implementations_of(
-    _HERE, "decode_attention", xla.decode_attention_xla, reference.decode_attention_reference,
+    _HERE,
+    "decode_attention",
+    xla.decode_attention_xla,
+    reference.decode_attention_reference,
     invariant_in="pallas_kernels.sink_attention",
-)  # fmt: skip
+)
 _PAGED: dict[str, Implementation[PagedAttention]] = implementations_of(
     _HERE,
     "paged_decode_attention",
@@ -126,10 +129,18 @@ def decode_attention_in_stack(
     q_BTNH = as_floats("q", q_BTNH)
     if select_implementation(impl, IMPLS, q_BTNH, k_BSKH) is not IMPLS["mosaic_gpu"].run:
         return decode_attention(
-            q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT=q_positions_BT,
-            k_positions_BS=k_positions_BS, q_segment_ids_BT=q_segment_ids_BT,
-            k_segment_ids_BS=k_segment_ids_BS, window=window, scale=scale, impl=impl,
-        )  # fmt: skip
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            sink_N,
+            q_positions_BT=q_positions_BT,
+            k_positions_BS=k_positions_BS,
+            q_segment_ids_BT=q_segment_ids_BT,
+            k_segment_ids_BS=k_segment_ids_BS,
+            window=window,
+            scale=scale,
+            impl=impl,
+        )
     q_BTNH, k_BSKH, v_BSKH, sink_N = _check_arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
     check_same_batch(q_BTNH, k_BSKH)
     layout = as_int32_layout(layout, q_BTNH, k_BSKH)

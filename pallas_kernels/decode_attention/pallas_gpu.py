@@ -52,18 +52,33 @@ class DecodeTiles(NamedTuple):
 
 
 def decode_attention_mosaic_gpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_BSKH: Keys,
+    v_BSKH: Keys,
+    sink_N: Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> Result:
     """(o, lse) on a Hopper GPU; see `decode_attention_reference` for the formula."""
     x = pages.pages_from_cache(k_BSKH, v_BSKH, layout, window, max_page=KEYS, min_page=MIN_PAGE)
     return _attend_gpu(q_BTNH, x, sink_N, scale, interpret)
 
 
 def decode_attention_in_stack_mosaic_gpu(
-    q_BTNH: Queries, k_LBSKH: Array, v_LBSKH: Array, layer: Array, sink_N: Sinks, layout: Layout,
-    window: int, scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_LBSKH: Array,
+    v_LBSKH: Array,
+    layer: Array,
+    sink_N: Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> Result:
     """`decode_attention_mosaic_gpu` of one layer of stacked caches, which is read in place."""
     page = math.gcd(k_LBSKH.shape[2], KEYS)
     if page < MIN_PAGE:  # pages of padded slots: of a copy of the layer, not of the stack
@@ -76,9 +91,17 @@ def decode_attention_in_stack_mosaic_gpu(
 
 
 def paged_decode_attention_mosaic_gpu(
-    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
-    lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_PSKH: PagedKeys,
+    v_PSKH: PagedKeys,
+    sink_N: Sinks,
+    page_table_BJ: PageTable,
+    lengths_B: Lengths,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> Result:
     """(o, lse) on a Hopper GPU; see `paged_decode_attention_reference`."""
     T = q_BTNH.shape[1]
     x = pages.pages_from_table(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, max_page=KEYS)
@@ -150,46 +173,50 @@ def _attend_gpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
             jax.ShapeDtypeStruct((B, K, n, tiles.count, tiles.rows, H), jnp.float32),
             jax.ShapeDtypeStruct((B, K, n, tiles.count, ROWS), jnp.float32),
         ),
-        scratch_types=[dict(
-            q_s=plgpu.SMEM((ROWS, H), dtype, transforms=hopper.swizzle_transforms()),
-            k_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzle_transforms()),
-            v_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzle_transforms()),
-            o_s=_float_tile(H),
-            lse_s=plgpu.SMEM((ROWS,), jnp.float32),
-            bits_s=plgpu.SMEM((ROWS,), jnp.int32),
-            column_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
-            row_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
-            table_s=plgpu.SMEM((table.shape[2],), jnp.int32),
-            # An arrival for each copy of `one_split`, and for keys and values of each page of a
-            # step.
-            start=plgpu.Barrier(num_arrivals=5),
-            filled=plgpu.Barrier(num_arrivals=2 * per_tile, num_barriers=STAGES),
-        )],
+        scratch_types=[
+            dict(
+                q_s=plgpu.SMEM((ROWS, H), dtype, transforms=hopper.swizzle_transforms()),
+                k_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzle_transforms()),
+                v_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzle_transforms()),
+                o_s=_float_tile(H),
+                lse_s=plgpu.SMEM((ROWS,), jnp.float32),
+                bits_s=plgpu.SMEM((ROWS,), jnp.int32),
+                column_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
+                row_bits_s=plgpu.SMEM((split // KEYS, KEYS), jnp.int32),
+                table_s=plgpu.SMEM((table.shape[2],), jnp.int32),
+                # An arrival for each copy of `one_split`, and for keys and values of each page of a
+                # step.
+                start=plgpu.Barrier(num_arrivals=5),
+                filled=plgpu.Barrier(num_arrivals=2 * per_tile, num_barriers=STAGES),
+            )
+        ],
         grid=(B, n, K * tiles.count),  # heads vary fastest: adjacent in memory
         grid_names=("row", "split", "head"),
         kernel_name="decode_attention_splits",
         **common,
-    )(q, x.k_PSKH, x.v_PSKH, table, visible_bits, bits, blocks, splits)  # fmt: skip
+    )(q, x.k_PSKH, x.v_PSKH, table, visible_bits, bits, blocks, splits)
     o, lse = plgpu.kernel(
         partial(_merge_kernel, tiles=tiles, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((B, K, tiles.count, tiles.rows, H), dtype),
             jax.ShapeDtypeStruct((B, K, tiles.count, ROWS), jnp.float32),
         ),
-        scratch_types=[dict(
-            part_s=_float_tile(H, STAGES),
-            lses_s=plgpu.SMEM((STAGES, ROWS), jnp.float32),
-            sink_s=plgpu.SMEM((ROWS,), jnp.float32),
-            o_s=plgpu.SMEM((ROWS, H), dtype, transforms=hopper.swizzle_transforms()),
-            lse_s=plgpu.SMEM((ROWS,), jnp.float32),
-            start=plgpu.Barrier(),
-            filled=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        )],
+        scratch_types=[
+            dict(
+                part_s=_float_tile(H, STAGES),
+                lses_s=plgpu.SMEM((STAGES, ROWS), jnp.float32),
+                sink_s=plgpu.SMEM((ROWS,), jnp.float32),
+                o_s=plgpu.SMEM((ROWS, H), dtype, transforms=hopper.swizzle_transforms()),
+                lse_s=plgpu.SMEM((ROWS,), jnp.float32),
+                start=plgpu.Barrier(),
+                filled=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            )
+        ],
         grid=(B, K * tiles.count),
         grid_names=("row", "head"),
         kernel_name="decode_attention_merge",
         **common,
-    )(parts, lses, sinks, splits)  # fmt: skip
+    )(parts, lses, sinks, splits)
     o = o.reshape(B, K, -1, H)[:, :, : T * G].reshape(B, K, T, G, H)
     lse = lse.reshape(B, K, -1)[:, :, : T * G].reshape(B, K, T, G)
     return (
@@ -209,9 +236,23 @@ def _head_and_tile(tiles: DecodeTiles):
 
 
 def _split_kernel(
-    q_ref, k_ref, v_ref, table_ref, seen_ref, bits_ref, blocks_ref, splits_ref, o_ref, lse_ref, s,
-    *, tiles, page, factor, interpret,
-):  # fmt: skip
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    seen_ref,
+    bits_ref,
+    blocks_ref,
+    splits_ref,
+    o_ref,
+    lse_ref,
+    s,
+    *,
+    tiles,
+    page,
+    factor,
+    interpret,
+):
     """One split of one key head of one row: o over its own slots, and lse without the sink."""
     b, n = lax.axis_index("row"), lax.axis_index("split")
     head, tile = _head_and_tile(tiles)

@@ -47,9 +47,16 @@ VMEM = 32 * 2**20
 
 
 def decode_attention_mosaic_tpu(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
-    scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_BSKH: Keys,
+    v_BSKH: Keys,
+    sink_N: Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> Result:
     """(o, lse) on a TPU; see `decode_attention_reference` for the formula."""
     x = pages.pages_from_cache(
         k_BSKH, v_BSKH, layout, window, max_page=min(PAGE, KEYS), min_page=MIN_PAGE
@@ -58,9 +65,17 @@ def decode_attention_mosaic_tpu(
 
 
 def paged_decode_attention_mosaic_tpu(
-    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
-    lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_PSKH: PagedKeys,
+    v_PSKH: PagedKeys,
+    sink_N: Sinks,
+    page_table_BJ: PageTable,
+    lengths_B: Lengths,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> Result:
     """(o, lse) on a TPU; see `paged_decode_attention_reference`."""
     T = q_BTNH.shape[1]
     x = pages.pages_from_table(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, max_page=KEYS)
@@ -191,7 +206,8 @@ def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
         compiler_params=pltpu.CompilerParams(
             # The rows of a core run in order, since the ring and `ahead` carry over from row to
             # row.
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM,
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * T * N * H * x.visible_bits_BS.shape[1],
@@ -201,9 +217,17 @@ def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_attention",
     )(
-        x.table_BJ, first, last, following.reshape(-1),
-        q, sink, bit, x.visible_bits_BS.reshape(B, steps, KEYS), k, v,
-    )  # fmt: skip
+        x.table_BJ,
+        first,
+        last,
+        following.reshape(-1),
+        q,
+        sink,
+        bit,
+        x.visible_bits_BS.reshape(B, steps, KEYS),
+        k,
+        v,
+    )
     o = o[:, :, :R].reshape(B, C, share, T, G, share, H)
     o = jnp.stack([o[:, :, i, :, :, i] for i in range(share)], axis=2)  # the diagonal
     lse = lse[:, :, :R, 0].reshape(B, C, share, T, G)
@@ -214,10 +238,30 @@ def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret:
 
 
 def _decode_kernel(
-    table_ref, first_ref, last_ref, following_ref, q_ref, sink_ref, bit_ref, seen_ref, k_hbm, v_hbm,
-    o_ref, lse_ref, k_ring, v_ring, acc_ref, sums_ref, ahead, semaphores,
-    *, scale, page, width, per_core,
-):  # fmt: skip
+    table_ref,
+    first_ref,
+    last_ref,
+    following_ref,
+    q_ref,
+    sink_ref,
+    bit_ref,
+    seen_ref,
+    k_hbm,
+    v_hbm,
+    o_ref,
+    lse_ref,
+    k_ring,
+    v_ring,
+    acc_ref,
+    sums_ref,
+    ahead,
+    semaphores,
+    *,
+    scale,
+    page,
+    width,
+    per_core,
+):
     """One row. `ahead` holds steps used, steps fetched, and row and step of the next fetch."""
     core, i = pl.program_id(0), pl.program_id(1)
     b = core * per_core + i
@@ -326,6 +370,9 @@ def _dot_exact(a, b, contract_a, contract_b):
     """A product in float32 precision; the unit would otherwise round float32 to bfloat16."""
     precision = matmul_precision(a.dtype)
     return lax.dot_general(
-        a, b, (((contract_a,), (contract_b,)), ((), ())),
-        preferred_element_type=jnp.float32, precision=precision,
-    )  # fmt: skip
+        a,
+        b,
+        (((contract_a,), (contract_b,)), ((), ())),
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )

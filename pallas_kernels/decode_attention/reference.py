@@ -18,9 +18,15 @@ decode_attention_reference = sink_attention_reference
 
 
 def paged_decode_attention_reference(
-    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
-    lengths_B: Lengths, window: int, scale: float,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_PSKH: PagedKeys,
+    v_PSKH: PagedKeys,
+    sink_N: Sinks,
+    page_table_BJ: PageTable,
+    lengths_B: Lengths,
+    window: int,
+    scale: float,
+) -> Result:
     """(o, lse) by the formula, of each row's tokens gathered in order; T·J·S scores a head."""
     (B, T, _, H), (P, size, K, _) = q_BTNH.shape, k_PSKH.shape
     page_ids = jnp.clip(page_table_BJ, 0, P - 1)

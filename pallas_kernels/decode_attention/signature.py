@@ -20,6 +20,12 @@ class PagedAttention(Protocol):
 
     def __call__(
         self,
-        q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks,
-        page_table_BJ: PageTable, lengths_B: Lengths, window: int, scale: float,
-    ) -> Result: ...  # fmt: skip
+        q_BTNH: Queries,
+        k_PSKH: PagedKeys,
+        v_PSKH: PagedKeys,
+        sink_N: Sinks,
+        page_table_BJ: PageTable,
+        lengths_B: Lengths,
+        window: int,
+        scale: float,
+    ) -> Result: ...

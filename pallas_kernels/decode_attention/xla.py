@@ -22,18 +22,31 @@ TOKENS = 512  # tokens gathered at a time; with 64 heads the scores take 128 KiB
 
 
 def paged_decode_attention_xla(
-    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
-    lengths_B: Lengths, window: int, scale: float,
-) -> Result:  # fmt: skip
+    q_BTNH: Queries,
+    k_PSKH: PagedKeys,
+    v_PSKH: PagedKeys,
+    sink_N: Sinks,
+    page_table_BJ: PageTable,
+    lengths_B: Lengths,
+    window: int,
+    scale: float,
+) -> Result:
     """(o, lse) from the pages; loops over those that any row sees."""
     (B, T, N, H), (_, size, K, _) = q_BTNH.shape, k_PSKH.shape
     if T > pages.BITS:  # each query has one bit of `visible_bits_BS`
         parts = [
             paged_decode_attention_xla(
-                q_BTNH[:, i : i + pages.BITS], k_PSKH, v_PSKH, sink_N, page_table_BJ,
-                lengths_B - max(T - i - pages.BITS, 0), window, scale)
+                q_BTNH[:, i : i + pages.BITS],
+                k_PSKH,
+                v_PSKH,
+                sink_N,
+                page_table_BJ,
+                lengths_B - max(T - i - pages.BITS, 0),
+                window,
+                scale,
+            )
             for i in range(0, T, pages.BITS)
-        ]  # fmt: skip
+        ]
         o, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
         return o, lse
     float32_options: Any = dict(

@@ -24,21 +24,33 @@ from pallas_kernels.grouped_matmul.signature import (
 _HERE = "pallas_kernels.grouped_matmul"
 _LOW_RANK_XLA: Any = xla.grouped_matmul_low_rank_xla  # a custom_vjp to type checkers
 IMPLS: dict[str, Implementation[Matmul]] = implementations_of(
-    _HERE, "grouped_matmul", xla.grouped_matmul_xla, reference.grouped_matmul_reference,
+    _HERE,
+    "grouped_matmul",
+    xla.grouped_matmul_xla,
+    reference.grouped_matmul_reference,
     invariant_in=_HERE,
-)  # fmt: skip
+)
 SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = implementations_of(
-    _HERE, "grouped_swiglu", xla.grouped_swiglu_xla, reference.grouped_swiglu_reference,
+    _HERE,
+    "grouped_swiglu",
+    xla.grouped_swiglu_xla,
+    reference.grouped_swiglu_reference,
     invariant_in=_HERE,
-)  # fmt: skip
+)
 LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = implementations_of(
-    _HERE, "grouped_matmul_low_rank", _LOW_RANK_XLA,
-    low_rank_impls.grouped_matmul_low_rank_reference, invariant_in=_HERE,
-)  # fmt: skip
+    _HERE,
+    "grouped_matmul_low_rank",
+    _LOW_RANK_XLA,
+    low_rank_impls.grouped_matmul_low_rank_reference,
+    invariant_in=_HERE,
+)
 LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = implementations_of(
-    _HERE, "grouped_swiglu_low_rank", low_rank_impls.grouped_swiglu_low_rank_xla,
-    low_rank_impls.grouped_swiglu_low_rank_reference, invariant_in=_HERE,
-)  # fmt: skip
+    _HERE,
+    "grouped_swiglu_low_rank",
+    low_rank_impls.grouped_swiglu_low_rank_xla,
+    low_rank_impls.grouped_swiglu_low_rank_reference,
+    invariant_in=_HERE,
+)
 
 
 def grouped_matmul(

@@ -47,46 +47,75 @@ def operations_of(make_kernels: KernelsMaker) -> tuple[Callable[..., sig.Out], .
     return tuple(
         partial(operation, make_kernels)
         for operation in (
-            matmul_by_kernels, swiglu_by_kernels, low_rank_matmul_by_kernels,
+            matmul_by_kernels,
+            swiglu_by_kernels,
+            low_rank_matmul_by_kernels,
             low_rank_swiglu_by_kernels,
         )
-    )  # fmt: skip
+    )
 
 
 def matmul_by_kernels(
-    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.Matrices,
-    group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
+    make_kernels: KernelsMaker,
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias = None,
+    *,
+    interpret: bool = False,
+) -> sig.Out:
     """Multiply each group of rows by its own matrix; see `grouped_matmul`."""
     operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
     return _multiply_rows(make_kernels(interpret), 1.0, *operands, None)
 
 
 def swiglu_by_kernels(
-    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.GateUp,
-    group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias, alpha: float, limit: float, *,
+    make_kernels: KernelsMaker,
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    alpha: float,
+    limit: float,
+    *,
     interpret: bool = False,
-) -> sig.Out:  # fmt: skip
+) -> sig.Out:
     """The product, activated in the same kernel; see `grouped_swiglu`."""
     operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
     return _activate_rows(make_kernels(interpret), 1.0, alpha, limit, *operands, None)
 
 
 def low_rank_matmul_by_kernels(
-    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.Matrices,
-    group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias, a_ERD: sig.A, b_ERF: sig.B, scale: float, *,
+    make_kernels: KernelsMaker,
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias,
+    a_ERD: sig.A,
+    b_ERF: sig.B,
+    scale: float,
+    *,
     interpret: bool = False,
-) -> sig.Out:  # fmt: skip
+) -> sig.Out:
     """The product with scale · a[e]ᵀ·b[e] added to the matrix of group e, in the accumulators."""
     operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
     return _multiply_rows(make_kernels(interpret), scale, *operands, (a_ERD, b_ERF))
 
 
 def low_rank_swiglu_by_kernels(
-    make_kernels: KernelsMaker, lhs_MD: sig.Rows, rhs_EDF: sig.GateUp,
-    group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias, a_ERD: sig.A, b_ERF: sig.GateUpB,
-    scale: float, alpha: float, limit: float, *, interpret: bool = False,
-) -> sig.Out:  # fmt: skip
+    make_kernels: KernelsMaker,
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    a_ERD: sig.A,
+    b_ERF: sig.GateUpB,
+    scale: float,
+    alpha: float,
+    limit: float,
+    *,
+    interpret: bool = False,
+) -> sig.Out:
     """The product of `low_rank_matmul_by_kernels`, activated in the same kernel."""
     operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
     return _activate_rows(make_kernels(interpret), scale, alpha, limit, *operands, (a_ERD, b_ERF))
@@ -173,8 +202,13 @@ def _swiglu_backward(kernels, scale, alpha, limit, residuals, dout_MF):
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def _low_operands(kernels: ChipKernels, scale: float, wide_MD: Array, sizes_E: Array,
-                  adapter: tuple[Array, Array] | None) -> tuple[Array, ...]:  # fmt: skip
+def _low_operands(
+    kernels: ChipKernels,
+    scale: float,
+    wide_MD: Array,
+    sizes_E: Array,
+    adapter: tuple[Array, Array] | None,
+) -> tuple[Array, ...]:
     """(scale · wide[m] · a[e of m]ᵀ, b) in wide's dtype, the rank padded with zeros; () without."""
     if adapter is None:
         return ()

@@ -26,9 +26,14 @@ class LowRank(NamedTuple):
 
 
 def grouped_matmul_low_rank_reference(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
-    a_ERD: sig.A, b_ERF: sig.B, scale: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias,
+    a_ERD: sig.A,
+    b_ERF: sig.B,
+    scale: float,
+) -> sig.Out:
     """The formula at the top of this module.
 
     Numerics: everything in float32, one cast at the end.
@@ -39,9 +44,16 @@ def grouped_matmul_low_rank_reference(
 
 
 def grouped_swiglu_low_rank_reference(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    a_ERD: sig.A,
+    b_ERF: sig.GateUpB,
+    scale: float,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """The clamped SwiGLU of `grouped_matmul_low_rank_reference`.
 
     Numerics: everything in float32, one cast at the end.
@@ -58,9 +70,16 @@ def _low_rank_sum(lhs_MD, rhs_EDF, sizes_E, bias_EF, a_ERD, b_ERF, scale):
 
 
 def grouped_swiglu_low_rank_xla(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    a_ERD: sig.A,
+    b_ERF: sig.GateUpB,
+    scale: float,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """The clamped SwiGLU of `grouped_matmul_low_rank_xla`'s result, rounded to lhs's dtype."""
     h_MF: Any = xla.grouped_matmul_low_rank_xla(
         lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale

@@ -42,6 +42,9 @@ def _run_operation(index: int, kernels: str, *operands: Any, interpret: bool = F
 ) = (
     partial(kernels_unsupported, _HERE, op)
     for op in (
-        "grouped_matmul", "grouped_swiglu", "grouped_matmul_low_rank", "grouped_swiglu_low_rank",
+        "grouped_matmul",
+        "grouped_swiglu",
+        "grouped_matmul_low_rank",
+        "grouped_swiglu_low_rank",
     )
-)  # fmt: skip
+)

@@ -22,9 +22,14 @@ RoundMagnitude = Callable[[Array, Array], Array]
 # Values between two codes, m · 2^k with m in [1, 2), and whether the upper code takes a tie: the
 # even one does.
 _MIDPOINTS = (
-    (1.0, -2, False), (1.5, -1, True), (1.25, 0, False), (1.75, 0, True), (1.25, 1, False),
-    (1.75, 1, True), (1.25, 2, False),
-)  # fmt: skip
+    (1.0, -2, False),
+    (1.5, -1, True),
+    (1.25, 0, False),
+    (1.75, 0, True),
+    (1.25, 1, False),
+    (1.75, 1, True),
+    (1.25, 2, False),
+)
 DOUBLED_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # of codes 0 to 7
 MANTISSA_BITS = 23
 _INFINITE = 0x7F800000
@@ -97,8 +102,9 @@ def scale_to_integer(
     mantissa = jnp.where(field > 0, fraction | (1 << MANTISSA_BITS), fraction)
     # |w| = mantissa · 2^(field − 150); a subnormal has the exponent of field 1.
     shift = 150 - fraction_bits + exponent - jnp.maximum(field, 1)
-    return jnp.where(shift < 0, mantissa << jnp.clip(-shift, 0, 31),
-                     mantissa >> jnp.clip(shift, 0, 31))  # fmt: skip
+    return jnp.where(
+        shift < 0, mantissa << jnp.clip(-shift, 0, 31), mantissa >> jnp.clip(shift, 0, 31)
+    )
 
 
 def _float_bits(mantissa: float, exponent: Int32[Array, "*s"]) -> Int32[Array, "*s"]:

@@ -81,17 +81,30 @@ def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
 
     def multiply_rows(lhs, rhs, sizes, bias, transposed, adapter):
         return multiply_rows_tpu(
-            lhs, rhs, sizes, bias, adapter=adapter, transposed=transposed, interpret=interpret,
+            lhs,
+            rhs,
+            sizes,
+            bias,
+            adapter=adapter,
+            transposed=transposed,
+            interpret=interpret,
             invariant=invariant,
-        )  # fmt: skip
+        )
 
     def multiply_swiglu(lhs, rhs, sizes, bias, alpha, limit, save, adapter):
         return tuple(
             multiply_swiglu_tpu(
-                lhs, rhs, sizes, bias, (alpha, limit), adapter=adapter,
-                save_products=save or invariant, interpret=interpret, invariant=invariant,
+                lhs,
+                rhs,
+                sizes,
+                bias,
+                (alpha, limit),
+                adapter=adapter,
+                save_products=save or invariant,
+                interpret=interpret,
+                invariant=invariant,
             )
-        )  # fmt: skip
+        )
 
     def low_rank_sums(low, wide, sizes):
         return weight_gradients_tpu(low, wide, sizes, jnp.float32, False, interpret=interpret)[0]

@@ -74,10 +74,26 @@ def _copy_windows(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, a
 
 
 def _rows_kernel(
-    group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
-    plan: TpuPlan, length, n_groups, columns, transposed, packed, part, n_low, n_bias, n_out,
-    swiglu, product_sizes,
-):  # fmt: skip
+    group_V,
+    tile_V,
+    low_V,
+    high_V,
+    next_V,
+    slot_V,
+    *refs,
+    plan: TpuPlan,
+    length,
+    n_groups,
+    columns,
+    transposed,
+    packed,
+    part,
+    n_low,
+    n_bias,
+    n_out,
+    swiglu,
+    product_sizes,
+):
     """One visit: wait for the group's windows, then multiply the group's rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
     first, refs = (refs[0], refs[1:]) if part else (None, refs)
@@ -194,9 +210,20 @@ def _rows_kernel(
 
 
 def _call_rows_kernel(
-    lhs_MK, rhs, sizes_E, adapter, biases, plan, columns, n_out, *, transposed, swiglu, interpret,
+    lhs_MK,
+    rhs,
+    sizes_E,
+    adapter,
+    biases,
+    plan,
+    columns,
+    n_out,
+    *,
+    transposed,
+    swiglu,
+    interpret,
     invariant,
-):  # fmt: skip
+):
     """The pallas_call of `_rows_kernel`; returns n_out arrays [M, columns].
 
     `adapter` is empty, or low_MR and its matrices [E, R, columns]: one, or one for gate and one
@@ -259,10 +286,20 @@ def _call_rows_kernel(
         return table.tile_V[v], n
 
     kernel = partial(
-        _rows_kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
-        transposed=transposed, packed=packed, part=first is not None, n_low=len(adapter),
-        n_bias=len(biases), n_out=n_out, swiglu=swiglu, product_sizes=product_sizes,
-    )  # fmt: skip
+        _rows_kernel,
+        plan=plan,
+        length=length,
+        n_groups=n_groups,
+        columns=columns,
+        transposed=transposed,
+        packed=packed,
+        part=first is not None,
+        n_low=len(adapter),
+        n_bias=len(biases),
+        n_out=n_out,
+        swiglu=swiglu,
+        product_sizes=product_sizes,
+    )
     rank = adapter[0].shape[1] if adapter else 0
     matrix = rhs.shape[1] * rhs.shape[2]
     outs = pl.pallas_call(
@@ -301,9 +338,16 @@ def _call_rows_kernel(
 
 
 def multiply_rows_tpu(
-    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, adapter=(), transposed=False,
-    interpret=False, invariant=False,
-) -> Float[Array, "M N"]:  # fmt: skip
+    lhs_MK: Float[Array, "M K"],
+    rhs,
+    sizes_E,
+    bias_EF=None,
+    *,
+    adapter=(),
+    transposed=False,
+    interpret=False,
+    invariant=False,
+) -> Float[Array, "M N"]:
     """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not.
 
     `adapter` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums. With `invariant` all
@@ -314,16 +358,34 @@ def multiply_rows_tpu(
     biases = [] if bias_EF is None else [bias_EF[:, None, :]]
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     (out,) = _call_rows_kernel(
-        lhs_MK, rhs, sizes_E, adapter, biases, plan, columns, 1,
-        transposed=transposed, swiglu=None, interpret=interpret, invariant=invariant,
-    )  # fmt: skip
+        lhs_MK,
+        rhs,
+        sizes_E,
+        adapter,
+        biases,
+        plan,
+        columns,
+        1,
+        transposed=transposed,
+        swiglu=None,
+        interpret=interpret,
+        invariant=invariant,
+    )
     return out
 
 
 def multiply_swiglu_tpu(
-    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, adapter=(), save_products=False,
-    interpret=False, invariant=False,
-) -> list[Float[Array, "M F"]]:  # fmt: skip
+    lhs_MD: Float[Array, "M D"],
+    rhs,
+    sizes_E,
+    bias_EF,
+    swiglu,
+    *,
+    adapter=(),
+    save_products=False,
+    interpret=False,
+    invariant=False,
+) -> list[Float[Array, "M F"]]:
     """[out], or with `save_products` [out, gate, up] for the gradient; swiglu = (alpha, limit).
 
     `adapter` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums; `invariant` is that
@@ -334,6 +396,16 @@ def multiply_swiglu_tpu(
     biases = [] if bias_EF is None else jnp.split(bias_EF[:, None, :], 2, axis=2)
     adapter = [*adapter[:1], *(half for b in adapter[1:] for half in jnp.split(b, 2, axis=2))]
     return _call_rows_kernel(
-        lhs_MD, rhs, sizes_E, adapter, biases, plan, rhs.shape[2] // 2, 3 if save_products else 1,
-        transposed=False, swiglu=swiglu, interpret=interpret, invariant=invariant,
-    )  # fmt: skip
+        lhs_MD,
+        rhs,
+        sizes_E,
+        adapter,
+        biases,
+        plan,
+        rhs.shape[2] // 2,
+        3 if save_products else 1,
+        transposed=False,
+        swiglu=swiglu,
+        interpret=interpret,
+        invariant=invariant,
+    )

@@ -79,9 +79,14 @@ def _weights_kernel(
 
 
 def weight_gradients_tpu(
-    lhs_MD: Float[Array, "M D"], dout_MF: Float[Array, "M F"], sizes_E, dtype, with_bias, *,
+    lhs_MD: Float[Array, "M D"],
+    dout_MF: Float[Array, "M F"],
+    sizes_E,
+    dtype,
+    with_bias,
+    *,
     interpret=False,
-) -> tuple[Float[Array, "E D F"], Float[Array, "E F"] | None]:  # fmt: skip
+) -> tuple[Float[Array, "E D F"], Float[Array, "E F"] | None]:
     """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] in `dtype`, dbias[e] = Σ_{m in e} dout[m] in float32."""
     width, columns = lhs_MD.shape[1], dout_MF.shape[1]
     n_groups = sizes_E.shape[0]

@@ -27,9 +27,13 @@ def grouped_matmul_reference(
 
 
 def grouped_swiglu_reference(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """The clamped SwiGLU of `grouped_matmul_reference`; the formula is in `swiglu.py`.
 
     Numerics: everything in float32, one cast at the end.

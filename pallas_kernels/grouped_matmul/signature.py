@@ -37,9 +37,13 @@ class MatmulSwiglu(Protocol):
 
     def __call__(
         self,
-        lhs_MD: Rows, rhs_EDF: GateUp, group_sizes_E: GroupSizes, bias_EF: GateUpBias,
-        alpha: float, limit: float,
-    ) -> Out: ...  # fmt: skip
+        lhs_MD: Rows,
+        rhs_EDF: GateUp,
+        group_sizes_E: GroupSizes,
+        bias_EF: GateUpBias,
+        alpha: float,
+        limit: float,
+    ) -> Out: ...
 
 
 class LowRankMatmul(Protocol):
@@ -47,9 +51,14 @@ class LowRankMatmul(Protocol):
 
     def __call__(
         self,
-        lhs_MD: Rows, rhs_EDF: Matrices, group_sizes_E: GroupSizes, bias_EF: Bias,
-        a_ERD: A, b_ERF: B, scale: float,
-    ) -> Out: ...  # fmt: skip
+        lhs_MD: Rows,
+        rhs_EDF: Matrices,
+        group_sizes_E: GroupSizes,
+        bias_EF: Bias,
+        a_ERD: A,
+        b_ERF: B,
+        scale: float,
+    ) -> Out: ...
 
 
 class LowRankSwiglu(Protocol):
@@ -57,6 +66,13 @@ class LowRankSwiglu(Protocol):
 
     def __call__(
         self,
-        lhs_MD: Rows, rhs_EDF: GateUp, group_sizes_E: GroupSizes, bias_EF: GateUpBias,
-        a_ERD: A, b_ERF: GateUpB, scale: float, alpha: float, limit: float,
-    ) -> Out: ...  # fmt: skip
+        lhs_MD: Rows,
+        rhs_EDF: GateUp,
+        group_sizes_E: GroupSizes,
+        bias_EF: GateUpBias,
+        a_ERD: A,
+        b_ERF: GateUpB,
+        scale: float,
+        alpha: float,
+        limit: float,
+    ) -> Out: ...

@@ -218,9 +218,14 @@ grouped_matmul_xla.defvjp(_grouped_matmul_xla_forward, grouped_matmul_xla_backwa
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def grouped_matmul_low_rank_xla(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
-    a_ERD: sig.A, b_ERF: sig.B, scale: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias,
+    a_ERD: sig.A,
+    b_ERF: sig.B,
+    scale: float,
+) -> sig.Out:
     """`grouped_matmul_xla` with a low-rank update of the matrices; see `low_rank.py`.
 
     Numerics: as `grouped_matmul_xla`; lhs·aᵀ is rounded to lhs's dtype, both products are summed
@@ -264,8 +269,12 @@ grouped_matmul_low_rank_xla.defvjp(_low_rank_xla_forward, low_rank_xla_backward)
 
 
 def grouped_swiglu_xla(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """The clamped SwiGLU of `grouped_matmul_xla`'s result, which is rounded to lhs's dtype."""
     return clamped_swiglu(grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)

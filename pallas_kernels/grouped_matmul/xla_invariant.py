@@ -35,9 +35,13 @@ def grouped_matmul_xla_invariant(
 
 
 def grouped_swiglu_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """The SwiGLU of `grouped_matmul_xla_invariant`'s result, which is rounded to lhs's dtype."""
     h_MF: Any = grouped_matmul_xla_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
@@ -45,9 +49,14 @@ def grouped_swiglu_xla_invariant(
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def grouped_matmul_low_rank_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
-    a_ERD: sig.A, b_ERF: sig.B, scale: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias,
+    a_ERD: sig.A,
+    b_ERF: sig.B,
+    scale: float,
+) -> sig.Out:
     """`grouped_matmul_xla_invariant` with a low-rank update.
 
     Numerics: as `grouped_matmul_low_rank_xla`.
@@ -56,9 +65,16 @@ def grouped_matmul_low_rank_xla_invariant(
 
 
 def grouped_swiglu_low_rank_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
-    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float,
-) -> sig.Out:  # fmt: skip
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.GateUp,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.GateUpBias,
+    a_ERD: sig.A,
+    b_ERF: sig.GateUpB,
+    scale: float,
+    alpha: float,
+    limit: float,
+) -> sig.Out:
     """`grouped_swiglu_xla_invariant` with a low-rank update."""
     h_MF: Any = grouped_matmul_low_rank_xla_invariant(
         lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale
@@ -106,9 +122,12 @@ grouped_matmul_low_rank_xla_invariant.defvjp(_low_rank_forward, xla.low_rank_xla
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def combine_rows_xla_invariant(
-    y_SD: Float[Array, "MA D"], inverse: Int[Array, " MA"], weights_MA: Float[Array, "M A"],
-    size: int = TOKENS, min_iterations: int = 1,
-) -> Float[Array, "M D"]:  # fmt: skip
+    y_SD: Float[Array, "MA D"],
+    inverse: Int[Array, " MA"],
+    weights_MA: Float[Array, "M A"],
+    size: int = TOKENS,
+    min_iterations: int = 1,
+) -> Float[Array, "M D"]:
     """Batch-invariant `routing.combine_rows`; `size` and `min_iterations` as of `map_tiles`.
 
     Numerics: float32 products, added in the order of the choices.

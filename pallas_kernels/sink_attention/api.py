@@ -40,9 +40,13 @@ def _triton(op: str) -> dict[str, Implementation[Any]]:
 
 
 IMPLS: dict[str, Implementation[Attention]] = implementations_of(
-    _HERE, "sink_attention", xla.sink_attention_xla, reference.sink_attention_reference,
-    extra=_triton("sink_attention"), invariant_in=_HERE,
-)  # fmt: skip
+    _HERE,
+    "sink_attention",
+    xla.sink_attention_xla,
+    reference.sink_attention_reference,
+    extra=_triton("sink_attention"),
+    invariant_in=_HERE,
+)
 BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = implementations_of(
     _HERE,
     "sink_attention_backward",
@@ -148,9 +152,15 @@ def sink_attention_backward(
     """
     q_BTNH, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN = (
         as_floats(name, x)
-        for name, x in (("q", q_BTNH), ("k", k_BSKH), ("v", v_BSKH), ("dout", dout_BTNH),
-                        ("lse", lse_BTN), ("delta", delta_BTN))
-    )  # fmt: skip
+        for name, x in (
+            ("q", q_BTNH),
+            ("k", k_BSKH),
+            ("v", v_BSKH),
+            ("dout", dout_BTNH),
+            ("lse", lse_BTN),
+            ("delta", delta_BTN),
+        )
+    )
     check_qkv(q_BTNH, k_BSKH, v_BSKH)
     check_backward_rows(q_BTNH, dout_BTNH, lse_BTN, delta_BTN)
     check_same_batch(q_BTNH, k_BSKH)

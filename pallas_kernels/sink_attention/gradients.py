@@ -18,9 +18,14 @@ from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpo
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend_with_gradients(
-    forward: Callable[..., sig.Result], gradients: Callable[..., sig.Gradients],
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout,
-) -> sig.Result:  # fmt: skip
+    forward: Callable[..., sig.Result],
+    gradients: Callable[..., sig.Gradients],
+    q: Array,
+    k: Array,
+    v: Array,
+    sink: Array,
+    layout: Layout,
+) -> sig.Result:
     """forward(q, k, v, sink, layout), with the derivative that `gradients` computes.
 
     gradients(q, k, v, dout, lse, delta, layout) returns (dq, dk, dv) as `sink_attention_backward`

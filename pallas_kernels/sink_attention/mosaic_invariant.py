@@ -30,10 +30,18 @@ BLOCK = 256
 
 
 def sink_attention_mosaic_invariant(
-    kernels: str, q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks,
-    layout: Layout, window: int, scale: float, *, cache: bool | None = None,
+    kernels: str,
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    cache: bool | None = None,
     interpret: bool = False,
-) -> sig.Result:  # fmt: skip
+) -> sig.Result:
     """Batch-invariant (o, lse) by `kernels`: a query's bits depend on its own keys alone.
 
     If the keys are no cache, that holds for sequences of a row that begin at a column that is a

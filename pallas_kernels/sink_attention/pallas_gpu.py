@@ -53,9 +53,16 @@ def mosaic_forward_tiles(H: int, window: int, G: int) -> MosaicTiles:
 
 
 def sink_attention_mosaic_gpu(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float, *, interpret: bool = False,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> sig.Result:
     """(o, lse) on a Hopper GPU; see `sink_attention_reference` for the formula. Differentiable."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
     statics = dict(window=window, scale=scale, interpret=interpret)
@@ -71,10 +78,18 @@ def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
 
 
 def sink_attention_backward_mosaic_gpu(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
-    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float, *,
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows,
+    delta_BTN: sig.Rows,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
     interpret: bool = False,
-) -> sig.Gradients:  # fmt: skip
+) -> sig.Gradients:
     """(dq, dk, dv) on a Hopper GPU; see `sink_attention_backward_reference` for the formula.
 
     Each is rounded to the dtype of q.
@@ -136,8 +151,14 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         tensor_cores=plgpu.Barrier(num_barriers=C),
     )
     kernel = hopper.make_kernel(
-        partial(_forward_kernel, tiles=tiles, G=N // K, window=window, factor=scale * LOG2E,
-                interpret=interpret),
+        partial(
+            _forward_kernel,
+            tiles=tiles,
+            G=N // K,
+            window=window,
+            factor=scale * LOG2E,
+            interpret=interpret,
+        ),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, dtype),
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
@@ -149,7 +170,7 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
         num_threads=C + 1,
         name="sink_attention_forward",
         interpret=interpret,
-    )  # fmt: skip
+    )
     starts = jnp.stack([top_N, total_N])
     table = (
         layout_blocks.invariant_key_block_table()
@@ -161,9 +182,23 @@ def attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, order
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, table_ref, o_ref, lse_ref, s,
-    *, tiles, G, window, factor, interpret,
-):  # fmt: skip
+    q_ref,
+    k_ref,
+    v_ref,
+    starts_ref,
+    q_at_ref,
+    k_at_ref,
+    table_ref,
+    o_ref,
+    lse_ref,
+    s,
+    *,
+    tiles,
+    G,
+    window,
+    factor,
+    interpret,
+):
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
     group = lax.axis_index("warpgroup")

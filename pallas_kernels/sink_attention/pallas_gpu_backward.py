@@ -84,15 +84,16 @@ def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
     )
     kernel = hopper.make_kernel(
-        partial(_query_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
-                interpret=interpret),
+        partial(
+            _query_kernel, tiles=tiles, G=N // K, window=window, scale=scale, interpret=interpret
+        ),
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         scratch=[scratch],
         programs=min(count_gpu_cores(), q.shape[1] // tiles.rows * B * N // tiles.heads),
         num_threads=C + 1,
         name="sink_attention_dq",
         interpret=interpret,
-    )  # fmt: skip
+    )
     return kernel(
         q,
         k,
@@ -106,9 +107,23 @@ def _query_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
 
 
 def _query_kernel(
-    q_ref, k_ref, v_ref, dout_ref, stats_ref, q_at_ref, k_at_ref, table_ref, dq_ref, s,
-    *, tiles, G, window, scale, interpret,
-):  # fmt: skip
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    stats_ref,
+    q_at_ref,
+    k_at_ref,
+    table_ref,
+    dq_ref,
+    s,
+    *,
+    tiles,
+    G,
+    window,
+    scale,
+    interpret,
+):
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
     group = lax.axis_index("warpgroup")
@@ -148,8 +163,12 @@ def _query_kernel(
         def fetch_q(n):
             _, b, head, rows = locate_rows(n)
             barrier, *destinations = slot_refs(n, "q_filled", "q_s", "dout_s", "stats_s", "q_at")
-            arrays = (q_ref.at[b, rows, head], dout_ref.at[b, rows, head],
-                      stats_ref.at[b, head, :, rows], q_at_ref.at[b, :, rows])  # fmt: skip
+            arrays = (
+                q_ref.at[b, rows, head],
+                dout_ref.at[b, rows, head],
+                stats_ref.at[b, head, :, rows],
+                q_at_ref.at[b, :, rows],
+            )
             hopper.copy_to_shared(barrier, *zip(arrays, destinations, strict=True))
 
         def one_tile(n, offset):
@@ -211,8 +230,9 @@ def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
     )
     kernel = hopper.make_kernel(
-        partial(_key_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
-                interpret=interpret),
+        partial(
+            _key_kernel, tiles=tiles, G=N // K, window=window, scale=scale, interpret=interpret
+        ),
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype),) * 2,
         scratch=[scratch],
         programs=k.shape[1] // tiles.rows * B * K,
@@ -220,7 +240,7 @@ def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
         num_threads=C + 1,
         name="sink_attention_dkv",
         interpret=interpret,
-    )  # fmt: skip
+    )
     dk, dv = kernel(
         q,
         k,
@@ -235,9 +255,24 @@ def _key_gradients(q, k, v, dout, stats, layout, window, scale, interpret):
 
 
 def _key_kernel(
-    q_ref, k_ref, v_ref, dout_ref, stats_ref, q_at_ref, k_at_ref, table_ref, dk_ref, dv_ref, s,
-    *, tiles, G, window, scale, interpret,
-):  # fmt: skip
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    stats_ref,
+    q_at_ref,
+    k_at_ref,
+    table_ref,
+    dk_ref,
+    dv_ref,
+    s,
+    *,
+    tiles,
+    G,
+    window,
+    scale,
+    interpret,
+):
     (B, S, K, H), (C, step, stages, _) = k_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
     # Early keys go first: most queries see them.

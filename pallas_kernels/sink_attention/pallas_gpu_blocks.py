@@ -200,9 +200,13 @@ def tiles_of_core(blocks: int, B: int, pairs: int) -> tuple[Any, Callable[[Any],
 
 
 def fetch_key_blocks(
-    n_tiles: Any, locate_tile: Callable[[Any], list[Any]], table_ref: Any, pairs_per_key_head: int,
-    step: int, fetch: Callable[[Any, Any, Any, Any], None],
-) -> Any:  # fmt: skip
+    n_tiles: Any,
+    locate_tile: Callable[[Any], list[Any]],
+    table_ref: Any,
+    pairs_per_key_head: int,
+    step: int,
+    fetch: Callable[[Any, Any, Any, Any], None],
+) -> Any:
     """Run fetch(visit, batch row, slice of keys, key head) for all visits of a core's tiles.
 
     Visits are numbered across tiles. Returns their number.
@@ -222,9 +226,14 @@ def fetch_key_blocks(
 
 
 def mask_scores(
-    z: Array, mask: Mask, row_places: Any, column_places: Any, q_axis: int, window: int,
+    z: Array,
+    mask: Mask,
+    row_places: Any,
+    column_places: Any,
+    q_axis: int,
+    window: int,
     interpret: bool,
-) -> Array:  # fmt: skip
+) -> Array:
     """Scores with −∞ where the visibility predicate is false.
 
     The refs hold (positions, segments) of rows and columns, those of shared keys also their last

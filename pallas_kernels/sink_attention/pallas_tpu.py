@@ -32,17 +32,40 @@ TABLE = 2**17  # maximum bytes of block tables in SMEM; of shared keys twice as 
 
 
 def _forward_kernel(
-    runs, sink, q, q_places, k_hbm, v_hbm, k_places_hbm, o, lse,
-    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale, unit, shares,
-):  # fmt: skip
+    runs,
+    sink,
+    q,
+    q_places,
+    k_hbm,
+    v_hbm,
+    k_places_hbm,
+    o,
+    lse,
+    k_two,
+    v_two,
+    k_places_two,
+    sems,
+    slot,
+    acc,
+    top,
+    total,
+    *,
+    window,
+    scale,
+    unit,
+    shares,
+):
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
     def block_copies(block, buffer):
         # The compiler cannot see that the slice begins at a tile, and is told so.
         keys = pl.ds(pl.multiple_of(block * unit, unit), bs)
-        pairs = ((k_hbm.at[b, head, keys], k_two), (v_hbm.at[b, head, keys], v_two),
-                 (k_places_hbm.at[b, :, keys], k_places_two))  # fmt: skip
+        pairs = (
+            (k_hbm.at[b, head, keys], k_two),
+            (v_hbm.at[b, head, keys], v_two),
+            (k_places_hbm.at[b, :, keys], k_places_two),
+        )
         return tuple(
             pltpu.make_async_copy(source, two.at[buffer], sems.at[buffer, i])
             for i, (source, two) in enumerate(pairs)
@@ -129,9 +152,15 @@ def attention_forward_tpu(
 
 
 def sink_attention_mosaic_tpu(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float, interpret: bool = False,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    interpret: bool = False,
+) -> sig.Result:
     """(o, lse) by a TPU kernel; see `sink_attention_reference` for the formula."""
     x = blocks.choose_sizes(q_BTNH.shape, k_BSKH.shape, window, q_BTNH.dtype.itemsize)
     statics = dict(window=window, scale=scale, interpret=interpret)
@@ -172,10 +201,17 @@ def _attention_gradients(q, k, v, dout, lse, delta, layout, window, scale, dtype
 
 
 def sink_attention_backward_mosaic_tpu(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
-    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows,
+    delta_BTN: sig.Rows,
+    layout: Layout,
+    window: int,
+    scale: float,
     interpret: bool = False,
-) -> sig.Gradients:  # fmt: skip
+) -> sig.Gradients:
     """(dq, dk, dv) by a TPU kernel; see `sink_attention_backward_reference` for the formula."""
     arrays = q_BTNH, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN
     return _attention_gradients(*arrays, layout, window, scale, jnp.float32, interpret)

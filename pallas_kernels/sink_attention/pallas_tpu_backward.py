@@ -35,8 +35,11 @@ def _backward_kernel(runs, q, dout, stats, q_places, *refs, window, scale, k_sca
 
     def block_copies(block, buffer):
         key_slice = key_rows(block)
-        pairs = ((k_hbm.at[b, head, key_slice], k_two), (v_hbm.at[b, head, key_slice], v_two),
-                 (k_places_hbm.at[b, :, key_slice], k_places_two))  # fmt: skip
+        pairs = (
+            (k_hbm.at[b, head, key_slice], k_two),
+            (v_hbm.at[b, head, key_slice], v_two),
+            (k_places_hbm.at[b, :, key_slice], k_places_two),
+        )
         return tuple(
             pltpu.make_async_copy(source, two.at[buffer], sems.at[buffer, i])
             for i, (source, two) in enumerate(pairs)
@@ -96,9 +99,19 @@ def split_key_blocks(x: blocks.Sizes, window: int) -> list[tuple[str, int, int]]
 
 
 def attention_gradients_tpu(
-    x: blocks.Sizes, q, k, v, dout, stats, layout_blocks: blocks.Blocked, window, scale, k_scale,
-    dtype, interpret,
-):  # fmt: skip
+    x: blocks.Sizes,
+    q,
+    k,
+    v,
+    dout,
+    stats,
+    layout_blocks: blocks.Blocked,
+    window,
+    scale,
+    k_scale,
+    dtype,
+    interpret,
+):
     """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) in `dtype`.
 
     Arrays are in the memory layout of `x`, q as scaled by `prescale_queries`.
@@ -113,18 +126,47 @@ def attention_gradients_tpu(
         places = jnp.where(jnp.arange(places.shape[2]) < size, places, 0)
         part_arrays = layout_blocks.slice_runs(low, high), k[:, :, keys], v[:, :, keys], places
         dq, *dkv = _gradients_of_part(
-            x, q, dout, stats, layout_blocks.q_B8T, *part_arrays, dq, high == x.m, window, scale,
-            k_scale, dtype, interpret, name, layout_blocks.shares,
-        )  # fmt: skip
+            x,
+            q,
+            dout,
+            stats,
+            layout_blocks.q_B8T,
+            *part_arrays,
+            dq,
+            high == x.m,
+            window,
+            scale,
+            k_scale,
+            dtype,
+            interpret,
+            name,
+            layout_blocks.shares,
+        )
         parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
     return dq, (dk * k_scale).astype(dtype), dv.astype(dtype)
 
 
 def _gradients_of_part(
-    x: blocks.Sizes, q, dout, stats, q_places, runs, k, v, k_places, previous, last, window, scale,
-    k_scale, dtype_of_dq, interpret, name, shares,
-):  # fmt: skip
+    x: blocks.Sizes,
+    q,
+    dout,
+    stats,
+    q_places,
+    runs,
+    k,
+    v,
+    k_places,
+    previous,
+    last,
+    window,
+    scale,
+    k_scale,
+    dtype_of_dq,
+    interpret,
+    name,
+    shares,
+):
     """(sum of dq up to this part, dk, dv [B, K, H, S] of its keys).
 
     dk, dv and dq are float32. dq is unscaled, except in the last part, which scales and casts it.

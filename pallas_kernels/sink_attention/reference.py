@@ -17,9 +17,14 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def sink_attention_reference(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+) -> sig.Result:
     """o = Σ_s e^{z_s − lse} v_s,  lse = log(Σ_s e^{z_s} + e^{sink}),  z = scale·q·k if seen."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -49,9 +54,16 @@ def _masked_scores(q, k, layout, window, scale):
 
 
 def sink_attention_backward_reference(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
-    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
-) -> sig.Gradients:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows,
+    delta_BTN: sig.Rows,
+    layout: Layout,
+    window: int,
+    scale: float,
+) -> sig.Gradients:
     """p = e^{z − lse},  dz = scale·p·(dO·v − Δ);  dq = Σ_s dz·k,  dk = Σ_t dz·q,  dv = Σ_t p·dO."""
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
     q, k, v, dout = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, dout_BTNH))

@@ -23,9 +23,14 @@ class Attention(Protocol):
 
     def __call__(
         self,
-        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout,
-        window: int, scale: float,
-    ) -> Result: ...  # fmt: skip
+        q_BTNH: Queries,
+        k_BSKH: Keys,
+        v_BSKH: Keys,
+        sink_N: Sinks,
+        layout: Layout,
+        window: int,
+        scale: float,
+    ) -> Result: ...
 
 
 class AttentionBackward(Protocol):
@@ -33,6 +38,13 @@ class AttentionBackward(Protocol):
 
     def __call__(
         self,
-        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows,
-        delta_BTN: Rows, layout: Layout, window: int, scale: float,
-    ) -> Gradients: ...  # fmt: skip
+        q_BTNH: Queries,
+        k_BSKH: Keys,
+        v_BSKH: Keys,
+        dout_BTNH: Queries,
+        lse_BTN: Rows,
+        delta_BTN: Rows,
+        layout: Layout,
+        window: int,
+        scale: float,
+    ) -> Gradients: ...

@@ -218,9 +218,14 @@ def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
 
 
 def sink_attention_xla(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+) -> sig.Result:
     """(o, lse) in blocks of keys; see `sink_attention_reference` for the formula."""
     forward = partial(_attend_in_blocks, window=window, scale=scale)
     gradients = partial(sink_attention_backward_xla, window=window, scale=scale, dtype=q_BTNH.dtype)
@@ -236,10 +241,17 @@ def _attend_in_blocks(q, k, v, sink, layout, window, scale):
 
 
 def sink_attention_backward_xla(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
-    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows,
+    delta_BTN: sig.Rows,
+    layout: Layout,
+    window: int,
+    scale: float,
     dtype: DTypeLike = jnp.float32,
-) -> sig.Gradients:  # fmt: skip
+) -> sig.Gradients:
     """(dq, dk, dv) in `dtype`; see `sink_attention_backward_reference` for the formula."""
     T, N = q_BTNH.shape[1:3]
     S, K = k_BSKH.shape[1:3]

@@ -49,9 +49,16 @@ Read = Callable[[Array, Array], Array]
 
 
 def sink_attention_xla_invariant(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float, *, cache: bool = False,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+    *,
+    cache: bool = False,
+) -> sig.Result:
     """Batch-invariant (o, lse): the bits of a query depend on its keys alone.
 
     A segment has each position at most once. Shared keys (`k_last_segment_ids_BS`) give the bits of
@@ -77,9 +84,16 @@ decode_attention_xla_invariant_unsupported = sink_attention_xla_invariant_unsupp
 
 
 def _attend_in_pairs(
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout, *, window: int, scale: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    sink: Array,
+    layout: Layout,
+    *,
+    window: int,
+    scale: float,
     cache: bool,
-) -> sig.Result:  # fmt: skip
+) -> sig.Result:
     """(o, lse), PAIRS of (batch row, queries) at a time."""
     (B, T, N, H), K = q.shape, k.shape[2]
     G = N // K
@@ -106,11 +120,15 @@ def _attend_in_pairs(
     # range begins at the lower of both, and the second one after the first.
     shared_begin_P = jnp.minimum(shared_begin_P, begin_P)
     pairs_TP = _Pairs(
-        split_pairs(q.astype(jnp.float32)), jnp.max(split_pairs(of_row), axis=1),
-        jnp.maximum(begin_P, shared_end_P), end_P, shared_begin_P,
+        split_pairs(q.astype(jnp.float32)),
+        jnp.max(split_pairs(of_row), axis=1),
+        jnp.maximum(begin_P, shared_end_P),
+        end_P,
+        shared_begin_P,
         jnp.maximum(shared_end_P - shared_begin_P, 0),
-        split_pairs(layout.q_positions_BT), split_pairs(layout.q_segment_ids_BT),
-    )  # fmt: skip
+        split_pairs(layout.q_positions_BT),
+        split_pairs(layout.q_segment_ids_BT),
+    )
     # Sorted by the number of blocks, as an iteration lasts as long as its longest pair.
     order = jnp.argsort(pairs_TP.count_blocks()) if n_iterations > 1 else None
     if order is not None:
@@ -157,9 +175,14 @@ class _Pairs(NamedTuple):
 
 
 def _attend_pairs(
-    pairs: _Pairs, keys: Read, values: Read, sink_KR: Array, blocks: Blocks, window: int,
+    pairs: _Pairs,
+    keys: Read,
+    values: Read,
+    sink_KR: Array,
+    blocks: Blocks,
+    window: int,
     scale: float,
-) -> Array:  # fmt: skip
+) -> Array:
     """Float32 o and lse of the pairs in one array [P, K, R, H + 1].
 
     R is queries times heads per key head.
@@ -196,9 +219,13 @@ def _attend_pairs(
         slot_PX = jnp.where(slot_PX >= 0, slot_PX, ~slot_PX)
         k_PXKH, v_PXKH = keys(row_P, slot_PX), values(row_P, slot_PX)
         visible = is_visible(
-            positions_PR1, positions_PX[:, None, None, :], window, segments_PR1,
-            keys_PX[:, None, None, :], last_segment_P111,
-        )  # fmt: skip
+            positions_PR1,
+            positions_PX[:, None, None, :],
+            window,
+            segments_PR1,
+            keys_PX[:, None, None, :],
+            last_segment_P111,
+        )
         z = jnp.where(visible, _pairwise_dot(q_PKRH, k_PXKH, 3, 3) * scale, UNSEEN)
         new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
         p, shrink = jnp.exp(z - new), jnp.exp(top - new)

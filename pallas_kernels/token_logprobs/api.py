@@ -18,9 +18,12 @@ from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
 IMPLS: dict[str, Implementation[TokenLogprobs]] = implementations_of(
-    _HERE, "token_logprobs", xla.token_logprobs_xla, reference.token_logprobs_reference,
+    _HERE,
+    "token_logprobs",
+    xla.token_logprobs_xla,
+    reference.token_logprobs_reference,
     invariant_in=_HERE,
-)  # fmt: skip
+)
 
 
 def token_logprobs(

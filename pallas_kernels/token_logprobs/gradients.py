@@ -14,9 +14,13 @@ from pallas_kernels.token_logprobs import streamed
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def logprobs_with_gradients(
-    forward: Callable[..., Any], gradients: Callable[..., sig.Gradients], hidden_MD: sig.Hidden,
-    w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-) -> sig.Result:  # fmt: skip
+    forward: Callable[..., Any],
+    gradients: Callable[..., sig.Gradients],
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+) -> sig.Result:
     """logp and entropy of forward(…) = (logp, entropy, lse), with the derivative by `gradients`.
 
     gradients(…, lse, entropy, dlogp, dentropy) returns (dhidden, dw_head), as `token_gradients`.
@@ -58,18 +62,26 @@ def passes_of(
     """
 
     def logprobs(
-        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-        vocab_size: int, interpret: bool = False,
-    ) -> sig.Result:  # fmt: skip
+        hidden_MD: sig.Hidden,
+        w_head_DV: sig.Head,
+        targets_M: sig.Targets,
+        temperature: sig.Scalar,
+        vocab_size: int,
+        interpret: bool = False,
+    ) -> sig.Result:
         statics = dict(vocab_size=vocab_size, interpret=interpret)
         forward = partial(stream_vocabulary, **statics, merge=streamed.merge_partials)
         operands = hidden_MD, w_head_DV, targets_M, temperature
         return logprobs_with_gradients(forward, partial(gradients, **statics), *operands)
 
     def statistics(
-        hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-        vocab_size: int, interpret: bool = False,
-    ) -> sig.Statistics:  # fmt: skip
+        hidden_MD: sig.Hidden,
+        w_head_DV: sig.Head,
+        targets_M: sig.Targets,
+        temperature: sig.Scalar,
+        vocab_size: int,
+        interpret: bool = False,
+    ) -> sig.Statistics:
         operands = hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
         return stream_vocabulary(*operands, streamed.merge_partial_statistics)
 

@@ -22,9 +22,15 @@ ROWS = 256  # tokens of a block; fewer are padded to it
 
 
 def token_logprobs_mosaic_invariant(
-    kernels: str, hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Scalar, vocab_size: int, *, interpret: bool = False,
-) -> sig.Result:  # fmt: skip
+    kernels: str,
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    vocab_size: int,
+    *,
+    interpret: bool = False,
+) -> sig.Result:
     """Batch-invariant (logp, entropy) by `kernels`: a token's bits depend on that token alone.
 
     Numerics: as of the kernel. The reciprocal of the temperature is computed on the device, also
@@ -34,18 +40,28 @@ def token_logprobs_mosaic_invariant(
     gradients = getattr(kernel_module(_HERE, kernels), f"token_gradients_{kernels}")
     statics = dict(vocab_size=vocab_size, interpret=interpret)
     return logprobs_with_gradients(
-        partial(_logprobs_in_blocks, kernels, **statics), partial(gradients, **statics),
-        hidden_MD, w_head_DV, targets_M, temperature,
-    )  # fmt: skip
+        partial(_logprobs_in_blocks, kernels, **statics),
+        partial(gradients, **statics),
+        hidden_MD,
+        w_head_DV,
+        targets_M,
+        temperature,
+    )
 
 
 token_logprobs_mosaic_invariant_unsupported = partial(kernels_unsupported, _HERE, "token_logprobs")
 
 
 def _logprobs_in_blocks(
-    kernels: str, hidden_MD: Array, w_head_DV: Array, targets_M: Array, temperature: Array, *,
-    vocab_size: int, interpret: bool,
-) -> Array:  # fmt: skip
+    kernels: str,
+    hidden_MD: Array,
+    w_head_DV: Array,
+    targets_M: Array,
+    temperature: Array,
+    *,
+    vocab_size: int,
+    interpret: bool,
+) -> Array:
     """logp, entropy and lse, [3, M]."""
     n_tokens = hidden_MD.shape[0]
     if n_tokens == 0:

@@ -201,11 +201,16 @@ def softmax_partials_gpu(
 
     column_tiles = -(-vocab_size // COLUMNS)
     return _matmul_tiles(
-        make_finish_fn, hidden_MD, w_head_DV, vocab_size,
+        make_finish_fn,
+        hidden_MD,
+        w_head_DV,
+        vocab_size,
         ((1.0 / temperature)[None], targets_M),
         jax.ShapeDtypeStruct((column_tiles, 4, hidden_MD.shape[0]), jnp.float32),
-        plgpu.SMEM((2, 4, ROWS), jnp.float32), interpret, "token_logprobs_statistics",
-    )  # fmt: skip
+        plgpu.SMEM((2, 4, ROWS), jnp.float32),
+        interpret,
+        "token_logprobs_statistics",
+    )
 
 
 def _dlogits_chunk(
@@ -254,11 +259,16 @@ def _dlogits_chunk(
         return finish_tile
 
     return _matmul_tiles(
-        make_finish_fn, hidden_MD, w_Dc, words,
+        make_finish_fn,
+        hidden_MD,
+        w_Dc,
+        words,
         ((1.0 / temperature)[None], targets_M, slopes_4M),
         jax.ShapeDtypeStruct((hidden_MD.shape[0], w_Dc.shape[1]), jnp.bfloat16),
-        _swizzled_smem(2, 2, ROWS, part), interpret, "token_logprobs_dlogits",
-    )  # fmt: skip
+        _swizzled_smem(2, 2, ROWS, part),
+        interpret,
+        "token_logprobs_dlogits",
+    )
 
 
 def _pad_axis(x: Array, rows: int, axis: int = 0) -> Array:
@@ -274,18 +284,30 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
         return (jnp.zeros(0, jnp.float32),) * 3
     pad = -n_tokens % (2 * ROWS)
     partials = softmax_partials_gpu(
-        _pad_axis(hidden_MD, pad), w_head_DV, _pad_axis(targets_M.astype(jnp.int32), pad),
-        temperature, vocab_size, interpret,
-    )  # fmt: skip
+        _pad_axis(hidden_MD, pad),
+        w_head_DV,
+        _pad_axis(targets_M.astype(jnp.int32), pad),
+        temperature,
+        vocab_size,
+        interpret,
+    )
     merged = merge(*(partials[:, i] for i in range(4)), axis=0)
     return tuple(x[:n_tokens] for x in merged)
 
 
 def token_gradients_mosaic_gpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
-    vocab_size: int, dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
-) -> sig.Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    lse_M: sig.PerToken,
+    entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken,
+    dentropy_M: sig.PerToken,
+    vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+    interpret: bool = False,
+) -> sig.Gradients:
     """(dhidden, dw_head) from dz of a chunk at a time; see `streamed.gradient_coefficients`."""
     n_tokens = hidden_MD.shape[0]
     if n_tokens == 0:

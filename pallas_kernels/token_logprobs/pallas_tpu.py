@@ -114,9 +114,14 @@ def _compiler_params() -> pltpu.CompilerParams:
 
 
 def softmax_partials_tpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-    vocab_size: int, interpret: bool, max_rows: int | None = None,
-) -> tuple[Array, ...]:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    vocab_size: int,
+    interpret: bool,
+    max_rows: int | None = None,
+) -> tuple[Array, ...]:
     """peak, total, moment and chosen of every lane, [M, 128] each; see `streamed.merge_partials`.
 
     Blocks have `max_rows` or ROWS tokens, or fewer if there are fewer or they do not fit.
@@ -182,10 +187,18 @@ def _stream_vocabulary(hidden_MD, w_head_DV, targets_M, temperature, vocab_size,
 
 
 def token_gradients_mosaic_tpu(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
-    vocab_size: int, dhidden_MD: sig.Hidden | None = None, interpret: bool = False,
-) -> sig.Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    lse_M: sig.PerToken,
+    entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken,
+    dentropy_M: sig.PerToken,
+    vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+    interpret: bool = False,
+) -> sig.Gradients:
     """(dhidden, dw_head) from dz of a chunk at a time; see `streamed.gradient_coefficients`."""
     if hidden_MD.shape[0] == 0:
         return jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)

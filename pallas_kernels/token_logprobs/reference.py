@@ -13,9 +13,12 @@ from pallas_kernels.token_logprobs import signature as sig
 
 
 def token_logprobs_reference(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets,
-    temperature: sig.Scalar | float = 1.0, vocab_size: int | None = None,
-) -> sig.Result:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar | float = 1.0,
+    vocab_size: int | None = None,
+) -> sig.Result:
     """Log-probability of each target and entropy of its distribution.
 
     z = hidden @ w_head / temperature;  logp = z[target] − lse(z);  H = −Σ p log p
@@ -33,9 +36,12 @@ def token_logprobs_reference(
 
 
 def token_statistics_reference(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
     vocab_size: int,
-) -> sig.Statistics:  # fmt: skip
+) -> sig.Statistics:
     """The target's logit (0 if the target is not among the words), lse and entropy."""
     logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     z_MV = logits_MV / scale
@@ -46,10 +52,17 @@ def token_statistics_reference(
 
 
 def token_gradients_reference(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
-    vocab_size: int, dhidden_MD: sig.Hidden | None = None,
-) -> sig.Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    lse_M: sig.PerToken,
+    entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken,
+    dentropy_M: sig.PerToken,
+    vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+) -> sig.Gradients:
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H).
 
     p = exp(z − lse_M) and H = entropy_M.

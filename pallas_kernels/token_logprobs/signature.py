@@ -22,25 +22,41 @@ class TokenLogprobs(Protocol):
     """(logp, entropy) as `token_logprobs` documents them."""
 
     def __call__(
-        self, hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Scalar,
+        self,
+        hidden_MD: Hidden,
+        w_head_DV: Head,
+        targets_M: Targets,
+        temperature: Scalar,
         vocab_size: int,
-    ) -> Result: ...  # fmt: skip
+    ) -> Result: ...
 
 
 class TokenStatistics(Protocol):
     """The results of `token_statistics`; targets outside the slice are −1."""
 
     def __call__(
-        self, hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Scalar,
+        self,
+        hidden_MD: Hidden,
+        w_head_DV: Head,
+        targets_M: Targets,
+        temperature: Scalar,
         vocab_size: int,
-    ) -> Statistics: ...  # fmt: skip
+    ) -> Statistics: ...
 
 
 class TokenGradients(Protocol):
     """The results of `token_gradients`; targets outside the slice are −1."""
 
     def __call__(
-        self, hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Scalar,
-        lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-        vocab_size: int, dhidden_MD: Hidden | None,
-    ) -> Gradients: ...  # fmt: skip
+        self,
+        hidden_MD: Hidden,
+        w_head_DV: Head,
+        targets_M: Targets,
+        temperature: Scalar,
+        lse_M: PerToken,
+        entropy_M: PerToken,
+        dlogp_M: PerToken,
+        dentropy_M: PerToken,
+        vocab_size: int,
+        dhidden_MD: Hidden | None,
+    ) -> Gradients: ...

@@ -56,9 +56,12 @@ def token_statistics(
     )
     run = select_implementation(impl, STATISTICS, hidden_MD, w_slice_DV)
     return run(
-        hidden_MD, w_slice_DV, _local_targets(targets_M, vocab_size),
-        jnp.asarray(temperature, jnp.float32), vocab_size,
-    )  # fmt: skip
+        hidden_MD,
+        w_slice_DV,
+        _local_targets(targets_M, vocab_size),
+        jnp.asarray(temperature, jnp.float32),
+        vocab_size,
+    )
 
 
 def merge_statistics(
@@ -108,10 +111,17 @@ def token_gradients(
     )
     run = select_implementation(impl, GRADIENTS, hidden_MD, w_slice_DV)
     return run(
-        hidden_MD, w_slice_DV, _local_targets(targets_M, vocab_size),
-        jnp.asarray(temperature, jnp.float32), lse_M, entropy_M, dlogp_M, dentropy_M, vocab_size,
+        hidden_MD,
+        w_slice_DV,
+        _local_targets(targets_M, vocab_size),
+        jnp.asarray(temperature, jnp.float32),
+        lse_M,
+        entropy_M,
+        dlogp_M,
+        dentropy_M,
+        vocab_size,
         dhidden_MD,
-    )  # fmt: skip
+    )
 
 
 def _local_targets(targets_M: Int[Array, " M"], vocab_size: int) -> Int[Array, " M"]:

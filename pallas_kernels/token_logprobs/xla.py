@@ -113,9 +113,14 @@ def _finish_statistics(peak, total, moment, chosen):
 
 
 def stream_vocabulary(
-    hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_finish_logprobs,
+    hidden_MD,
+    w_head_DV,
+    targets_M,
+    temperature,
+    vocab_size,
+    finish=_finish_logprobs,
     temper: Callable[..., Array] = operator.truediv,
-):  # fmt: skip
+):
     """finish(sums over the vocabulary) of each token, by default (logp, entropy, lse)."""
     n_tokens = hidden_MD.shape[0]
     size, count = even_blocks(n_tokens, TOKEN_BLOCK)
@@ -133,9 +138,12 @@ def stream_vocabulary(
 
 
 def token_logprobs_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
     vocab_size: int,
-) -> sig.Result:  # fmt: skip
+) -> sig.Result:
     """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past
@@ -148,9 +156,12 @@ def token_logprobs_xla(
 
 
 def token_statistics_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
     vocab_size: int,
-) -> sig.Statistics:  # fmt: skip
+) -> sig.Statistics:
     """The target's logit, lse and entropy over a slice of the vocabulary.
 
     Numerics: as of `token_logprobs_xla`.
@@ -162,10 +173,17 @@ def token_statistics_xla(
 
 
 def token_gradients_xla(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
-    lse_M: sig.PerToken, entropy_M: sig.PerToken, dlogp_M: sig.PerToken, dentropy_M: sig.PerToken,
-    vocab_size: int, dhidden_MD: sig.Hidden | None = None,
-) -> sig.Gradients:  # fmt: skip
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
+    lse_M: sig.PerToken,
+    entropy_M: sig.PerToken,
+    dlogp_M: sig.PerToken,
+    dentropy_M: sig.PerToken,
+    vocab_size: int,
+    dhidden_MD: sig.Hidden | None = None,
+) -> sig.Gradients:
     """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H), recomputed in blocks.
 
     The outer loop is over the vocabulary, so a block of the head's gradient is summed in float32

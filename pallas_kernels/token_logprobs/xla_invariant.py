@@ -18,9 +18,12 @@ from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 
 
 def token_logprobs_xla_invariant(
-    hidden_MD: sig.Hidden, w_head_DV: sig.Head, targets_M: sig.Targets, temperature: sig.Scalar,
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    targets_M: sig.Targets,
+    temperature: sig.Scalar,
     vocab_size: int,
-) -> sig.Result:  # fmt: skip
+) -> sig.Result:
     """Batch-invariant (logp, entropy): a token's bits depend on that token alone.
 
     Numerics: as of xla; the gradients are those of xla for this forward's lse and entropy.

@@ -26,17 +26,22 @@ def sdpa(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kinds = {
-        "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
         "math": SDPBackend.MATH,
-    }  # fmt: skip
+    }
     chosen = [kinds[name] for name in backends]
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         with sdpa_kernel(chosen, set_priority=True):
             o = torch.nn.functional.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
-                scale=case.H**-0.5, enable_gqa=True,
-            )  # fmt: skip
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                scale=case.H**-0.5,
+                enable_gqa=True,
+            )
         return o.transpose(1, 2), None
 
     leaves = [_torch(x) for x in inputs[:3]]

@@ -44,10 +44,16 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.bench.runs import new_engine, quiet_job, warm_policy
 
 BUDGET = (
-    "data.options.min_word_len=3", "data.options.max_word_len=3", "loss.entropy_coef=0.08",
-    "optim.lr=3e-4", "warmup.steps=70", "rollout.sequences_per_step=128",
-    "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
-)  # fmt: skip
+    "data.options.min_word_len=3",
+    "data.options.max_word_len=3",
+    "loss.entropy_coef=0.08",
+    "optim.lr=3e-4",
+    "warmup.steps=70",
+    "rollout.sequences_per_step=128",
+    "rollout.max_gen_batches=1",
+    "eval.every_steps=1000000",
+    "save.every_steps=1000000",
+)
 FULL = "all weights"
 
 
@@ -71,10 +77,12 @@ LINES = (
         Line(f"{what}, rank {rank}", (rank * attention, rank * experts), (1e-3, 2e-3, 5e-3))
         for rank in (16, 4, 32)
         for what, attention, experts in (
-            ("attention and experts", 1, 1), ("experts alone", 0, 1), ("attention alone", 1, 0),
+            ("attention and experts", 1, 1),
+            ("experts alone", 0, 1),
+            ("attention alone", 1, 0),
         )
     ),
-)  # fmt: skip
+)
 
 
 class Bench:
@@ -87,7 +95,7 @@ class Bench:
     def config(self, changes: tuple[str, ...], seed: int) -> Config:
         return override(
             load_config("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}", *changes
-        )  # fmt: skip
+        )
 
     @cached_property
     def base(self) -> Any:
@@ -99,9 +107,10 @@ class Bench:
 
     def decoded(self) -> Any:
         return jax.tree.map(
-            lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else jnp.copy(x), self.base,
+            lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else jnp.copy(x),
+            self.base,
             is_leaf=lambda x: isinstance(x, Mxfp4),
-        )  # fmt: skip
+        )
 
     def engine(self, cfg: Config) -> NativeEngine:
         if cfg.lora not in self.engines:
@@ -164,10 +173,13 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
 
         def gains(rate: float, seeds: int, line: Line = line) -> list[float]:
             return [
-                stored(f"{line.name}; rate {rate:g}; seed {seed}",
-                     lambda seed=seed: bench.run(line, rate, seed)) - start
+                stored(
+                    f"{line.name}; rate {rate:g}; seed {seed}",
+                    lambda seed=seed: bench.run(line, rate, seed),
+                )
+                - start
                 for seed in range(seeds)
-            ]  # fmt: skip
+            ]
 
         best = max(line.rates, key=lambda rate: np.mean(gains(rate, args.tries)))
         found = gains(best, args.seeds)

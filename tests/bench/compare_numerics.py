@@ -47,12 +47,18 @@ from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 WORD, ALPHABET, ROWS = 8, "abcdefghijklmnop", 8192
 LETTERS = 3 * WORD  # of an answer
 BUDGET = (
-    "model.dtype=bfloat16", "data.options={}", f"data.train_rows={ROWS}", "data.held_out_rows=128",
+    "model.dtype=bfloat16",
+    "data.options={}",
+    f"data.train_rows={ROWS}",
+    "data.held_out_rows=128",
     "data.rewards=tests.bench.compare_numerics:letters_right",
-    f"data.max_prompt_tokens={WORD + 1}", f"rollout.max_new_tokens={LETTERS + 1}",
-    "rollout.sequences_per_step=128", "rollout.max_gen_batches=1", "save.every_steps=1000000",
+    f"data.max_prompt_tokens={WORD + 1}",
+    f"rollout.max_new_tokens={LETTERS + 1}",
+    "rollout.sequences_per_step=128",
+    "rollout.max_gen_batches=1",
+    "save.every_steps=1000000",
     "loss.entropy_coef=0.08",
-)  # fmt: skip
+)
 OLD = 4  # versions that a stale engine is behind
 RATES = (1.5e-4, 3e-4, 6e-4)
 COLUMNS = ("reward", "k3", "grad_max", "grad_tail", "gap_max", "switches")
@@ -129,10 +135,16 @@ class Bench:
 
     def config(self, changes: tuple[str, ...], seed: int) -> Config:
         return override(
-            load_config("tiny.py"), *BUDGET, f"data.task={self.rows}",
-            f"warmup.steps={self.warmup}", f"steps={self.steps}", "eval.samples_per_prompt=4",
-            f"eval.every_steps={self.steps}", f"seed={seed}", *changes,
-        )  # fmt: skip
+            load_config("tiny.py"),
+            *BUDGET,
+            f"data.task={self.rows}",
+            f"warmup.steps={self.warmup}",
+            f"steps={self.steps}",
+            "eval.samples_per_prompt=4",
+            f"eval.every_steps={self.steps}",
+            f"seed={seed}",
+            *changes,
+        )
 
     def engine(self, cfg: Config) -> Any:
         kind = cfg.model, cfg.records_experts
@@ -220,18 +232,22 @@ def tables(args: argparse.Namespace, bench: Bench) -> None:
     print(f"the warm start: {store.get_or_run(f'the warm start; {size}', bench.start):.3f}")
     for old in args.old:
         print(f"\nthe engine's weights are {old} versions old\n")
-        print("| | rate | held-out reward | difference | k3 | difference | largest gradient norm | "
-              "difference | over the median | largest gap | switches |")  # fmt: skip
+        print(
+            "| | rate | held-out reward | difference | k3 | difference | largest gradient norm | "
+            "difference | over the median | largest gap | switches |"
+        )
         print("|---" * 11 + "|", flush=True)
         first: dict[str, list[float]] = {}
         for line in LINES:
 
             def runs(rate: float, seeds: int, line: Line = line, old: int = old) -> list[Any]:
                 return [
-                    store.get_or_run(f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}",
-                            lambda seed=seed: bench.run(line, old, rate, seed))
+                    store.get_or_run(
+                        f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}",
+                        lambda seed=seed: bench.run(line, old, rate, seed),
+                    )
                     for seed in range(seeds)
-                ]  # fmt: skip
+                ]
 
             best = max(RATES, key=lambda r: np.mean([x["reward"] for x in runs(r, args.tries)]))
             found = {name: [r[name] for r in runs(best, args.seeds)] for name in COLUMNS}
@@ -240,8 +256,11 @@ def tables(args: argparse.Namespace, bench: Bench) -> None:
             for name in ("reward", "k3", "grad_max"):
                 told = "" if line.name == FAST else str(paired_difference(found[name], first[name]))
                 shown += [f"{np.mean(found[name]):.3g}", told]
-            shown += [f"{np.mean(found['grad_tail']):.2g}", f"{max(found['gap_max']):.2g}",
-                      f"{np.mean(found['switches']):.2g}"]  # fmt: skip
+            shown += [
+                f"{np.mean(found['grad_tail']):.2g}",
+                f"{max(found['gap_max']):.2g}",
+                f"{np.mean(found['switches']):.2g}",
+            ]
             print(f"| {' | '.join(shown)} |", flush=True)
 
 

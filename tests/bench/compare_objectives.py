@@ -43,10 +43,16 @@ from jaxmoe.study import ResultsStore
 from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 
 BUDGET = (
-    "data.options.min_word_len=3", "data.options.max_word_len=3", "loss.entropy_coef=0.08",
-    "optim.lr=3e-4", "warmup.steps=70", "rollout.sequences_per_step=128",
-    "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
-)  # fmt: skip
+    "data.options.min_word_len=3",
+    "data.options.max_word_len=3",
+    "loss.entropy_coef=0.08",
+    "optim.lr=3e-4",
+    "warmup.steps=70",
+    "rollout.sequences_per_step=128",
+    "rollout.max_gen_batches=1",
+    "eval.every_steps=1000000",
+    "save.every_steps=1000000",
+)
 OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
 COLUMNS = ("accuracy", "reward_std", "grad_max", "clip", "gap", "ratio")
 STALE, ROUTER_NOISE, FORWARD_NOISE = 4, 0.3, 0.3  # steps; deviations of the router's weights
@@ -72,24 +78,34 @@ LINES = (
     Line(START),
     Line("GRPO, on-policy"),
     Line("RLOO", ("loss.advantages=rloo_advantages",)),
-    Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
-                      "loss.aggregation=seq_mean_token_sum_norm(length=6)")),
+    Line(
+        "Dr. GRPO",
+        (
+            "loss.advantages=group_advantages(scale_by_std=False)",
+            "loss.aggregation=seq_mean_token_sum_norm(length=6)",
+        ),
+    ),
     Line("REINFORCE++", ("loss.advantages=reinforce_pp_advantages",)),
     Line("REINFORCE++, baseline", ("loss.advantages=reinforce_pp_baseline_advantages",)),
-    Line("PPO, own critic", ("loss.advantages=gae(trace=0.95)", "critic.backbone=own",
-                             "critic.lr=1e-3")),
+    Line(
+        "PPO, own critic",
+        ("loss.advantages=gae(trace=0.95)", "critic.backbone=own", "critic.lr=1e-3"),
+    ),
     Line("GRPO, 4 minibatches", OFF),
-    Line("DAPO clip-higher, 4 minibatches",
-         (*OFF, "loss.objective=ppo_clip(clip_high=0.28)")),
-    Line("GSPO, 4 minibatches",
-         (*OFF, "loss.objective=gspo", "loss.aggregation=seq_mean_token_mean")),
+    Line("DAPO clip-higher, 4 minibatches", (*OFF, "loss.objective=ppo_clip(clip_high=0.28)")),
+    Line(
+        "GSPO, 4 minibatches", (*OFF, "loss.objective=gspo", "loss.aggregation=seq_mean_token_mean")
+    ),
     Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo")),
     Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo")),
     Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv")),
     Line("two forwards route differently, recomputed", ("loss.old_logp=recomputed",), "forward"),
-    *(Line(f"{noise} engine, {name}", changes, noise)
-      for noise in ("bf16", "stale", "router") for name, changes in CORRECTIONS.items()),
-)  # fmt: skip
+    *(
+        Line(f"{noise} engine, {name}", changes, noise)
+        for noise in ("bf16", "stale", "router")
+        for name, changes in CORRECTIONS.items()
+    ),
+)
 
 
 class NoisyEngine:
@@ -150,8 +166,9 @@ class Bench:
     engines: dict[str, Any] = field(default_factory=dict)
 
     def config(self, line: Line, seed: int) -> Config:
-        return override(load_config("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}",
-                        *line.changes)  # fmt: skip
+        return override(
+            load_config("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}", *line.changes
+        )
 
     def engine(self, cfg: Config, noise: str) -> Any:
         if noise not in self.engines:
@@ -187,8 +204,11 @@ class Bench:
         program = partial(rl_program, make_scorer=scorer)
         with quiet_job(cfg, task, engine, at, rl_program=program) as job:
             train.train_rl(job)
-            rows = [r for r in read_metrics(job.work / "metrics.jsonl")
-                    if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
+            rows = [
+                r
+                for r in read_metrics(job.work / "metrics.jsonl")
+                if r["stage"] == "rl" and r["step"] > 0
+            ]
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
             "accuracy": self.score(cfg, task, job.position.state.params.policy),
@@ -221,10 +241,12 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
         if not re.search(args.only, line.name):
             continue
         runs = [
-            store.get_or_run(f"{line.name}; {args.steps} steps; seed {seed}",
-                 lambda line=line, seed=seed: bench.run(line, seed))
+            store.get_or_run(
+                f"{line.name}; {args.steps} steps; seed {seed}",
+                lambda line=line, seed=seed: bench.run(line, seed),
+            )
             for seed in range(args.seeds)
-        ]  # fmt: skip
+        ]
         each = " ".join(f"{r['accuracy']:.2f}" for r in runs)
         mean = {name: np.mean([r[name] for r in runs]) for name in runs[0]}
         shown = [f"| {line.name} | {each} | {mean['accuracy']:.2f} |"]

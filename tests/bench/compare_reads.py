@@ -124,15 +124,19 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         bench, store = ReadsBench(Path(folder), args.steps, args.warmup), ResultsStore(args.json)
         size = f"{args.warmup} + {args.steps} steps"
-        print("| | held-out reward | difference | k3 | difference | largest gradient norm | "
-              "difference | largest gap | difference | switches | difference |")  # fmt: skip
+        print(
+            "| | held-out reward | difference | k3 | difference | largest gradient norm | "
+            "difference | largest gap | difference | switches | difference |"
+        )
         print("|---" * 11 + "|", flush=True)
         first: dict[str, list[float]] = {}
         for reads in LINES:
             found: dict[str, list[float]] = {name: [] for name in SHOWN}
             for seed in range(args.seeds):
-                run = store.get_or_run(f"{reads.name}; seed {seed}; {size}",
-                              lambda seed=seed, reads=reads: bench.one(reads, seed))  # fmt: skip
+                run = store.get_or_run(
+                    f"{reads.name}; seed {seed}; {size}",
+                    lambda seed=seed, reads=reads: bench.one(reads, seed),
+                )
                 for name in SHOWN:
                     found[name].append(run[name])
             first = first or found

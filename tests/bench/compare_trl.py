@@ -31,9 +31,13 @@ class Worker:
         command = [python, str(HERE / script), str(model), *options]
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                text=True, env=environment(),
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=environment(),
+            )
         assert self.answer() == "ready"
 
     def answer(self):
@@ -62,9 +66,12 @@ def environment() -> dict[str, str]:
     dropped = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "XLA_", "JAX_", "OMP_", "MKL_", "TORCH_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {
-        "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def largest_difference(ours: Worker, peer: Worker, length: int) -> float:
@@ -98,20 +105,27 @@ def measure(ours: Worker, peer: Worker, rounds: int) -> dict[str, dict[str, list
 
 def table(found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
     """Prints min and median of each figure; returns them."""
-    print(f"{'CPU-seconds':<12}{'ours min':>10}{'median':>9}{'peer min':>10}{'median':>9}"
-          f"{'ratio min':>11}{'median':>9}")  # fmt: skip
+    print(
+        f"{'CPU-seconds':<12}{'ours min':>10}{'median':>9}{'peer min':>10}{'median':>9}"
+        f"{'ratio min':>11}{'median':>9}"
+    )
     result = {}
     for figure in ("generate", "train", "step", "attention"):
         ours, peer = found[figure]["ours"], found[figure]["peer"]
         row = {
-            "ours_min": min(ours), "ours_median": median(ours),
-            "peer_min": min(peer), "peer_median": median(peer),
-            "ratio_min": min(peer) / min(ours), "ratio_median": median(peer) / median(ours),
-        }  # fmt: skip
+            "ours_min": min(ours),
+            "ours_median": median(ours),
+            "peer_min": min(peer),
+            "peer_median": median(peer),
+            "ratio_min": min(peer) / min(ours),
+            "ratio_median": median(peer) / median(ours),
+        }
         result[figure] = row
-        print(f"{figure:<12}{row['ours_min']:>10.3f}{row['ours_median']:>9.3f}"
-              f"{row['peer_min']:>10.3f}{row['peer_median']:>9.3f}"
-              f"{row['ratio_min']:>10.2f}x{row['ratio_median']:>8.2f}x")  # fmt: skip
+        print(
+            f"{figure:<12}{row['ours_min']:>10.3f}{row['ours_median']:>9.3f}"
+            f"{row['peer_min']:>10.3f}{row['peer_median']:>9.3f}"
+            f"{row['ratio_min']:>10.2f}x{row['ratio_median']:>8.2f}x"
+        )
     return result
 
 
@@ -120,8 +134,9 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="a Python that has torch and trl")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
-    parser.add_argument("--stock-malloc", action="store_true",
-                        help="both sides with glibc's malloc as it comes")  # fmt: skip
+    parser.add_argument(
+        "--stock-malloc", action="store_true", help="both sides with glibc's malloc as it comes"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=16)
@@ -137,8 +152,10 @@ def main() -> None:
         model = Path(folder) / "model"
         made = subprocess.run(
             [args.peer_python, str(HERE / "peer_trl.py"), str(model), "--make"],
-            env=environment(), capture_output=True, text=True,
-        )  # fmt: skip
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
         if made.returncode:
             raise SystemExit(f"the peer must make the model; it failed:\n{made.stderr[-3000:]}")
         ours = Worker(sys.executable, "ours.py", model, Path(folder) / "ours.log", *options)

@@ -59,8 +59,10 @@ class Row(NamedTuple):
 
 TABLE = (
     *(Row("h100", "20b", n) for n in (4096, 8192, 24576, 131_072)),
-    Row("h100", "120b", 4096), Row("v6e", "20b", 4096), Row("v5e", "20b", 4096),
-)  # fmt: skip
+    Row("h100", "120b", 4096),
+    Row("v6e", "20b", 4096),
+    Row("v5e", "20b", 4096),
+)
 
 
 def config(row: Row) -> Config:
@@ -70,13 +72,23 @@ def config(row: Row) -> Config:
     cfg = replace(load_config("gptoss20b.py"), model=getattr(models, MODELS[row.model])())
     prompt = row.tokens // 4
     return override(
-        cfg, "mesh.fsdp=1", "mesh.expert=1", f"lora.attention_rank={row.rank}",
-        f"lora.expert_rank={row.rank}", f"data.max_prompt_tokens={prompt}",
-        f"rollout.max_new_tokens={row.tokens - prompt}", "optim.tokens_per_microbatch=0",
-        "optim.microbatches=8", "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
-        "optim.remat=True", f"optim.remat_inputs={row.inputs}", f"optim.expert_tokens={row.chunk}",
-        f"lora.embedding_rows={EMBEDDING_ROWS}", "rollout.max_parallel_sequences=8",
-    )  # fmt: skip
+        cfg,
+        "mesh.fsdp=1",
+        "mesh.expert=1",
+        f"lora.attention_rank={row.rank}",
+        f"lora.expert_rank={row.rank}",
+        f"data.max_prompt_tokens={prompt}",
+        f"rollout.max_new_tokens={row.tokens - prompt}",
+        "optim.tokens_per_microbatch=0",
+        "optim.microbatches=8",
+        "rollout.sequences_per_step=8",
+        "rollout.samples_per_prompt=8",
+        "optim.remat=True",
+        f"optim.remat_inputs={row.inputs}",
+        f"optim.expert_tokens={row.chunk}",
+        f"lora.embedding_rows={EMBEDDING_ROWS}",
+        "rollout.max_parallel_sequences=8",
+    )
 
 
 def device(chip: str) -> jax.sharding.Mesh:
@@ -140,15 +152,23 @@ def decoded(text: str, cfg: Config) -> list[str]:
     return [
         line
         for line, dtype, n, opcode in made(text)
-        if n and opcode not in ALIASES
+        if n
+        and opcode not in ALIASES
         and ((dtype in ("bf16", "f32") and n % one == 0) or (dtype == "u8" and 2 * n % one == 0))
-    ]  # fmt: skip
+    ]
 
 
 ALIASES = (
-    "parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "call",
-    "optimization-barrier", "dynamic-slice",
-)  # fmt: skip
+    "parameter",
+    "get-tuple-element",
+    "bitcast",
+    "tuple",
+    "while",
+    "conditional",
+    "call",
+    "optimization-barrier",
+    "dynamic-slice",
+)
 
 
 def made(text: str) -> Iterator[tuple[str, str, int, str]]:
@@ -174,14 +194,26 @@ def main(argv: list[str]) -> None:
     parser.add_argument("programs", nargs="*", default=["step", "scoring", "sampling"])
     args = parser.parse_args(argv)
     rows = [
-        row._replace(rank=args.rank, chunk=args.chunk, inputs=args.inputs) for row in TABLE
-        if args.chip in (None, row.chip) and args.model in (None, row.model)
+        row._replace(rank=args.rank, chunk=args.chunk, inputs=args.inputs)
+        for row in TABLE
+        if args.chip in (None, row.chip)
+        and args.model in (None, row.model)
         and args.tokens in (None, row.tokens)
-    ]  # fmt: skip
+    ]
     if not rows and args.chip and args.model and args.tokens:
         rows = [Row(args.chip, args.model, args.tokens, args.rank, args.chunk, args.inputs)]
-    heads = ("chip", "model", "tokens", "program", "arguments", "temporaries", "sum",
-             "by the dry run", "on the host", "CPU-s")  # fmt: skip
+    heads = (
+        "chip",
+        "model",
+        "tokens",
+        "program",
+        "arguments",
+        "temporaries",
+        "sum",
+        "by the dry run",
+        "on the host",
+        "CPU-s",
+    )
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
         cfg = config(row)

@@ -128,16 +128,19 @@ def measure(engines, weights, prompts, sampling, args):
     }
     result = {
         "where": "server" if args.server else "in process",
-        "sequences": len(prompts) * args.samples, "new_tokens": args.new,
+        "sequences": len(prompts) * args.samples,
+        "new_tokens": args.new,
         "tokens_per_cpu_s": {n: round(statistics.median(r["cpu"])) for n, r in rates.items()},
         "tokens_per_s": {n: round(statistics.median(r["wall"])) for n, r in rates.items()},
         "native_over_vllm_per_cpu_s": round(
             statistics.median(
                 a / b for a, b in zip(rates["native"]["cpu"], rates["vllm"]["cpu"], strict=True)
-            ), 2,
+            ),
+            2,
         ),
-        "sync_s": middle, "sync_beyond_s": [round(s["beyond"], 3) for s in syncs],
-    }  # fmt: skip
+        "sync_s": middle,
+        "sync_beyond_s": [round(s["beyond"], 3) for s in syncs],
+    }
     for name, value in result.items():
         print(f"{name:28} {value}")
     print(json.dumps(result))

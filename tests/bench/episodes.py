@@ -41,9 +41,12 @@ def main() -> None:
         for i in range(ROWS)
     ]
     sampling = Sampling(
-        max_new_tokens=TURNS * TURN, stop_ids=STOPS, max_turns=TURNS, max_turn_tokens=TURN,
+        max_new_tokens=TURNS * TURN,
+        stop_ids=STOPS,
+        max_turns=TURNS,
+        max_turn_tokens=TURN,
         max_context=CONTEXT,
-    )  # fmt: skip
+    )
     sizes: dict[str, Any] = dict(max_new_tokens=TURNS * TURN, max_rows=ROWS)
     kept = NativeEngine(
         cfg, ops, max_prompt_tokens=PROMPT, max_context=CONTEXT, max_reply_tokens=160, **sizes

@@ -71,9 +71,11 @@ def row_gradient(a: Algorithm, logits, engine, tokens_T, advantage):
         None, None, mask_BT.astype(jnp.int32), mask_BT, log_probs(engine, tokens_BT), None
     )
     batch = replace(
-        batch, advantages_BT=jnp.full(mask_BT.shape, advantage),
-        loss_weights_BT=jnp.ones(mask_BT.shape), shared={"total": jnp.float32(mask_BT.size)},
-    )  # fmt: skip
+        batch,
+        advantages_BT=jnp.full(mask_BT.shape, advantage),
+        loss_weights_BT=jnp.ones(mask_BT.shape),
+        shared={"total": jnp.float32(mask_BT.size)},
+    )
 
     def loss(logits):
         logp_BT = log_probs(logits, tokens_BT)

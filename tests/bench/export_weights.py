@@ -43,10 +43,17 @@ def model(gigabytes: float, held: str) -> ModelConfig:
     d = round((wanted / (2 * 32 * 3 * 1.1)) ** 0.5 / 32) * 32
     heads = 8 * round(d / 360)
     return ModelConfig(
-        vocab_size=round(0.0277 * wanted / d), d_model=d, n_layers=2, n_q_heads=heads,
-        n_kv_heads=heads // 8, head_dim=64, n_experts=32, experts_per_token=4, d_expert=d,
+        vocab_size=round(0.0277 * wanted / d),
+        d_model=d,
+        n_layers=2,
+        n_q_heads=heads,
+        n_kv_heads=heads // 8,
+        head_dim=64,
+        n_experts=32,
+        experts_per_token=4,
+        d_expert=d,
         sliding_window=128,
-    )  # fmt: skip
+    )
 
 
 def filled(cfg: ModelConfig, held: str):
@@ -134,8 +141,14 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
         {name: nbytes / np.median([t[i] for t in each]) / 1e9 for name, each in times.items()}
         for i in (0, 1)
     )
-    return {"held": held, "sent": sent, "gigabytes": nbytes / 1e9, "gigabytes_per_s": speed,
-            "gigabytes_per_cpu_s": per_cpu, "grown_megabytes": grown / 1e6}  # fmt: skip
+    return {
+        "held": held,
+        "sent": sent,
+        "gigabytes": nbytes / 1e9,
+        "gigabytes_per_s": speed,
+        "gigabytes_per_cpu_s": per_cpu,
+        "grown_megabytes": grown / 1e6,
+    }
 
 
 def line(row: dict, key: str) -> str:

@@ -30,10 +30,13 @@ def meet(count: int, dice: random.Random) -> list[dict]:
     command = [sys.executable, str(CLIENT), server.url, KEY]
     try:
         done = subprocess.run(
-            [*command, str(TIMEOUT_S)], input="\n".join(lines), capture_output=True, text=True,
+            [*command, str(TIMEOUT_S)],
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
             timeout=START_S + 10 * TIMEOUT_S * count,
             env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
+        )
         out, errors = done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
         out, errors = (late.stdout or b"").decode(), (late.stderr or b"").decode()

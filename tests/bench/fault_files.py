@@ -38,8 +38,11 @@ def spoilt(document: Any, dice: random.Random) -> bytes:
     from tests.jaxmoe.hostile_values import VALUES, places, replaced
 
     text = replaced(document, dice.choice(list(places(document))), dice.choice(VALUES))
-    return damaged(text.encode("utf-8", "surrogatepass"), dice) if dice.random() < 0.4 else (
-        text.encode("utf-8", "surrogatepass"))  # fmt: skip
+    return (
+        damaged(text.encode("utf-8", "surrogatepass"), dice)
+        if dice.random() < 0.4
+        else (text.encode("utf-8", "surrogatepass"))
+    )
 
 
 def damaged(content: bytes, dice: random.Random) -> bytes:
@@ -118,8 +121,12 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
         read.decode([0, 1, 2, read.vocab_size - 1])
 
     def samples_file(dice):
-        row = dice.choice([FIELDS | {"kind": "group", "samples": [ANSWER]},
-                           FIELDS | {"kind": "held_out"} | ANSWER])  # fmt: skip
+        row = dice.choice(
+            [
+                FIELDS | {"kind": "group", "samples": [ANSWER]},
+                FIELDS | {"kind": "held_out"} | ANSWER,
+            ]
+        )
         file, good = folder / "samples.jsonl", json.dumps(row).encode()
         file.write_bytes(spoilt(row, dice) + b"\n" + good + b"\n")
         samples.show_samples(folder)
@@ -138,8 +145,7 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
 
     def rows_of_questions(dice):
         row = {"question": "2 + 2 =", "answer": "4", "system": "s", "extra": {"a": [1]}}
-        chat = {"prompt": [{"role": "user", "content": "2"}],
-                "reward_model": {"ground_truth": "4"}}  # fmt: skip
+        chat = {"prompt": [{"role": "user", "content": "2"}], "reward_model": {"ground_truth": "4"}}
         file = folder / "rows.jsonl"
         file.write_bytes(spoilt(dice.choice([row, chat]), dice) + b"\n")
         assert FileSource(read_task_rows(str(file))).digest
@@ -151,11 +157,17 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
         assert FileSource(read_task_rows(str(file))).digest
 
     return {
-        "config.json": config, "config.json of a dry run": dry_run, "index of shards": index,
-        "safetensors": tensors, "adapter_config.json": adapter, "tokenizer.json": tokenizer,
-        "samples.jsonl": samples_file, "metrics.jsonl": metrics, "rows.jsonl": rows_of_questions,
+        "config.json": config,
+        "config.json of a dry run": dry_run,
+        "index of shards": index,
+        "safetensors": tensors,
+        "adapter_config.json": adapter,
+        "tokenizer.json": tokenizer,
+        "samples.jsonl": samples_file,
+        "metrics.jsonl": metrics,
+        "rows.jsonl": rows_of_questions,
         "rows.parquet": parquet,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -24,11 +24,18 @@ from tests.bench.patience import ends_in_time
 
 ROOT = Path(__file__).resolve().parents[2]
 _ALWAYS = (
-    "warmup.sequences_per_step=8", "rollout.sequences_per_step=16", "rollout.samples_per_prompt=4",
-    "rollout.max_gen_batches=1", "data.train_rows=64", "data.held_out_rows=4",
-    "data.rewards=odd_rewards:odd_sum", "eval.every_steps=4", "eval.samples_per_prompt=1",
-    "model.n_layers=2", "model.d_model=32",
-)  # fmt: skip
+    "warmup.sequences_per_step=8",
+    "rollout.sequences_per_step=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    "data.train_rows=64",
+    "data.held_out_rows=4",
+    "data.rewards=odd_rewards:odd_sum",
+    "eval.every_steps=4",
+    "eval.samples_per_prompt=1",
+    "model.n_layers=2",
+    "model.d_model=32",
+)
 SETTINGS = {
     "answers": (
         "tiny.py",
@@ -99,17 +106,31 @@ def start(
     config, *settings = SETTINGS[training]
     changes = [text for change in (*_ALWAYS, *settings) for text in ("--set", change)]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxmoe.train", "--config", config, "--workdir", str(work),
-         *changes],
-        cwd=out, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        [
+            sys.executable,
+            "-m",
+            "jaxmoe.train",
+            "--config",
+            config,
+            "--workdir",
+            str(work),
+            *changes,
+        ],
+        cwd=out,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         env={
-            **os.environ, "PYTHONPATH": f"{ROOT}:{out}", "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": XLA_FLAGS, "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{out}",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": XLA_FLAGS,
+            "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
             # a program that is half written when the fault comes would be read by the others
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0" if keep_programs else "1e9",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         },
-    )  # fmt: skip
+    )
 
 
 def meet(kinds: list[str], dice: random.Random, out: Path, training: str) -> list[dict]:
@@ -153,12 +174,19 @@ def _one_run(
     # a training inherits what nohup or a background job ignores, and then rightly goes on
     number = dice.choice([n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN])
     # half of them at any time, half soon after a step, where files are written
-    lines_more, after_s = (0, dice.uniform(0, START_S)) if dice.random() < 0.5 else (
-        dice.randrange(1, 3), dice.uniform(0, 0.5))  # fmt: skip
+    lines_more, after_s = (
+        (0, dice.uniform(0, START_S))
+        if dice.random() < 0.5
+        else (dice.randrange(1, 3), dice.uniform(0, 0.5))
+    )
     room = dice.randrange(0, 2_500_000)
     limited = kind == "disk" and (not mounted or dice.random() < 0.3)
-    what = {"kill": "kill -9", "signal": number.name, "": "no fault",
-            "disk": f"{'files' if limited else 'a disk'} of {room} bytes more"}[kind]  # fmt: skip
+    what = {
+        "kill": "kill -9",
+        "signal": number.name,
+        "": "no fault",
+        "disk": f"{'files' if limited else 'a disk'} of {room} bytes more",
+    }[kind]
     errors = list[str]()
     assert process.stderr is not None
     reader = threading.Thread(target=lambda: errors.extend(process.stderr))  # type: ignore[arg-type]

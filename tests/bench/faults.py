@@ -55,9 +55,11 @@ def batches(count: int, seed: int, kinds: Iterable[str]) -> dict[str, list[str]]
     random.Random(seed).shuffle(episodes)
     found = dict[str, list[str]]()
     for group, faults in (
-        ("training", training), ("answer", ["answer"] * counts.get("answer", 0)),
-        ("file", ["file"] * counts.get("file", 0)), ("episodes", episodes),
-    ):  # fmt: skip
+        ("training", training),
+        ("answer", ["answer"] * counts.get("answer", 0)),
+        ("file", ["file"] * counts.get("file", 0)),
+        ("episodes", episodes),
+    ):
         size = BATCH[group]
         for i in range(0, len(faults), size):
             found[f"{group} {seed} {i // size}"] = faults[i : i + size]

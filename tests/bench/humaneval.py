@@ -17,12 +17,14 @@ async def grade_all(problems: Mapping[str, Mapping[str, str]], stub: str) -> Cou
     graded = await asyncio.gather(
         *(
             score_code(
-                row["prompt"], row["prompt"] + (stub or row["canonical_solution"]), row,
+                row["prompt"],
+                row["prompt"] + (stub or row["canonical_solution"]),
+                row,
                 timeout_s=300.0,
             )
             for row in problems.values()
         )
-    )  # fmt: skip
+    )
     return Counter(
         "passed" if parts["score"] else next(name for name, x in parts.items() if x)
         for parts in graded

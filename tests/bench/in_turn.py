@@ -51,9 +51,13 @@ def print_times(what: str, medians: Mapping[str, np.ndarray]) -> None:
 
 
 def make_step(
-    cfg: Config, params: Params, scorer: Scorer, *, base: Params | None = None,
+    cfg: Config,
+    params: Params,
+    scorer: Scorer,
+    *,
+    base: Params | None = None,
     frozen: Frozen | None = None,
-) -> Callable[[], Metrics]:  # fmt: skip
+) -> Callable[[], Metrics]:
     """Return a step of RL on a drawn batch, which trains `params` further at each call."""
     tx = rl_optimizer(cfg)
     step = jax.jit(
@@ -83,7 +87,7 @@ def draw_batch(cfg: Config) -> Batch:
         rollout_logp_BT=np.where(mask, -5.5 + 0.3 * dice.normal(size=shape), 0).astype(np.float32),
         rewards_B=dice.random(shape[0]).astype(np.float32),
         samples_per_prompt=cfg.rollout.samples_per_prompt,
-    )  # fmt: skip
+    )
 
 
 def draw_groups(cfg: Config) -> Batch:

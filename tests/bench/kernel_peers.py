@@ -139,13 +139,16 @@ def hf_eager(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
         layer = Layer()
         layer.sinks = sink.to(q.dtype)
         o, _ = eager_attention_forward(
-            layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias,
+            layer,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            bias,
             scaling=case.H**-0.5,
-        )  # fmt: skip
+        )
         return o, None
 
-    return _of_torch(forward, [_torch(x) for x in (q, k, v, sink)],
-                     [_torch(x) for x in cotangents])  # fmt: skip
+    return _of_torch(forward, [_torch(x) for x in (q, k, v, sink)], [_torch(x) for x in cotangents])
 
 
 @functools.lru_cache(maxsize=1)
@@ -178,15 +181,24 @@ def flex(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
 
     def forward(q: Any, k: Any, v: Any, sink: Any) -> Any:
         o, aux = attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks,
-            enable_gqa=True, return_aux=AuxRequest(lse=True), scale=case.H**-0.5,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            block_mask=blocks,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+            scale=case.H**-0.5,
+        )
         lse = aux.lse
         keep = torch.sigmoid(lse - sink[None, :, None])[..., None].to(o.dtype)
         return (o * keep).transpose(1, 2), torch.logaddexp(lse, sink[None, :, None]).mT
 
-    return _of_torch(forward, [_torch(x) for x in (q, k, v, sink)],
-                     [_torch(x) for x in cotangents], backward=device == "cuda")  # fmt: skip
+    return _of_torch(
+        forward,
+        [_torch(x) for x in (q, k, v, sink)],
+        [_torch(x) for x in cotangents],
+        backward=device == "cuda",
+    )
 
 
 def grouped_mm(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
@@ -271,12 +283,21 @@ def without_sink(
     """sink_attention with sinks of -inf and no gradient to them."""
     from pallas_kernels import sink_attention
 
-    def call(q: Any, k: Any, v: Any, sink: Any, q_pos: Any, k_pos: Any, q_seg: Any,
-             k_seg: Any) -> Any:  # fmt: skip
+    def call(
+        q: Any, k: Any, v: Any, sink: Any, q_pos: Any, k_pos: Any, q_seg: Any, k_seg: Any
+    ) -> Any:
         return sink_attention(
-            q, k, v, jnp.full_like(sink, -jnp.inf), q_positions_BT=q_pos, k_positions_BS=k_pos,
-            q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            jnp.full_like(sink, -jnp.inf),
+            q_positions_BT=q_pos,
+            k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg,
+            k_segment_ids_BS=k_seg,
+            window=case.window or None,
+            impl=impl,
+        )
 
     return _of_jax(call, inputs, cotangents, 3)
 
@@ -294,9 +315,13 @@ def cudnn_sink(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     stats = torch.empty(case.B, case.N, case.T, 1, device="cuda")
     o, dq, dk, dv, dsink = (torch.empty_like(x) for x in (q, q, k, v, sink))
     plans = _cudnn_graphs(
-        frontend, case, {"q": q, "k": k, "v": v, "sink_token": sink}, (o, stats),
-        {"o": o, "dO": ct, "stats": stats, "dSink_token": dsink}, (dq, dk, dv),
-    )  # fmt: skip
+        frontend,
+        case,
+        {"q": q, "k": k, "v": v, "sink_token": sink},
+        (o, stats),
+        {"o": o, "dO": ct, "stats": stats, "dSink_token": dsink},
+        (dq, dk, dv),
+    )
     runs = []
     for graph, pack in plans:
         try:
@@ -332,9 +357,10 @@ def _cudnn_graphs(
 
     # a key is seen where query - left_bound < key <= query: our window, the query counted
     band = {
-        "attn_scale": case.H**-0.5, "diagonal_band_right_bound": 0,
+        "attn_scale": case.H**-0.5,
+        "diagonal_band_right_bound": 0,
         "diagonal_alignment": frontend.diagonal_alignment.TOP_LEFT,
-    } | ({"diagonal_band_left_bound": case.window} if case.window else {})  # fmt: skip
+    } | ({"diagonal_band_left_bound": case.window} if case.window else {})
     plans = []
     for name, arrays, results, options in (
         ("sdpa", given, out, {"generate_stats": True}),

@@ -45,10 +45,16 @@ def splash(block: str, fused: str) -> list[Program]:
 
     b, one = int(block), fused == "fused"
     sizes = kernel.BlockSizes(
-        block_q=b, block_kv=b, block_kv_compute=b, block_q_dkv=b, block_kv_dkv=b,
-        block_kv_dkv_compute=b, block_q_dq=None if one else b, block_kv_dq=None if one else b,
+        block_q=b,
+        block_kv=b,
+        block_kv_compute=b,
+        block_q_dkv=b,
+        block_kv_dkv=b,
+        block_kv_dkv_compute=b,
+        block_q_dq=None if one else b,
+        block_kv_dq=None if one else b,
         use_fused_bwd_kernel=one,
-    )  # fmt: skip
+    )
     G = HEADS // KEY_HEADS
     mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))] * G)
     attend = kernel.make_splash_mqa_single_device(mask, block_sizes=sizes)
@@ -106,8 +112,10 @@ def rows_of(chip: str, name: str, words: tuple[str, ...]) -> list[str]:
         else:
             unit, count = "512 x 256 columns", turn[0] * turn[1] / (512 * 256)
         cycles = kernel.cycles(loop) / count
-        lines.append(f"{name} {' '.join(words)}  {kernel.kernel}: {cycles:.0f} cycles of {unit}, "
-                     f"{kernel.share(loop, 'MXU'):.0%} MXU")  # fmt: skip
+        lines.append(
+            f"{name} {' '.join(words)}  {kernel.kernel}: {cycles:.0f} cycles of {unit}, "
+            f"{kernel.share(loop, 'MXU'):.0%} MXU"
+        )
     return lines
 
 

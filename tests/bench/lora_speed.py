@@ -41,9 +41,10 @@ def weights() -> tuple[Any, Any]:
     packed, _ = pack_experts(init_params(jax.random.key(0), CFG.model), CFG.model)
     packed = jax.tree.map(jnp.asarray, packed)
     dense = jax.tree.map(
-        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x, packed,
+        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x,
+        packed,
         is_leaf=lambda x: isinstance(x, Mxfp4),
-    )  # fmt: skip
+    )
     return packed, dense
 
 
@@ -70,15 +71,26 @@ def main() -> None:
     keep_freed_memory()
     packed, dense = weights()
     new = partial(init_adapters, jax.random.key(1), CFG.model, CFG.lora)
-    steps = take_medians(measure_in_turn({
-        "all weights": make_side(jax.tree.map(jnp.copy, dense), None),
-        "adapters, dense": make_side(new(), dense),
-        "adapters, packed": make_side(new(), packed),
-    }, args.rounds))  # fmt: skip
+    steps = take_medians(
+        measure_in_turn(
+            {
+                "all weights": make_side(jax.tree.map(jnp.copy, dense), None),
+                "adapters, dense": make_side(new(), dense),
+                "adapters, packed": make_side(new(), packed),
+            },
+            args.rounds,
+        )
+    )
     beside = partial(with_adapters, adapters=new(), scales=CFG.lora.scales)
-    decoding = take_medians(measure_in_turn({
-        "dense": make_decoding(CFG, beside(dense)), "packed": make_decoding(CFG, beside(packed)),
-    }, args.rounds))  # fmt: skip
+    decoding = take_medians(
+        measure_in_turn(
+            {
+                "dense": make_decoding(CFG, beside(dense)),
+                "packed": make_decoding(CFG, beside(packed)),
+            },
+            args.rounds,
+        )
+    )
     print_times("a step", steps)
     print_times("decoding", decoding)
     bytes_of = {name: published(name) for name in ("tiny_lora.py", "gptoss20b_lora.py")}
@@ -87,12 +99,18 @@ def main() -> None:
             f"| a publication, {name} | {adapter:,} of {whole:,} bytes: 1/{whole / adapter:.0f} |"
         )
     print("ratios of CPU-seconds, and of seconds:")
-    print(json.dumps({
-        "packed_over_dense": (steps["adapters, packed"] / steps["adapters, dense"]).tolist(),
-        "packed_over_all": (steps["adapters, packed"] / steps["all weights"]).tolist(),
-        "packed_tokens_of_dense": (decoding["dense"] / decoding["packed"]).tolist(),
-        "publication": {name: a / w for name, (a, w) in bytes_of.items()},
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "packed_over_dense": (
+                    steps["adapters, packed"] / steps["adapters, dense"]
+                ).tolist(),
+                "packed_over_all": (steps["adapters, packed"] / steps["all weights"]).tolist(),
+                "packed_tokens_of_dense": (decoding["dense"] / decoding["packed"]).tolist(),
+                "publication": {name: a / w for name, (a, w) in bytes_of.items()},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -32,10 +32,14 @@ from jaxmoe.rollout.native import NativeEngine
 
 LONGEST, PROMPTS, SAMPLES = 52, 16, 4
 PIECES = {
-    "norms": ("norm",), "linear layers": ("linear", "output"), "rotation": ("rotary", "rotate"),
-    "attention": ("attend", "decode"), "router": ("router",), "experts": ("experts",),
+    "norms": ("norm",),
+    "linear layers": ("linear", "output"),
+    "rotation": ("rotary", "rotate"),
+    "attention": ("attend", "decode"),
+    "router": ("router",),
+    "experts": ("experts",),
     "head": ("logits", "logprobs", "sampled_logprobs"),
-}  # fmt: skip
+}
 
 
 def main() -> None:

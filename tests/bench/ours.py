@@ -58,9 +58,12 @@ class Desk:
             donate_argnums=0,
         )
         self.engine = NativeEngine(
-            self.cfg, self.ops, max_prompt_tokens=sizes.prompt_tokens,
-            max_new_tokens=sizes.new_tokens, max_rows=self.rows,
-        )  # fmt: skip
+            self.cfg,
+            self.ops,
+            max_prompt_tokens=sizes.prompt_tokens,
+            max_new_tokens=sizes.new_tokens,
+            max_rows=self.rows,
+        )
         self.engine.load(self.state.params.policy, 0)
         self.dice = np.random.default_rng(0)
         self.steps = 0

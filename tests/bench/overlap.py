@@ -31,14 +31,23 @@ from jaxmoe.run.job import Job
 from jaxmoe.run.parts import make_parts
 
 BUDGET = (
-    "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",
-    "save.every_steps=1000000", "loss.rollout_correction=token_is(high=2.0)",
-)  # fmt: skip
+    "data.held_out_rows=8",
+    "rollout.max_gen_batches=1",
+    "eval.every_steps=1000000",
+    "save.every_steps=1000000",
+    "loss.rollout_correction=token_is(high=2.0)",
+)
 SHOWN = (
-    "time/step_s", "time/rollout_s", "time/train_s", "time/weight_sync_s",
-    "time/wait_for_rollouts_s", "time/wait_for_trainer_s", "rollout/overlap_frac",
-    "staleness/mean", "staleness/mixed_frac",
-)  # fmt: skip
+    "time/step_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/weight_sync_s",
+    "time/wait_for_rollouts_s",
+    "time/wait_for_trainer_s",
+    "rollout/overlap_frac",
+    "staleness/mean",
+    "staleness/mixed_frac",
+)
 
 
 def main() -> None:

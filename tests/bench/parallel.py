@@ -51,10 +51,12 @@ SHARDS = 8
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
 MESH = Mesh(np.array(jax.devices()[:SHARDS]), ("sequence",))
 ATTEND = {
-    "one device": sink_attention, "ring": sequence_parallel(ring_attention, MESH),
-    "ring, zigzag": sequence_parallel(ring_attention, MESH), "ulysses":
-    sequence_parallel(ulysses_attention, MESH), "halo": sequence_parallel(halo_attention, MESH),
-}  # fmt: skip
+    "one device": sink_attention,
+    "ring": sequence_parallel(ring_attention, MESH),
+    "ring, zigzag": sequence_parallel(ring_attention, MESH),
+    "ulysses": sequence_parallel(ulysses_attention, MESH),
+    "halo": sequence_parallel(halo_attention, MESH),
+}
 
 
 def gradients(name: str, window: int | None, ct: Any, inputs: Any, places: Any) -> Any:
@@ -107,10 +109,14 @@ def exact(T: int, window: int | None, ct: Any, inputs: Any, places: Any) -> Any:
 
 
 def attention(args: argparse.Namespace) -> None:
-    print(f"{args.tokens:,} tokens, {args.heads} query and {args.key_heads} key heads of "
-          f"{args.head_size}, float32, {SHARDS} shards\n")  # fmt: skip
-    print("| attention | window | temporaries, MiB a device | of one device's |"
-          + " s | largest errors of o, lse, dq, dk, dv, dsink |" * args.run)  # fmt: skip
+    print(
+        f"{args.tokens:,} tokens, {args.heads} query and {args.key_heads} key heads of "
+        f"{args.head_size}, float32, {SHARDS} shards\n"
+    )
+    print(
+        "| attention | window | temporaries, MiB a device | of one device's |"
+        + " s | largest errors of o, lse, dq, dk, dv, dsink |" * args.run
+    )
     print("|---" * (4 + 2 * args.run) + "|")
     for window in (None, 128):
         alone = None
@@ -124,9 +130,11 @@ def attention(args: argparse.Namespace) -> None:
             if name != "one device":
                 cut = NamedSharding(MESH, P(None, "sequence"))
                 shapes = jax.tree.map(
-                    lambda x, cut=cut: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut)
-                    if x.ndim > 1 else x, shapes,
-                )  # fmt: skip
+                    lambda x, cut=cut: (
+                        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut) if x.ndim > 1 else x
+                    ),
+                    shapes,
+                )
             step = jax.jit(partial(gradients, name, window)).lower(*shapes).compile()
             memory: Any = step.memory_analysis()
             held = memory.temp_size_in_bytes
@@ -185,11 +193,14 @@ def scaling(args: argparse.Namespace) -> None:
             if given.model.d_model % sizes["fsdp"]:  # more of it would cut no weight
                 continue
             cfg = override(
-                given, *(f"mesh.{name}={size}" for name, size in sizes.items()),
+                given,
+                *(f"mesh.{name}={size}" for name, size in sizes.items()),
                 f"data.max_prompt_tokens={args.tokens // 2}",
-                f"rollout.max_new_tokens={args.tokens // 2}", f"rollout.sequences_per_step={n}",
-                "optim.tokens_per_microbatch=0", "optim.microbatches=1",
-            )  # fmt: skip
+                f"rollout.max_new_tokens={args.tokens // 2}",
+                f"rollout.sequences_per_step={n}",
+                "optim.tokens_per_microbatch=0",
+                "optim.microbatches=1",
+            )
             here = args.on == "cpu"
             devices = jax.devices()[:n] if here else parse_topology(f"{args.on}:{n // 8}x8")[1]
             mesh = mesh_on(cfg, devices)

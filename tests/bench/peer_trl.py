@@ -23,10 +23,19 @@ def make_model(directory: Path) -> None:
 
     torch.manual_seed(0)
     config = GptOssConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_local_experts=8,
-        num_experts_per_tok=2, sliding_window=32, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = GptOssForCausalLM(config).float()
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -43,9 +52,11 @@ def load(directory: Path):
     from transformers import GptOssForCausalLM
 
     return GptOssForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager",
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
         experts_implementation="grouped_mm",
-    )  # fmt: skip
+    )
 
 
 def tokenizer():
@@ -120,24 +131,44 @@ def trainer_of(directory: Path, sizes: argparse.Namespace, callback, record: dic
         return [dice.random() for _ in completions]
 
     config = GRPOConfig(
-        output_dir=str(directory / "trl"), use_cpu=True, bf16=False, beta=0.0, num_iterations=1,
+        output_dir=str(directory / "trl"),
+        use_cpu=True,
+        bf16=False,
+        beta=0.0,
+        num_iterations=1,
         num_generations=sizes.samples,
         per_device_train_batch_size=sizes.prompts * sizes.samples // sizes.peer_parts,
-        gradient_accumulation_steps=sizes.peer_parts, steps_per_generation=sizes.peer_parts,
+        gradient_accumulation_steps=sizes.peer_parts,
+        steps_per_generation=sizes.peer_parts,
         max_completion_length=sizes.new_tokens,
-        temperature=1.0, top_p=1.0, top_k=0, gradient_checkpointing=False, max_steps=10**5,
-        learning_rate=1e-6, lr_scheduler_type="constant", report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, seed=0, optim="adamw_torch",
-        dataloader_num_workers=0, dataloader_pin_memory=False,
-    )  # fmt: skip
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        gradient_checkpointing=False,
+        max_steps=10**5,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        optim="adamw_torch",
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+    )
     texts = [
         " ".join(f"w{dice.randrange(1, VOCAB):03d}" for _ in range(sizes.prompt_tokens))
         for _ in range(8 * sizes.prompts)
     ]
     return Timed(
-        model=load(directory), args=config, reward_funcs=reward, processing_class=tokenizer(),
-        train_dataset=Dataset.from_list([{"prompt": t} for t in texts]), callbacks=[callback],
-    )  # fmt: skip
+        model=load(directory),
+        args=config,
+        reward_funcs=reward,
+        processing_class=tokenizer(),
+        train_dataset=Dataset.from_list([{"prompt": t} for t in texts]),
+        callbacks=[callback],
+    )
 
 
 def serve(directory: Path, sizes: argparse.Namespace, say) -> None:

@@ -44,9 +44,12 @@ from tests.bench.in_turn import make_decoding, make_step, measure_in_turn, print
 DENSE = "quant.experts=none", "quant.scale=ocp", "quant.rounding=nearest"
 TINY = "tiny_mxfp4.py"
 LARGE = (
-    "model.d_model=256", "model.d_expert=512", "model.n_experts=32", "model.vocab_size=512",
+    "model.d_model=256",
+    "model.d_expert=512",
+    "model.n_experts=32",
+    "model.vocab_size=512",
     "quant.experts=mxfp4",
-)  # fmt: skip
+)
 
 
 def decode_before(product: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,10 +55,13 @@ def by_kind(bench: Bench) -> dict[str, tuple[float, ...]]:
     engine.load(bench.trained, 0)
     rollouts = engine.generate(prompts, bench.task.sampling, seed=1, samples=SAMPLES)
     batch = rollout_batch(
-        rollouts, np.zeros(len(rollouts), np.float32), samples=SAMPLES,
-        length=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens, pad_id=0,
+        rollouts,
+        np.zeros(len(rollouts), np.float32),
+        samples=SAMPLES,
+        length=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens,
+        pad_id=0,
         n_experts=cfg.model.n_experts,
-    )  # fmt: skip
+    )
     batch = jax.tree.map(jnp.asarray, batch)
     ops = make_ops(cfg)
 

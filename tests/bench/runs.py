@@ -28,10 +28,13 @@ from jaxmoe.run.parts import make_parts
 
 def new_engine(cfg: Config, ops: Ops | None = None) -> NativeEngine:
     return NativeEngine(
-        cfg.model, ops or make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
+        cfg.model,
+        ops or make_ops(cfg),
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        max_rows=cfg.rollout.max_parallel_sequences,
         keep_experts=cfg.records_experts,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

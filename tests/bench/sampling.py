@@ -150,8 +150,10 @@ def clock(words: int, rounds: int, samplers: dict) -> None:
                     spent[name].append(1e3 * (time.perf_counter() - start))
         ms = {name: statistics.median(times) for name, times in spent.items()}
         ratio = ms["race"] / ms["inverse CDF"]
-        print(f"\n{rows} rows: race {ms['race']:.2f} ms, inverse CDF {ms['inverse CDF']:.2f} ms, "
-              f"ratio {ratio:.2f}")  # fmt: skip
+        print(
+            f"\n{rows} rows: race {ms['race']:.2f} ms, inverse CDF {ms['inverse CDF']:.2f} ms, "
+            f"ratio {ratio:.2f}"
+        )
 
 
 if __name__ == "__main__":

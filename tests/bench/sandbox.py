@@ -123,8 +123,9 @@ def kill_trainer(kind: str) -> tuple[int, float]:
     """Kill a process with sandboxes at work; their number of processes, and seconds to the end."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.bench.sandbox", "--be-killed", kind],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdout is not None
     pids = set(map(int, child.stdout.readline().split()))
     assert len(pids) >= 8 and all(map(is_running, pids))

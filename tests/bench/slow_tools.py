@@ -35,9 +35,14 @@ class SlowEnvironment:
     reply_timeout_s = 0.0
 
     def __init__(
-        self, threads: ReplyThreads, vocab_size: int, *, call_s: float = 0.0,
-        slow_share: float = 0.0, patience_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        threads: ReplyThreads,
+        vocab_size: int,
+        *,
+        call_s: float = 0.0,
+        slow_share: float = 0.0,
+        patience_s: float = 0.0,
+    ) -> None:
         self.reply_threads, self.patience_s = threads, patience_s
         self._vocab_size, self._call_s, self._slow_share = vocab_size, call_s, slow_share
         self._counts: dict[int, int] = defaultdict(int)
@@ -61,9 +66,14 @@ def main() -> None:
     n_episodes = int(sys.argv[1]) if len(sys.argv) > 1 else 256
     config = override(load_config("tiny.py"), f"model.max_context={CONTEXT}")
     engine = NativeEngine(
-        config.model, make_ops(config), max_prompt_tokens=PROMPT, max_new_tokens=TURNS * TURN,
-        max_rows=n_episodes, max_context=CONTEXT, max_reply_tokens=REPLY,
-    )  # fmt: skip
+        config.model,
+        make_ops(config),
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=TURNS * TURN,
+        max_rows=n_episodes,
+        max_context=CONTEXT,
+        max_reply_tokens=REPLY,
+    )
     engine.load(init_params(jax.random.key(0), config.model), 0)
     rng = np.random.default_rng(0)
     prompts = [
@@ -71,9 +81,12 @@ def main() -> None:
         for i in range(n_episodes)
     ]
     sampling = Sampling(
-        max_new_tokens=TURNS * TURN, stop_ids=STOPS, max_turns=TURNS, max_turn_tokens=TURN,
+        max_new_tokens=TURNS * TURN,
+        stop_ids=STOPS,
+        max_turns=TURNS,
+        max_turn_tokens=TURN,
         max_context=CONTEXT,
-    )  # fmt: skip
+    )
     threads = ReplyThreads(n_episodes)
 
     def sample(**options: float) -> tuple[float, float, float]:
@@ -89,10 +102,11 @@ def main() -> None:
         "no delay": {},
         f"{CALL_S} s each": {"call_s": CALL_S},
         f"{SLOW_SHARE:.0%} of {SLOW_S:g} s, patience {PATIENCE_S:g} s": {
-            "slow_share": SLOW_SHARE, "patience_s": PATIENCE_S,
+            "slow_share": SLOW_SHARE,
+            "patience_s": PATIENCE_S,
         },
         f"{SLOW_SHARE:.0%} of {SLOW_S:g} s, no patience": {"slow_share": SLOW_SHARE},
-    }  # fmt: skip
+    }
     sample()  # compiles
     base_s = 0.0
     for name, options in schedules.items():

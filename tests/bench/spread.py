@@ -20,9 +20,12 @@ Request = tuple[int, np.ndarray]  # tokens of the prompt, of each of its answers
 
 
 def seconds(
-    requests: list[Request], order: list[int], cost: Callable[[Request], float], servers: int,
+    requests: list[Request],
+    order: list[int],
+    cost: Callable[[Request], float],
+    servers: int,
     width: int,
-) -> float:  # fmt: skip
+) -> float:
     """Until the last answer; `width` requests are under way at once."""
     waiting = list(reversed(order))
     load, ends = np.zeros(servers), np.zeros(servers)
@@ -74,8 +77,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--samples", type=int, default=8)
     args = parser.parse_args()
-    for servers, prompts, longest, width in ((2, 64, 2048, 64), (4, 256, 8192, 256),
-                                             (4, 256, 8192, 64), (8, 256, 32768, 256)):  # fmt: skip
+    for servers, prompts, longest, width in (
+        (2, 64, 2048, 64),
+        (4, 256, 8192, 256),
+        (4, 256, 8192, 64),
+        (8, 256, 32768, 256),
+    ):
         found: dict[str, list[float]] = {}
         for seed in range(args.rounds):
             rng = np.random.default_rng(seed)
@@ -95,9 +102,10 @@ def main() -> None:
 
             base = seconds(requests, given, one, servers, width)
             for name, order, cost in (
-                ("fewest tokens", given, tokens), ("longest first", by_length, one),
+                ("fewest tokens", given, tokens),
+                ("longest first", by_length, one),
                 ("both", by_length, tokens),
-            ):  # fmt: skip
+            ):
                 share = seconds(requests, order, cost, servers, width) / base
                 found.setdefault(name, []).append(share)
         told = "; ".join(f"{name} {np.mean(x):.3f} ({max(x):.3f})" for name, x in found.items())

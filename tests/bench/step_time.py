@@ -29,11 +29,14 @@ from tests.bench.in_turn import make_step, measure_in_turn, take_medians
 
 EQUAL = ("loss.old_logp=recomputed", "loss.kl_coef=0.01")
 MOST_EXPENSIVE = (
-    "loss.objective=gspo", "loss.aggregation=kept_token_mean",
+    "loss.objective=gspo",
+    "loss.aggregation=kept_token_mean",
     "loss.rollout_correction=rejection(statistic='seq_mean_k3', high=0.5) + veto + "
-    "drift_mask(max_drift=1.0) + sequence_is + normalize", "loss.entropy_coef=0.001",
-    "loss.advantages=reinforce_pp_baseline_advantages", "gate.ess=0.1",
-)  # fmt: skip
+    "drift_mask(max_drift=1.0) + sequence_is + normalize",
+    "loss.entropy_coef=0.001",
+    "loss.advantages=reinforce_pp_baseline_advantages",
+    "gate.ess=0.1",
+)
 
 
 def make_side(*changes: str) -> Callable[[], None]:
@@ -60,12 +63,14 @@ def main() -> None:
     (plain_cpu, plain_s), (costly_cpu, costly_s) = take_medians(times).values()
     a, b = (times[side][:, 0] for side in sides)  # CPU-seconds of the rounds
     result = {
-        "plain_cpu_s": plain_cpu, "most_expensive_cpu_s": costly_cpu,
-        "plain_s": plain_s, "most_expensive_s": costly_s,
+        "plain_cpu_s": plain_cpu,
+        "most_expensive_cpu_s": costly_cpu,
+        "plain_s": plain_s,
+        "most_expensive_s": costly_s,
         "ratio_of_medians": costly_cpu / plain_cpu,
         "ratio_of_minima": float(b.min() / a.min()),
         "median_of_ratios": float(np.median(b / a)),
-    }  # fmt: skip
+    }
     ratio = result["ratio_of_medians"]
     print(f"| plain GRPO | {plain_cpu:.3f} CPU-s | {plain_s:.3f} s |")
     print(f"| the most expensive | {costly_cpu:.3f} CPU-s, {ratio:.3f}x | {costly_s:.3f} s |")

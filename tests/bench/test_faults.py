@@ -108,21 +108,29 @@ def test_a_line_that_is_there_twice_is_lost(tmp_path):
 
 @pytest.mark.parametrize(
     "status, told, passes",
-    [(2, "error: the disk must\n", True), (1, "error: the disk must\n", False),
-     (2, "! Retrying once.\nerror: no room\n", True), (2, "error: a\nOSError: b\n", False),
-     (2, "", False)],
-)  # fmt: skip
+    [
+        (2, "error: the disk must\n", True),
+        (1, "error: the disk must\n", False),
+        (2, "! Retrying once.\nerror: no room\n", True),
+        (2, "error: a\nOSError: b\n", False),
+        (2, "", False),
+    ],
+)
 def test_a_full_disk_is_one_line_and_status_2(status, told, passes):
     assert fault_training.expected("disk", status, fault_training.SIGNALS[0], told) == passes
 
 
 @pytest.mark.parametrize(
     "answer, failure",
-    [((0.1, 0, "RequestFailed", "no"), ""), ((9.0, 0, "RequestFailed", "no"), "hang"),
-     ((0.1, 0, "", ""), "lost"), ((0.1, 0, "RecursionError", ""), "traceback"),
-     ((0.1, 1 << 30, "RequestFailed", "no"), "other"),
-     ((0.1, 0, "RequestFailed", fault_answers.KEY), "other")],
-)  # fmt: skip
+    [
+        ((0.1, 0, "RequestFailed", "no"), ""),
+        ((9.0, 0, "RequestFailed", "no"), "hang"),
+        ((0.1, 0, "", ""), "lost"),
+        ((0.1, 0, "RecursionError", ""), "traceback"),
+        ((0.1, 1 << 30, "RequestFailed", "no"), "other"),
+        ((0.1, 0, "RequestFailed", fault_answers.KEY), "other"),
+    ],
+)
 def test_an_answer_is_judged_by_time_memory_error_and_key(answer, failure):
     assert fault_answers.judged("generate: x", *answer) == failure
 
@@ -164,10 +172,13 @@ PLANTED = """
     return {"x": planted}
 """
 FAULTS = {
-    "pass": "", "raise ValueError('x')": "traceback", "assert False": "lost",
-    "print('Traceback', file=sys.stderr)": "traceback", "raise SystemExit(3)": "traceback",
+    "pass": "",
+    "raise ValueError('x')": "traceback",
+    "assert False": "lost",
+    "print('Traceback', file=sys.stderr)": "traceback",
+    "raise SystemExit(3)": "traceback",
     "time.sleep(60)": "hang",
-}  # fmt: skip
+}
 
 
 def test_a_file_that_breaks_its_reader_is_found(tmp_path, monkeypatch):
@@ -192,8 +203,12 @@ def test_every_fault_is_drawn_once_whoever_asks_and_a_second_call_goes_on(tmp_pa
     every = batches(200, 0, ["kill", "signal", "disk", "answer", "file"])
     kinds = [kind for faults in every.values() for kind in faults]
     assert {k: kinds.count(k) for k in kinds} == {
-        "kill": 25, "signal": 25, "disk": 20, "answer": 65, "file": 65
-    }  # fmt: skip
+        "kill": 25,
+        "signal": 25,
+        "disk": 20,
+        "answer": 65,
+        "file": 65,
+    }
     only = batches(130, 0, ["answer", "file"])
     assert only.items() <= every.items()
     results = Results(tmp_path / "results.jsonl")

@@ -18,10 +18,26 @@ from pallas_kernels.bench import schedule, schedule_tpu
 from pallas_kernels.sink_attention import cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
-WHOLE = ("512x512x2", "512x512x4", "512x1024x4", "1024x512x4", "1024x1024x2", "1024x1024x4",
-         "2048x512x2")  # fmt: skip
-WINDOW = ("256x384x2", "256x384x4", "256x384x8", "512x640x2", "512x640x4", "128x256x4", "128x256x8",
-          "512x256x4", "256x128x8")  # fmt: skip
+WHOLE = (
+    "512x512x2",
+    "512x512x4",
+    "512x1024x4",
+    "1024x512x4",
+    "1024x1024x2",
+    "1024x1024x4",
+    "2048x512x2",
+)
+WINDOW = (
+    "256x384x2",
+    "256x384x4",
+    "256x384x8",
+    "512x640x2",
+    "512x640x4",
+    "128x256x4",
+    "128x256x8",
+    "512x256x4",
+    "256x128x8",
+)
 
 
 def programs(sizes: str, window: str, backward: str) -> list[schedule.Program]:

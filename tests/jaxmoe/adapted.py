@@ -12,9 +12,18 @@ from jaxmoe.model.params import cast_for_forward
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 
 CFG = ModelConfig(
-    vocab_size=90, d_model=128, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=3, d_expert=64, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=90,
+    d_model=128,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=3,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+)
 LORA = LoraConfig(attention_rank=4, expert_rank=3, attention_alpha=6.0, expert_alpha=4.5)
 OPS = plain_ops()
 
@@ -39,6 +48,7 @@ def adapters_of(cfg=CFG, lora=LORA):
 
 def dense(params):
     return jax.tree.map(
-        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x, params,
+        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x,
+        params,
         is_leaf=lambda x: isinstance(x, Mxfp4),
-    )  # fmt: skip
+    )

@@ -57,7 +57,7 @@ NUMBER_CHEATS = [
     (r"\boxed{7x}", "7"),
     (r"\boxed{7_{10}}", "7"),
     (r"\boxed{\frac{7}{0}}", "7"),
-]  # fmt: skip
+]
 OTHER_CHEATS = [
     (r"\boxed{x = x}", "x^2+1"),
     (r"\boxed{x = x}", "y=2x+3"),
@@ -119,4 +119,4 @@ OTHER_CHEATS = [
     (r"\boxed{x=2y+3}", "y=2x+3"),
     ("", ""),
     (r"\boxed{}", ""),
-]  # fmt: skip
+]

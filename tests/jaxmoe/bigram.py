@@ -22,9 +22,18 @@ from jaxmoe.rl.validate import check_algorithm
 EPS = float(np.finfo(np.float32).eps)
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
-    experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
-)  # fmt: skip
+    vocab_size=29,
+    d_model=24,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=8,
+    n_experts=5,
+    experts_per_token=2,
+    d_expert=20,
+    sliding_window=5,
+    dtype="float32",
+)
 B, T, R = 8, 12, 4
 ENDS = np.array([12, 9, 6, 11, 7, 5, 12, 8])
 SGD = optax.sgd(1.0)  # the update is minus the gradient

@@ -49,9 +49,14 @@ def draw_episode(rng, number=0, *, prompt=None, max_turns=3, max_turn=3, max_rep
     read = len(prompt) + len(tokens) - 1
     ranks = rng.random((read, LAYERS, EXPERTS)).argsort(-1)[..., :ACTIVE]
     rollout = Rollout(
-        Prompt(number, "", prompt, None), tokens, logp, STOPS[int(rng.integers(len(STOPS)))],
-        np.full(len(tokens), 3, np.int32), routed_experts=ranks.astype(np.int8), policy_mask=mask,
-    )  # fmt: skip
+        Prompt(number, "", prompt, None),
+        tokens,
+        logp,
+        STOPS[int(rng.integers(len(STOPS)))],
+        np.full(len(tokens), 3, np.int32),
+        routed_experts=ranks.astype(np.int8),
+        policy_mask=mask,
+    )
     return Heard(list(prompt), parts), rollout
 
 

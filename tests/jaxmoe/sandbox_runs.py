@@ -17,10 +17,13 @@ MODULE = "tests.jaxmoe.sandbox_runs"
 CALLS_VARIABLE = "JAXMOE_TEST_CALLS"
 # One process on two devices has the mesh of two processes, and shares its programs with a resume.
 CHANGES: dict[str, Any] = {
-    "data__tools": "python_sandbox", "sandbox__kind": "bubblewrap", "sandbox__warm": 1,
-    "sandbox__call_s": 60, "mesh__fsdp": 2,
+    "data__tools": "python_sandbox",
+    "sandbox__kind": "bubblewrap",
+    "sandbox__warm": 1,
+    "sandbox__call_s": 60,
+    "mesh__fsdp": 2,
     "warmup__demonstrations": "jaxmoe.configs.tiny_tool:demonstrate_calculator(share=1.0)",
-}  # fmt: skip
+}
 PROCESSES_PER_SANDBOX = 2  # bubblewrap and what it runs
 _IN_COMMAND = b"jaxmoe.envs.sandbox.inside.worker"
 

@@ -34,15 +34,20 @@ from jaxmoe.train import train_rl
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
 CFG = override(
-    load_config("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
-    f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    "rollout.max_gen_batches=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
+    load_config("tiny.py"),
+    "data.train_rows=64",
+    "data.held_out_rows=4",
+    "warmup.steps=0",
+    f"rollout.sequences_per_step={SAMPLES * PROMPTS}",
+    f"rollout.samples_per_prompt={SAMPLES}",
+    "rollout.max_gen_batches=1",
+    f"steps={STEPS}",
+    "eval.every_steps=3",
+    "save.every_steps=100",
     "loss.rollout_correction=token_is",
-)  # fmt: skip
+)
 TX = optax.sgd(1.0)
-NUMBERS = (
-    "gate/closed", "grad/norm", "loss", "train_rollout_logprob_abs_diff"
-)  # fmt: skip
+NUMBERS = ("gate/closed", "grad/norm", "loss", "train_rollout_logprob_abs_diff")
 
 
 def counting_step(state, batch, minibatches, base, **_):
@@ -88,8 +93,9 @@ class Scripted:
             self.script("sample" if training else "score", self)
             rollouts = [
                 self.rollout(p, seed, i, sampling, first)
-                for i, p in enumerate(prompts) for _ in range(samples)
-            ]  # fmt: skip
+                for i, p in enumerate(prompts)
+                for _ in range(samples)
+            ]
             self.answered += training
             return rollouts
         finally:
@@ -135,9 +141,12 @@ class Run:
             return make_batch(cfg, task, rollouts, rewards)
 
         parts = replace(
-            make_parts(cfg), tx=TX, rl_program=partial(rl_program, step=counting_step),
-            make_batch=make_noted_batch, plot_run=self.plot,
-        )  # fmt: skip
+            make_parts(cfg),
+            tx=TX,
+            rl_program=partial(rl_program, step=counting_step),
+            make_batch=make_noted_batch,
+            plot_run=self.plot,
+        )
         with self.log(self.work, stage=begun.stage, step=begun.step) as log:
             job = Job(cfg, parts, self.engine, log, self.stop, position)
             train_rl(job)

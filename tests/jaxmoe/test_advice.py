@@ -22,11 +22,42 @@ MAX_ADVICE = 8  # pieces of advice in a row
 INTS = ["-1", "0", "1", "2", "3", "5", "7", "8", "12", "64", "100", "1000000", "2.5", "many"]
 FLOATS = ["-0.1", "0", "0.3", "1", "1.5", "1e9", "nan", "much"]
 WORDS = [
-    "", "native", "vllm", "bfloat16", "own", "shared", "none", "rollout", "recomputed", "harmony",
-    "ring", "zigzag", "ulysses", "host", "device", "attention", "invariant", "adapter", "nccl",
-    "ipc", "mxfp4", "xla", "triton", "wandb", "w_q", "w_gate_up", "router", "embedding", "wait",
-    "dapo", "checkpoint", "http://127.0.0.1:1", "tokens", "'x", "a b",
-]  # fmt: skip
+    "",
+    "native",
+    "vllm",
+    "bfloat16",
+    "own",
+    "shared",
+    "none",
+    "rollout",
+    "recomputed",
+    "harmony",
+    "ring",
+    "zigzag",
+    "ulysses",
+    "host",
+    "device",
+    "attention",
+    "invariant",
+    "adapter",
+    "nccl",
+    "ipc",
+    "mxfp4",
+    "xla",
+    "triton",
+    "wandb",
+    "w_q",
+    "w_gate_up",
+    "router",
+    "embedding",
+    "wait",
+    "dapo",
+    "checkpoint",
+    "http://127.0.0.1:1",
+    "tokens",
+    "'x",
+    "a b",
+]
 
 
 def advised(error: str) -> list[str]:
@@ -112,11 +143,17 @@ def refusal(name):
         ("tiny.py", ["rollout.vllm.start_timeout_s=-1"]),
         ("tiny.py", ["rollout.vllm.probe_abs_diff=-1"]),
         # eight rows at least, of groups of five: neither 8 nor 5 will do
-        ("tiny.py", ["model.numerics=invariant", "rollout.samples_per_prompt=5",
-                     "rollout.sequences_per_step=5"]),
+        (
+            "tiny.py",
+            [
+                "model.numerics=invariant",
+                "rollout.samples_per_prompt=5",
+                "rollout.sequences_per_step=5",
+            ],
+        ),
         ("tiny.py", ["model.numerics=invariant", "mesh.data=2", "mesh.tensor=2"]),
     ],
-)  # fmt: skip
+)
 def test_advice_that_was_followed_is_accepted(name, settings):
     error_of = refusal(name)
     assert error_of(settings)

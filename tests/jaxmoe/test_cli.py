@@ -112,8 +112,11 @@ def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):
 def test_the_real_command_exits_with_two_and_one_line():
     result = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 

@@ -28,9 +28,18 @@ from tests.pallas_kernels.in_hlo import kernels, library_matmuls, loop_bodies
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
 CFG = tiny(
-    vocab_size=500, vocab_multiple=128, dtype="bfloat16", d_model=256, head_dim=64, n_q_heads=8,
-    n_kv_heads=2, n_experts=8, experts_per_token=2, d_expert=192, sliding_window=128,
-)  # fmt: skip
+    vocab_size=500,
+    vocab_multiple=128,
+    dtype="bfloat16",
+    d_model=256,
+    head_dim=64,
+    n_q_heads=8,
+    n_kv_heads=2,
+    n_experts=8,
+    experts_per_token=2,
+    d_expert=192,
+    sliding_window=128,
+)
 PROMPT, NEW, SAMPLES, ROWS = 64, 704, 4, 640  # 160 prompts; rows of a decode step: 3 turns of loops
 BATCH = 6  # sequences of the trainer
 CHIPS = [
@@ -80,9 +89,12 @@ def lie(mesh, tree):
 def batch():
     shape = BATCH, PROMPT + NEW
     dtypes = dict(
-        tokens_BT=jnp.int32, positions_BT=jnp.int32, segment_ids_BT=jnp.int32,
-        loss_mask_BT=jnp.bool_, rollout_logp_BT=jnp.float32,
-    )  # fmt: skip
+        tokens_BT=jnp.int32,
+        positions_BT=jnp.int32,
+        segment_ids_BT=jnp.int32,
+        loss_mask_BT=jnp.bool_,
+        rollout_logp_BT=jnp.float32,
+    )
     arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
     rewards = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     return Batch(**arrays, rewards_B=rewards, samples_per_prompt=2)

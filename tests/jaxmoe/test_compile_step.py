@@ -38,7 +38,7 @@ CFG = override(
         steps=1,
     ),
     "model.n_layers=2",
-)  # fmt: skip
+)
 
 
 SHORT = ("data.max_prompt_tokens=256", "rollout.max_new_tokens=256")
@@ -68,16 +68,23 @@ def compiled_step(chip, kernels):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     batch = Batch(
-        tokens_BT=array(jnp.int32), positions_BT=array(jnp.int32), segment_ids_BT=array(jnp.int32),
-        loss_mask_BT=array(jnp.bool_), rollout_logp_BT=array(jnp.float32),
-        rewards_B=array(jnp.float32, shape[:1]), samples_per_prompt=2,
-    )  # fmt: skip
+        tokens_BT=array(jnp.int32),
+        positions_BT=array(jnp.int32),
+        segment_ids_BT=array(jnp.int32),
+        loss_mask_BT=array(jnp.bool_),
+        rollout_logp_BT=array(jnp.float32),
+        rewards_B=array(jnp.float32, shape[:1]),
+        samples_per_prompt=2,
+    )
     policy = abstract_params(cfg.model, cfg.optim.param_dtype)
     state = jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), policy)
     step = partial(
-        rl_step, tx=tx, algorithm=algorithm_from_config(cfg),
-        scorer=Scorer(cfg.model, make_ops(cfg)), gate=cfg.gate,
-    )  # fmt: skip
+        rl_step,
+        tx=tx,
+        algorithm=algorithm_from_config(cfg),
+        scorer=Scorer(cfg.model, make_ops(cfg)),
+        gate=cfg.gate,
+    )
     with jax.numpy_dtype_promotion("standard"), effort(chip):
         return compile_for(chip, step, state, batch, donate=(0,))
 

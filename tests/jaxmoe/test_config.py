@@ -15,13 +15,25 @@ from jaxmoe.config_file import load_config, override
 
 TINY = load_config("tiny.py")
 SHIPPED = [
-    "gptoss120b.py", "gptoss120b_lora.py", "gptoss20b.py", "gptoss20b_gsm8k.py",
-    "gptoss20b_kernels.py", "gptoss20b_long.py", "gptoss20b_lora.py", "gptoss20b_mxfp4.py",
+    "gptoss120b.py",
+    "gptoss120b_lora.py",
+    "gptoss20b.py",
+    "gptoss20b_gsm8k.py",
+    "gptoss20b_kernels.py",
+    "gptoss20b_long.py",
+    "gptoss20b_lora.py",
+    "gptoss20b_mxfp4.py",
     "gptoss20b_ppo.py",
-    "gptoss20b_retool.py", "gptoss20b_verif.py",
-    "tiny.py", "tiny_hack.py", "tiny_if.py", "tiny_lora.py", "tiny_mxfp4.py",
-    "tiny_tool.py", "tiny_vllm.py",
-]  # fmt: skip
+    "gptoss20b_retool.py",
+    "gptoss20b_verif.py",
+    "tiny.py",
+    "tiny_hack.py",
+    "tiny_if.py",
+    "tiny_lora.py",
+    "tiny_mxfp4.py",
+    "tiny_tool.py",
+    "tiny_vllm.py",
+]
 
 
 def lookup(config, path):
@@ -201,9 +213,11 @@ def test_of_adapters_only_what_goes_together_is_taken():
         (["attention_rank=2", "embedding_rows=-1"], "lora.embedding_rows must be 0 or more"),
         (["attention_rank=2", "targets=w_down"], "lora.attention_rank .2. must have a target"),
         (["expert_rank=2", "targets=w_q,w_o"], "lora.expert_rank .2. must have a target"),
-        (["attention_rank=2", "modules_to_save=head,embedding", "embedding_rows=64"],
-         "lora.embedding_rows .64. must be 0 if the embedding is trained"),
-    ):  # fmt: skip
+        (
+            ["attention_rank=2", "modules_to_save=head,embedding", "embedding_rows=64"],
+            "lora.embedding_rows .64. must be 0 if the embedding is trained",
+        ),
+    ):
         with pytest.raises(ConfigError, match=f"^{message}.* Try --set [^ ]*$"):
             override(TINY, *(f"lora.{change}" for change in changes))
     value_only = override(TINY, "lora.attention_rank=2", "lora.targets=w_v, w_q").lora

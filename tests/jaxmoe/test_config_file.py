@@ -18,9 +18,14 @@ from jaxmoe.config_file import load_config, override, resolve
 from jaxmoe.model.config import tiny, to_hf
 
 STORED_MODEL = tiny(
-    d_model=32, n_layers=4, n_experts=3, d_expert=64, rope_theta=500.0, max_context=512,
+    d_model=32,
+    n_layers=4,
+    n_experts=3,
+    d_expert=64,
+    rope_theta=500.0,
+    max_context=512,
     swiglu_alpha=1.5,
-)  # fmt: skip
+)
 
 
 @pytest.fixture

@@ -11,11 +11,14 @@ TINY = load_config("tiny.py")
 
 @pytest.mark.parametrize(
     "changes",
-    [["mesh.fsdp=2"], ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
-     ["optim.moments=host"],
-     ["critic.backbone=own", "loss.advantages=gae"]],
+    [
+        ["mesh.fsdp=2"],
+        ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
+        ["optim.moments=host"],
+        ["critic.backbone=own", "loss.advantages=gae"],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(changes):
     with pytest.raises(ConfigError, match="^lora needs .*, got ") as error:
         override(TINY, "lora.expert_rank=4", *changes)
@@ -30,17 +33,26 @@ def test_vllm_takes_adapters_merged():
 
 
 ADAPTER_SETTINGS = (
-    "lora.expert_rank=4", "rollout.engine=vllm", "rollout.vllm.lora=adapter", "warmup.steps=0",
+    "lora.expert_rank=4",
+    "rollout.engine=vllm",
+    "rollout.vllm.lora=adapter",
+    "warmup.steps=0",
     "init.checkpoint=somewhere",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
     "changes",
-    ["init.checkpoint=", "warmup.steps=3", "rollout.vllm.url=http://127.0.0.1:8000",
-     "lora.modules_to_save=router", "lora.targets=w_q,w_down", "lora.expert_rank=600",
-     "lora.expert_rank=0"],
-)  # fmt: skip
+    [
+        "init.checkpoint=",
+        "warmup.steps=3",
+        "rollout.vllm.url=http://127.0.0.1:8000",
+        "lora.modules_to_save=router",
+        "lora.targets=w_q,w_down",
+        "lora.expert_rank=600",
+        "lora.expert_rank=0",
+    ],
+)
 def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(changes):
     assert override(TINY, *ADAPTER_SETTINGS).rollout.vllm.lora == "adapter"
     with pytest.raises(ConfigError, match="^rollout.vllm.lora=adapter ") as error:
@@ -53,16 +65,21 @@ def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_take
 
 @pytest.mark.parametrize(
     ("key", "name", "meant"),
-    [("targets", "w_up", "w_gate_up"), ("targets", "q_proj", "w_q"),
-     ("modules_to_save", "routers", "router"), ("modules_to_save", "lm_head", "head"),
-     ("modules_to_save", "norm", "norms")],
-)  # fmt: skip
+    [
+        ("targets", "w_up", "w_gate_up"),
+        ("targets", "q_proj", "w_q"),
+        ("modules_to_save", "routers", "router"),
+        ("modules_to_save", "lm_head", "head"),
+        ("modules_to_save", "norm", "norms"),
+    ],
+)
 def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, meant):
     ranks = "lora.attention_rank=3", "lora.expert_rank=2"
     pattern = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
     with pytest.raises(ConfigError, match=f"^{pattern}lora.{key}={meant}.$"):
-        override(TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else
-                 f"lora.{key}={name}")  # fmt: skip
+        override(
+            TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else f"lora.{key}={name}"
+        )
 
 
 def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():

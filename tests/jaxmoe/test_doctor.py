@@ -17,9 +17,15 @@ from jaxmoe.reconcile.variants import Hypothesis
 from jaxmoe.reconcile.verdict import Rounding, Verdict, format_partly
 
 SMALL = [
-    "--config", "tiny.py", "--set", "rollout.temperature=0.7", "--set", "data.held_out_rows=16",
-    "--set", "data.train_rows=64",
-]  # fmt: skip
+    "--config",
+    "tiny.py",
+    "--set",
+    "rollout.temperature=0.7",
+    "--set",
+    "data.held_out_rows=16",
+    "--set",
+    "data.train_rows=64",
+]
 
 
 def run_doctor(folder, engine="native"):
@@ -47,10 +53,19 @@ def test_a_right_engine_agrees(run_folder, capsys):
 
 
 FOUR_BITS = [
-    "--config", "tiny_mxfp4.py", "--set", "model.d_model=64", "--set", "model.d_expert=64",
-    "--set", "data.held_out_rows=16", "--set", "data.train_rows=64",
-    "--set", "rollout.max_new_tokens=6",
-]  # fmt: skip
+    "--config",
+    "tiny_mxfp4.py",
+    "--set",
+    "model.d_model=64",
+    "--set",
+    "model.d_expert=64",
+    "--set",
+    "data.held_out_rows=16",
+    "--set",
+    "data.train_rows=64",
+    "--set",
+    "rollout.max_new_tokens=6",
+]
 
 
 @pytest.mark.slow

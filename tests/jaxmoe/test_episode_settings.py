@@ -21,34 +21,45 @@ ROOT = Path(__file__).parents[2]
 CODE = "tests.jaxmoe.bad_episode_code"
 CFG = load_config("tiny_tool.py")
 SMALL = ("data.train_rows=8", "data.held_out_rows=2")
-FACTORY = ("data.tools=", "data.template=harmony", "data.max_prompt_tokens=500",
-           "rollout.max_context=900")  # fmt: skip
+FACTORY = (
+    "data.tools=",
+    "data.template=harmony",
+    "data.max_prompt_tokens=500",
+    "rollout.max_context=900",
+)
 
 # Changes of tiny_tool.py, and parts of the line.
 REFUSED = {
     "a tool without types": ([f"data.tools={CODE}:untyped"], ["a type for query", "query: str"]),
     "a tool without a docstring": (
-        [f"data.tools={CODE}:undocumented"], ["must have a docstring", "Args:"],
+        [f"data.tools={CODE}:undocumented"],
+        ["must have a docstring", "Args:"],
     ),
     "an unknown tool": (["data.tools=pyton"], ["'pyton'. Did you mean python?"]),
     "a tool that the module lacks": (
-        [f"data.tools={CODE}:untypd"], [f"Did you mean {CODE}:untyped?"],
+        [f"data.tools={CODE}:untypd"],
+        [f"Did you mean {CODE}:untyped?"],
     ),
     "a name that resembles none": (
-        [f"data.tools={CODE}:zzz"], ["no attribute 'zzz'. Define zzz there"],
+        [f"data.tools={CODE}:zzz"],
+        ["no attribute 'zzz'. Define zzz there"],
     ),
     "a template without harmony": (
-        ["data.template={question}"], ["need prompts in harmony", "--set data.template=harmony"],
+        ["data.template={question}"],
+        ["need prompts in harmony", "--set data.template=harmony"],
     ),
     "a chat template": (["data.template=chat"], ["--set data.template=harmony"]),
     "an unknown environment": (
-        [f"data.environment={CODE}:Enviroment"], [f"Did you mean {CODE}:Environment?"],
+        [f"data.environment={CODE}:Enviroment"],
+        [f"Did you mean {CODE}:Environment?"],
     ),
     "an unknown project": (
-        ["data.environment=skyrll:gsm8k"], ["no module 'skyrll'. Did you mean skyrl:gsm8k?"],
+        ["data.environment=skyrll:gsm8k"],
+        ["no module 'skyrll'. Did you mean skyrl:gsm8k?"],
     ),
     "a class that is no environment": (
-        [f"data.environment={CODE}:NoEnvironment"], ["must have one of these forms: reset(row"],
+        [f"data.environment={CODE}:NoEnvironment"],
+        ["must have one of these forms: reset(row"],
     ),
     "a column that the rows lack": (
         [f"data.environment={CODE}:NeedsColumn", *FACTORY],
@@ -67,7 +78,8 @@ REFUSED = {
         ["must take one row", "def demonstrate_nothing(row)"],
     ),
     "demonstrations that are no function": (
-        [f"warmup.demonstrations={CODE}:Environment"], ["must be a function"],
+        [f"warmup.demonstrations={CODE}:Environment"],
+        ["must be a function"],
     ),
     "an option that demonstrations do not have": (
         ["warmup.demonstrations=jaxmoe.configs.tiny_tool:demonstrate_calculator(shar=1.0)"],
@@ -75,13 +87,16 @@ REFUSED = {
     ),
     "a demonstration that does not fit": (
         [f"warmup.demonstrations={CODE}:demonstrate_too_much"],
-        [f"must fit in rollout.max_context ({CFG.rollout.max_context} tokens)",
-         "--set rollout.max_context="],
+        [
+            f"must fit in rollout.max_context ({CFG.rollout.max_context} tokens)",
+            "--set rollout.max_context=",
+        ],
     ),
     "a demonstration of text": (
-        [f"warmup.demonstrations={CODE}:demonstrate_text"], ["must return a list", "'hello'"],
+        [f"warmup.demonstrations={CODE}:demonstrate_text"],
+        ["must return a list", "'hello'"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -102,10 +117,22 @@ def test_episodes_that_cannot_work_are_one_line_and_leave_no_folder(
 @pytest.mark.slow
 def test_the_command_refuses_in_one_line_too(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "jaxmoe.train", "--config", "tiny_tool.py", "--workdir",
-         str(tmp_path / "run"), "--set", "rollout.max_context=0"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "jaxmoe.train",
+            "--config",
+            "tiny_tool.py",
+            "--workdir",
+            str(tmp_path / "run"),
+            "--set",
+            "rollout.max_context=0",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
     assert "rollout.max_turns (" in result.stderr
     assert not (tmp_path / "run").exists()
@@ -152,10 +179,13 @@ def test_all_limits_of_episodes_without_an_environment_are_named_at_once():
 
 
 def test_an_error_of_a_demonstration_keeps_its_traceback_and_names_the_row():
-    task = open_task(override(
-        CFG, *SMALL,
-        f"warmup.demonstrations={CODE}:demonstrate_missing_column",
-    ))  # fmt: skip
+    task = open_task(
+        override(
+            CFG,
+            *SMALL,
+            f"warmup.demonstrations={CODE}:demonstrate_missing_column",
+        )
+    )
     with pytest.raises(KeyError, match="nothing") as error:
         warm_start_target(task.make_prompt(task.train, 3), task)
     assert error.value.__notes__ == ["warmup.demonstrations raised this on row 3."]

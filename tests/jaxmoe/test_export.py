@@ -57,9 +57,13 @@ def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
     for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(POLICY), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert {p.name for p in out.iterdir()} == {
-        "config.json", "generation_config.json", "jaxmoe.sha256", "model.safetensors",
-        "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "jaxmoe.sha256",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
@@ -146,8 +150,9 @@ def test_the_sums_are_those_of_sha256sum(exported):
     )
     assert {name: total for total, name in listed.items()} == {
         p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in exported.iterdir() if p.name not in ("model.safetensors", "jaxmoe.sha256")
-    }  # fmt: skip
+        for p in exported.iterdir()
+        if p.name not in ("model.safetensors", "jaxmoe.sha256")
+    }
 
 
 def test_four_bits_keep_their_stated_error(work, tmp_path):

@@ -174,9 +174,10 @@ def test_each_mistake_in_a_sum_is_found(text, answer):
 
 
 OPTIONS = {
-    "seq_mean_token_sum_norm": "(length=8)", "rejection": "(statistic='token_k1', high=2.0)",
+    "seq_mean_token_sum_norm": "(length=8)",
+    "rejection": "(statistic='token_k1', high=2.0)",
     "drift_mask": "(max_drift=1.0)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind, name", [(kind, x) for kind in CHOICES for x in CHOICES[kind]])

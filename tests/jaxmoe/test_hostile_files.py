@@ -223,9 +223,15 @@ def test_any_type_of_a_parquet_column(tmp_path, name):
 
 @pytest.mark.parametrize(
     "change",
-    ["data.task={}.jsonl", "data.task=package:{}/x.jsonl", "init.checkpoint={}",
-     "init.tokenizer={}", "workdir={}", "data.rewards={}:f"],
-)  # fmt: skip
+    [
+        "data.task={}.jsonl",
+        "data.task=package:{}/x.jsonl",
+        "init.checkpoint={}",
+        "init.tokenizer={}",
+        "workdir={}",
+        "data.rewards={}:f",
+    ],
+)
 def test_a_name_of_5000_characters_is_one_line(change, capsys):
     args = ["--set", change.format("n" * 5_000), "--set", "model=checkpoint"]
     args = args if "init.checkpoint" in change else args[:2]

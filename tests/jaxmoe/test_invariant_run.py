@@ -19,11 +19,18 @@ from pallas_kernels.check.choice import make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
 
 SETTINGS = (
-    "model.numerics=invariant", "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3",
-    "warmup.sequences_per_step=16", "rollout.sequences_per_step=16", "rollout.max_gen_batches=1",
-    "steps=2", "eval.every_steps=2", "rollout.temperature=0.7",
+    "model.numerics=invariant",
+    "data.train_rows=64",
+    "data.held_out_rows=8",
+    "warmup.steps=3",
+    "warmup.sequences_per_step=16",
+    "rollout.sequences_per_step=16",
+    "rollout.max_gen_batches=1",
+    "steps=2",
+    "eval.every_steps=2",
+    "rollout.temperature=0.7",
     "loss.entropy_coef=0.01",  # a gradient, whatever the rewards of a model this untrained
-)  # fmt: skip
+)
 
 
 def run(work, *changes):
@@ -112,9 +119,13 @@ def decided(kind, cfg=INVARIANT, verdict=PASSED):
 
 @pytest.mark.parametrize(
     "kind, impl",
-    [("NVIDIA H100 80GB HBM3", "mosaic_gpu"), ("TPU v5 lite", "mosaic_tpu"),
-     ("TPU v5", "mosaic_tpu"), ("TPU v6 lite", "mosaic_tpu")],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", "mosaic_gpu"),
+        ("TPU v5 lite", "mosaic_tpu"),
+        ("TPU v5", "mosaic_tpu"),
+        ("TPU v6 lite", "mosaic_tpu"),
+    ],
+)
 def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind, impl):
     choice = decided(kind)
     assert set(choice.impls.values()) == {f"{impl}_invariant"}
@@ -137,7 +148,7 @@ def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind
         ("TPU v5", "mesh.data=2", PASSED, "must run on one GPU or TPU, got a mesh of 2"),
         ("TPU v5", "kernels=mosaic_gpu", PASSED, "must run in mosaic_tpu on a tpu"),
     ],
-)  # fmt: skip
+)
 def test_where_it_was_not_shown_is_refused_in_one_line(kind, setting, verdict, message):
     with pytest.raises(ConfigError) as error:
         decided(kind, override(INVARIANT, setting), verdict)

@@ -27,9 +27,18 @@ from jaxmoe.run.programs import warmup_optimizer
 from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, random_adapters
 from tests.jaxmoe.random_weights import random_weights
 
-SMALL = ["model.d_model=64", "model.d_expert=128", "model.n_experts=3", "data.train_rows=64",
-         "data.held_out_rows=4", "warmup.steps=0", "eval.samples_per_prompt=1",
-         "rollout.sequences_per_step=4", "rollout.samples_per_prompt=2", "steps=0"]  # fmt: skip
+SMALL = [
+    "model.d_model=64",
+    "model.d_expert=128",
+    "model.n_experts=3",
+    "data.train_rows=64",
+    "data.held_out_rows=4",
+    "warmup.steps=0",
+    "eval.samples_per_prompt=1",
+    "rollout.sequences_per_step=4",
+    "rollout.samples_per_prompt=2",
+    "steps=0",
+]
 LORA = ["lora.attention_rank=3", "lora.expert_rank=2", "lora.expert_alpha=6.0"]
 CFG = override(load_config("tiny.py"), *SMALL, *LORA)
 ADAPTERS = random_adapters(CFG.model, CFG.lora.ranks, size=0.3)
@@ -42,8 +51,12 @@ def cfg(tmp_path_factory):
     packed, _ = pack_experts(random_weights(CFG.model, 3), CFG.model)
     save_params(packed, CFG.model, folder / "words", dtype="mxfp4")
     save_adapter(ADAPTERS, CFG.model, CFG.lora, folder / "peft", base="someone/words")
-    return override(CFG, f"init.checkpoint={folder}/words", f"lora.init_from={folder}/peft",
-                    f"workdir={folder}/run")  # fmt: skip
+    return override(
+        CFG,
+        f"init.checkpoint={folder}/words",
+        f"lora.init_from={folder}/peft",
+        f"workdir={folder}/run",
+    )
 
 
 def test_a_run_starts_from_the_adapter_and_it_is_the_reference(cfg):
@@ -64,8 +77,13 @@ def test_a_run_starts_from_the_adapter_and_it_is_the_reference(cfg):
 
 
 def arguments(cfg, *more):
-    settings = [*SMALL, *LORA, f"init.checkpoint={cfg.init.checkpoint}",
-                f"lora.init_from={cfg.lora.init_from}", *more]  # fmt: skip
+    settings = [
+        *SMALL,
+        *LORA,
+        f"init.checkpoint={cfg.init.checkpoint}",
+        f"lora.init_from={cfg.lora.init_from}",
+        *more,
+    ]
     sets = [part for setting in settings for part in ("--set", setting)]
     return ["--config", "tiny.py", "--workdir", cfg.workdir, *sets]
 

@@ -16,9 +16,12 @@ from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
 LONGEST, BUFFER = 11, 4
 CFG = override(
-    load_config("tiny.py"), f"rollout.max_new_tokens={LONGEST}", "rollout.samples_per_prompt=4",
-    "data.max_prompt_tokens=3", f"rollout.overlong_buffer={BUFFER}",
-)  # fmt: skip
+    load_config("tiny.py"),
+    f"rollout.max_new_tokens={LONGEST}",
+    "rollout.samples_per_prompt=4",
+    "data.max_prompt_tokens=3",
+    f"rollout.overlong_buffer={BUFFER}",
+)
 LENGTHS = [1, 6, 7, 8, 9, 10, 11, 11]
 STOPS = [StopReason.STOP_TOKEN] * 7 + [StopReason.MAX_TOKENS]
 
@@ -42,11 +45,14 @@ NOTHING = Nothing()
 def batch_of(cfg, rewards):
     rollouts = [
         Rollout(
-            Prompt(i // 4, "", (1, 2), None), np.full(n, 5, np.int32), np.full(n, -1.0, np.float32),
-            stop, np.zeros(n, np.int32),
+            Prompt(i // 4, "", (1, 2), None),
+            np.full(n, 5, np.int32),
+            np.full(n, -1.0, np.float32),
+            stop,
+            np.zeros(n, np.int32),
         )
         for i, (n, stop) in enumerate(zip(LENGTHS, STOPS, strict=True))
-    ]  # fmt: skip
+    ]
     tokenizer = load_tokenizer("bytes")
     task = Task(
         tokenizer,

@@ -24,10 +24,18 @@ from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 OWN = "rollout.engine=own_engine:describe_own(rows=8)"
 SMALL = (
-    "model.d_model=32", "model.d_expert=24", "model.n_experts=4", "data.train_rows=64",
-    "data.held_out_rows=4", "warmup.steps=0", "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", "steps=2", "eval.every_steps=2",
-)  # fmt: skip
+    "model.d_model=32",
+    "model.d_expert=24",
+    "model.n_experts=4",
+    "data.train_rows=64",
+    "data.held_out_rows=4",
+    "warmup.steps=0",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    "steps=2",
+    "eval.every_steps=2",
+)
 DESCRIPTION = """\
 from jaxmoe.config import EngineDescription
 
@@ -62,15 +70,24 @@ def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, t
 @pytest.mark.slow
 def test_the_engine_of_the_docs_has_the_episodes_of_the_native_one(own_engine):
     """Greedily, so that both choose the same tokens."""
-    limits = ("rollout.max_new_tokens=12", "rollout.max_turn_tokens=5", "rollout.max_turns=4",
-              "rollout.max_context=96", "data.max_prompt_tokens=40")  # fmt: skip
+    limits = (
+        "rollout.max_new_tokens=12",
+        "rollout.max_turn_tokens=5",
+        "rollout.max_turns=4",
+        "rollout.max_context=96",
+        "data.max_prompt_tokens=40",
+    )
     cfg = override(load_config("tiny_tool.py"), OWN, *limits)
     ops, params = make_ops(cfg), init_params(jax.random.key(0), cfg.model)
     prompts = [Prompt(i, "", tuple(range(40 + i, 50 + 3 * i)), None) for i in range(7)]
     sampling = Sampling(
-        max_new_tokens=12, stop_ids=tuple(range(40, 250, 2)), temperature=0.0, max_turns=4,
-        max_turn_tokens=5, max_context=96,
-    )  # fmt: skip
+        max_new_tokens=12,
+        stop_ids=tuple(range(40, 250, 2)),
+        temperature=0.0,
+        max_turns=4,
+        max_turn_tokens=5,
+        max_context=96,
+    )
     both = []
     for engine_cfg in (cfg, override(cfg, "rollout.engine=native")):
         engine = open_engine(engine_cfg, ops, Path("unused"))
@@ -94,10 +111,12 @@ def peer(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "fact, change, works",
-    [("reports_kept_mass", "rollout.top_k=5", "True"),
-     ("reports_experts", "router.replay=R3", "True"),
-     ("uses_trainer_forward", "model.numerics=invariant", "True, reports_experts=True")],
-)  # fmt: skip
+    [
+        ("reports_kept_mass", "rollout.top_k=5", "True"),
+        ("reports_experts", "router.replay=R3", "True"),
+        ("uses_trainer_forward", "model.numerics=invariant", "True, reports_experts=True"),
+    ],
+)
 def test_a_setting_is_refused_unless_the_description_allows_it(fact, change, works, peer):
     cfg = load_config("tiny.py")
     with pytest.raises(ConfigError, match=r"rollout.engine.*Try --set") as error:
@@ -133,13 +152,15 @@ def test_an_engine_that_was_not_made_for_several_processes_is_refused(peer, monk
 
 @pytest.mark.parametrize(
     "name, answer",
-    [("sglang", "must be native, vllm or module:function, got 'sglang'. Try --set"),
-     ("peer_engine:nothing", "must be a function that can be imported"),
-     ("missing_engine:describe", "PYTHONPATH=FOLDER"),
-     ("peer_engine:describe_wrong", "must return a jaxmoe.config.EngineDescription, got str"),
-     ("peer_engine:describe_wrong(port=1)", "got an unexpected keyword argument 'port'"),
-     ("peer_engine:describe(port=)", "must be a function with literal keyword arguments")],
-)  # fmt: skip
+    [
+        ("sglang", "must be native, vllm or module:function, got 'sglang'. Try --set"),
+        ("peer_engine:nothing", "must be a function that can be imported"),
+        ("missing_engine:describe", "PYTHONPATH=FOLDER"),
+        ("peer_engine:describe_wrong", "must return a jaxmoe.config.EngineDescription, got str"),
+        ("peer_engine:describe_wrong(port=1)", "got an unexpected keyword argument 'port'"),
+        ("peer_engine:describe(port=)", "must be a function with literal keyword arguments"),
+    ],
+)
 def test_a_name_that_describes_no_engine_is_refused_in_one_line(name, answer, peer):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny.py"), f"rollout.engine={name}")

@@ -100,9 +100,11 @@ def test_forty_rewrites_beside_a_page_lose_nothing(tmp_path, monkeypatch):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_samples("rl", 0, [row])
         with subprocess.Popen(
-            [sys.executable, "-c", PAGES, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PAGES, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
             stderr=subprocess.PIPE,
-        ) as pages:  # fmt: skip
+        ) as pages:
             assert pages.stdout is not None and pages.stdout.readline() == "ready\n"
             drain = subprocess.Popen(["cat"], stdin=pages.stdout, stdout=subprocess.DEVNULL)
             size, rewrites, step = 0, 0, 0

@@ -15,12 +15,22 @@ from jaxmoe.observe.metrics import read_samples
 from jaxmoe.observe.samples_page import MAX_STEPS, escape_invisible, group_by_step, write_page
 
 HOSTILE = (
-    "<script>document.title='x'</script>", "</td></pre></section></body>",
+    "<script>document.title='x'</script>",
+    "</td></pre></section></body>",
     '"><img src=x onerror=1>',
-    "<a href=\"javascript:document.title='x'\">here</a>", "\u202edesrever", "\x1b[2J\x1b]0;x\x07",
-    "a\x00b", "\ud800 alone", "&lt;script&gt;", "<!-- ", "</title></style>", "y" * 100_000,
-    "{body} %s {0}", "\u2028line", "\u200bzero",
-)  # fmt: skip
+    "<a href=\"javascript:document.title='x'\">here</a>",
+    "\u202edesrever",
+    "\x1b[2J\x1b]0;x\x07",
+    "a\x00b",
+    "\ud800 alone",
+    "&lt;script&gt;",
+    "<!-- ",
+    "</title></style>",
+    "y" * 100_000,
+    "{body} %s {0}",
+    "\u2028line",
+    "\u200bzero",
+)
 
 
 def make_answer(text, **fields):
@@ -101,9 +111,12 @@ def test_piped_into_head_there_is_no_traceback_and_the_page_is_written(tmp_path)
     long = [row for step in (1, 2) for row in make_row(step, "x" * 50) * 300]
     run = write(tmp_path / "run", long)
     result = subprocess.run(
-        f"{sys.executable} -m jaxmoe.samples {run} | head -1", shell=True, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
+        f"{sys.executable} -m jaxmoe.samples {run} | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (result.stdout, result.stderr) == ("rl step 2\n", "")
     assert "rl step 1" in parsed(run / "samples.html").text
 
@@ -184,8 +197,10 @@ def test_a_browser_runs_nothing_of_an_answer(tmp_path):
     rows = [row for i, text in enumerate(HOSTILE) for row in make_row(i, text)]
     write_page(rows, "all of them", tmp_path / "page.html")
     (tmp_path / "control.html").write_text(f"<title>all</title>{HOSTILE[0]}")
-    titles = [re.search("<title>(.*?)</title>", dom(tmp_path / name, tmp_path / "profile"))[1]
-              for name in ("control.html", "page.html")]  # fmt: skip
+    titles = [
+        re.search("<title>(.*?)</title>", dom(tmp_path / name, tmp_path / "profile"))[1]
+        for name in ("control.html", "page.html")
+    ]
     assert titles == ["x", "all of them"]
     tags = Tags()
     tags.feed(dom(tmp_path / "page.html", tmp_path / "profile"))
@@ -195,24 +210,43 @@ def test_a_browser_runs_nothing_of_an_answer(tmp_path):
 
 def dom(path, profile):
     result = subprocess.run(
-        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-         "--no-first-run", "--disable-background-networking", f"--user-data-dir={profile}",
-         "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            f"--user-data-dir={profile}",
+            "--dump-dom",
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def make_episode_rows(text="4761", speaker="python"):
     sample = make_answer(
-        "final: 4761", stop="max_turns", advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=3,
-        turns=2, env_length=4, tokens=[["69*69", -0.02, 0.5], [text], ["4761", 0.0, 1.0]],
+        "final: 4761",
+        stop="max_turns",
+        advantage=0.5,
+        gap_mean=1e-3,
+        gap_max=0.02,
+        length=3,
+        turns=2,
+        env_length=4,
+        tokens=[["69*69", -0.02, 0.5], [text], ["4761", 0.0, 1.0]],
         transcript=[
-            ["policy", "assistant to python", "69*69"], ["environment", speaker, text],
+            ["policy", "assistant to python", "69*69"],
+            ["environment", speaker, text],
             ["policy", "", "final: 4761"],
         ],
-    )  # fmt: skip
+    )
     row = {"stage": "rl", "step": 1, "row": 3, "prompt": "69*69", "answer": "4761"}
     held_out = row | {"kind": "held_out"} | sample
     return [row | {"kind": "group", "samples": [sample]}, held_out]
@@ -226,9 +260,10 @@ def test_an_episode_is_a_line_for_each_message_and_grey_where_the_environment_wr
     lines = capsys.readouterr().out.splitlines()
     assert lines[4].endswith("2 turns, 4 tokens of the environment  max turns")
     assert lines[5:8] == [
-        "      assistant to python  69*69", "      python               4761",
+        "      assistant to python  69*69",
+        "      python               4761",
         "      (policy)             final: 4761",
-    ]  # fmt: skip
+    ]
     page = (run / "samples.html").read_text()
     assert (
         "<span class=e>4761</span>" in page
@@ -242,16 +277,22 @@ def test_an_episode_is_a_line_for_each_message_and_grey_where_the_environment_wr
 def test_replies_of_an_environment_are_text(tmp_path, text):
     write_page(make_episode_rows(text, text), "title", tmp_path / "page.html")
     write_page(make_episode_rows("harmless"), "title", tmp_path / "harmless.html")
-    tags = [[t for t in parsed(tmp_path / f"{name}.html").tags if t[0] != "i"]
-            for name in ("page", "harmless")]  # fmt: skip
+    tags = [
+        [t for t in parsed(tmp_path / f"{name}.html").tags if t[0] != "i"]
+        for name in ("page", "harmless")
+    ]
     assert tags[0] == tags[1]
 
 
 def test_a_transcript_of_wrong_types_is_left_out():
     (row,) = make_episode_rows()[1:]
     row["transcript"] = [
-        ["policy", {"a": 1}, []], ["<b>", "", "x"], "policy", ["policy", "ok"], ["policy", "", "ok"]
-    ]  # fmt: skip
+        ["policy", {"a": 1}, []],
+        ["<b>", "", "x"],
+        "policy",
+        ["policy", "ok"],
+        ["policy", "", "ok"],
+    ]
     (checked,) = group_by_step([row])[1]
     assert checked["transcript"] == [["policy", "(dict)", "(list)"], ["policy", "", "ok"]]
 
@@ -266,6 +307,7 @@ def test_an_answer_of_one_turn_names_no_environment_and_a_fault_says_why(capsys,
     lines = capsys.readouterr().out.splitlines()
     assert lines[4:7] == [
         r"    reward 1  env error: ValueError: \x1b[2J no",
-        "      assistant (analysis)  hm", "      assistant             4761",
-    ]  # fmt: skip
+        "      assistant (analysis)  hm",
+        "      assistant             4761",
+    ]
     assert "<b>env error: ValueError:" in (run / "samples.html").read_text()

@@ -28,9 +28,10 @@ def grade_demonstrations(**data):
     demonstrations = data.pop("demonstrations")
     data = {"swapped_share": 1.0, "second_grader_share": 1.0, "reward_timeout_s": 0.0} | data
     cfg = replace(
-        cfg, data=replace(cfg.data, train_rows=64, held_out_rows=1, **data),
+        cfg,
+        data=replace(cfg.data, train_rows=64, held_out_rows=1, **data),
         warmup=replace(cfg.warmup, demonstrations=demonstrations),
-    )  # fmt: skip
+    )
     task = open_task(cfg)
     rollouts = []
     for number in range(N_PROMPTS):
@@ -39,10 +40,14 @@ def grade_demonstrations(**data):
         tokens = np.array(target.tokens, np.int32)
         rollouts.append(
             Rollout(
-                prompt, tokens, np.zeros(len(tokens), np.float32), StopReason.STOP_TOKEN,
-                np.zeros(len(tokens), np.int32), policy_mask=np.array(target.policy_mask),
+                prompt,
+                tokens,
+                np.zeros(len(tokens), np.float32),
+                StopReason.STOP_TOKEN,
+                np.zeros(len(tokens), np.int32),
+                policy_mask=np.array(target.policy_mask),
             )
-        )  # fmt: skip
+        )
     checked = plan_checks(rollouts, task.train, task, samples=1)
     scores = score_and_check(checked, task.train, task)
     metrics = mean_part_metrics(scores.parts)

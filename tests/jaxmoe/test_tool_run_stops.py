@@ -43,9 +43,10 @@ def test_a_run_killed_inside_an_episode_goes_on_bit_for_bit(uninterrupted, tmp_p
 def test_sigterm_saves_though_a_tool_hangs_and_ends_the_process(tmp_path):
     """The step is finished first: a tool that hangs delays it by rollout.reply_timeout_s."""
     options = {
-        "data__tools": counted_tool(tmp_path, block_at=BLOCK_AT), "rollout__reply_timeout_s": 20,
+        "data__tools": counted_tool(tmp_path, block_at=BLOCK_AT),
+        "rollout__reply_timeout_s": 20,
         "steps": 3,
-    }  # fmt: skip
+    }
     run = start_tools(tmp_path / "run", **options)
     wait_for_file(run, tmp_path / "blocked")
     run.process.send_signal(signal.SIGTERM)

@@ -97,21 +97,34 @@ def test_sigterm_saves_and_the_same_command_resumes(uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_off_policy_updates_with_a_reference_run(tmp_path):
-    code, _, err = finish(command(
-        tmp_path, loss__old_logp="recomputed", loss__epochs=2, loss__kl_coef=0.1, steps=2,
-        warmup__steps=2,
-    ))  # fmt: skip
+    code, _, err = finish(
+        command(
+            tmp_path,
+            loss__old_logp="recomputed",
+            loss__epochs=2,
+            loss__kl_coef=0.1,
+            steps=2,
+            warmup__steps=2,
+        )
+    )
     assert code == 0 and err == ""
     assert [(r["stage"], r["step"]) for r in lines(tmp_path)][-1] == ("rl", 2)
 
 
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PPO = {
-    "loss.advantages": "whitened_gae(trace=0.9)", "critic.backbone": "own", "loss.minibatches": 2,
-    "loss.old_logp": "recomputed", "critic.pretrain_steps": 1, "loss.kl_coef": 0.1,
-    "loss.kl_in": "reward", "optim.tokens_per_microbatch": 128, "rollout.top_p": 0.9,
-    "loss.rollout_correction": "veto + token_is", "rollout.overlong_buffer": 3,
-}  # fmt: skip
+    "loss.advantages": "whitened_gae(trace=0.9)",
+    "critic.backbone": "own",
+    "loss.minibatches": 2,
+    "loss.old_logp": "recomputed",
+    "critic.pretrain_steps": 1,
+    "loss.kl_coef": 0.1,
+    "loss.kl_in": "reward",
+    "optim.tokens_per_microbatch": 128,
+    "rollout.top_p": 0.9,
+    "loss.rollout_correction": "veto + token_is",
+    "rollout.overlong_buffer": 3,
+}
 
 
 @pytest.mark.slow

@@ -53,26 +53,35 @@ def test_trainer_and_engine_agree_with_each_setting_of_a_step(tmp_path, changes)
 def test_adapters_are_trained_on_episodes(tmp_path):
     # A base in four bits needs widths that are multiples of 64.
     run = run_tools(
-        tmp_path / "run", lora__attention_rank=2, lora__expert_rank=2, model__d_model=64,
+        tmp_path / "run",
+        lora__attention_rank=2,
+        lora__expert_rank=2,
+        model__d_model=64,
         model__d_expert=64,
-    )  # fmt: skip
+    )
     check_steps(run)
 
 
 @pytest.mark.parametrize("backbone", [pytest.param("own", marks=EXTENDED), "shared"])
 def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path, backbone):
     run = run_tools(
-        tmp_path / "run", critic__backbone=backbone, critic__lr=1e-3,
-        loss__advantages="gae(trace=0.9)", loss__minibatches=2, loss__old_logp="recomputed",
-    )  # fmt: skip
+        tmp_path / "run",
+        critic__backbone=backbone,
+        critic__lr=1e-3,
+        loss__advantages="gae(trace=0.9)",
+        loss__minibatches=2,
+        loss__old_logp="recomputed",
+    )
     check_steps(run, is_on_policy=False)  # the second minibatch is off-policy
 
 
 def test_episodes_sampled_ahead_have_the_version_of_each_turn(tmp_path):
     run = run_tools(
-        tmp_path / "run", rollout__max_staleness=1, steps=3,
+        tmp_path / "run",
+        rollout__max_staleness=1,
+        steps=3,
         loss__rollout_correction="token_is",
-    )  # fmt: skip
+    )
     assert len(run.steps) == 3
     for step, (row, rollouts) in enumerate(zip(run.steps, run.batches, strict=True), start=1):
         versions = [set(r.weight_versions[r.sampled_mask].tolist()) for r in rollouts]
@@ -90,13 +99,16 @@ def test_invariant_numerics_agree_to_the_bit_and_late_tools_change_no_number(tmp
     exact = {"model__numerics": "invariant", "rollout__temperature": 0.9}
     runs = [
         run_tools(
-            tmp_path / name, **exact, rollout__patience_s=patience_s,
+            tmp_path / name,
+            **exact,
+            rollout__patience_s=patience_s,
             data__tools=counted_tool(tmp_path, **late),
         )
         for name, patience_s, late in (
-            ("waits", 0.0, {}), ("late", 0.05, {"seconds": 0.5, "late_every": 3})
+            ("waits", 0.0, {}),
+            ("late", 0.05, {"seconds": 0.5, "late_every": 3}),
         )
-    ]  # fmt: skip
+    ]
     for run in runs:
         check_steps(run)
         assert all(row["train_rollout_logprob_abs_diff_max"] == 0.0 for row in run.steps)

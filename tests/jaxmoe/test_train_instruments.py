@@ -11,12 +11,22 @@ from jaxmoe.config_file import load_config
 from jaxmoe.observe.metrics import read_samples
 
 SMALL = (
-    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=2",
-    "eval.every_steps=2", "data.train_rows=16", "data.held_out_rows=4", "save.every_steps=1",
-    "rollout.max_gen_batches=1", "loss.minibatches=2", "loss.old_logp=recomputed",
+    "model.d_model=16",
+    "model.d_expert=24",
+    "warmup.steps=2",
+    "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "steps=2",
+    "eval.every_steps=2",
+    "data.train_rows=16",
+    "data.held_out_rows=4",
+    "save.every_steps=1",
+    "rollout.max_gen_batches=1",
+    "loss.minibatches=2",
+    "loss.old_logp=recomputed",
     "rollout.compare_experts=True",
-)  # fmt: skip
+)
 
 
 def run(work, *changes):

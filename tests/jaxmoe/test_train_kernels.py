@@ -19,9 +19,13 @@ from tests.jaxmoe.kernel_cheats import CHEATS
 
 PAGE = (Path(__file__).parents[2] / "docs/kernel_task.md").read_text()
 ROWS = [
-    "data.task=package:jaxmoe/configs/kernels.jsonl", "data.options={}", "data.train_rows=32",
-    "data.held_out_rows=2", "data.max_prompt_tokens=512", "data.swapped_share=0",
-]  # fmt: skip
+    "data.task=package:jaxmoe/configs/kernels.jsonl",
+    "data.options={}",
+    "data.train_rows=32",
+    "data.held_out_rows=2",
+    "data.max_prompt_tokens=512",
+    "data.swapped_share=0",
+]
 NAME = "reward/score_kernel"
 
 
@@ -35,9 +39,11 @@ class Programmer(Scripted):
         tokens = np.array(load_tokenizer("bytes").encode(code), np.int32)
         assert len(tokens) <= sampling.max_new_tokens
         return replace(
-            made, tokens=tokens, rollout_logp=np.full(len(tokens), -1.0, np.float32),
+            made,
+            tokens=tokens,
+            rollout_logp=np.full(len(tokens), -1.0, np.float32),
             weight_versions=np.full(len(tokens), self.version, np.int32),
-        )  # fmt: skip
+        )
 
 
 def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
@@ -61,10 +67,14 @@ def test_the_command_of_the_page_trains(tmp_path):
     first_kind()
     command = re.findall(r"^python -m jaxmoe.train (--config tiny.py .*)$", PAGE, re.M)[0]
     small = [
-        "model.d_model=16", "model.d_expert=24", "rollout.sequences_per_step=4",
-        "rollout.samples_per_prompt=2", "steps=1", "eval.every_steps=1",
+        "model.d_model=16",
+        "model.d_expert=24",
+        "rollout.sequences_per_step=4",
+        "rollout.samples_per_prompt=2",
+        "steps=1",
+        "eval.every_steps=1",
         f"workdir={tmp_path / 'run'}",
-    ]  # fmt: skip
+    ]
     flags = [word for change in small for word in ("--set", change)]
     words = shlex.split(command)
     at = words.index("--workdir")

@@ -18,12 +18,21 @@ pytestmark = pytest.mark.slow  # commands
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "model.d_model": 64, "model.d_expert": 64, "model.n_experts": 4, "data.train_rows": 64,
-    "data.held_out_rows": 6, "warmup.steps": 4, "warmup.sequences_per_step": 8,
-    "rollout.sequences_per_step": 8, "rollout.samples_per_prompt": 4, "eval.every_steps": 2,
-    "save.every_steps": 1, "loss.kl_coef": 0.1, "lora.modules_to_save": "router,head",
+    "model.d_model": 64,
+    "model.d_expert": 64,
+    "model.n_experts": 4,
+    "data.train_rows": 64,
+    "data.held_out_rows": 6,
+    "warmup.steps": 4,
+    "warmup.sequences_per_step": 8,
+    "rollout.sequences_per_step": 8,
+    "rollout.samples_per_prompt": 4,
+    "eval.every_steps": 2,
+    "save.every_steps": 1,
+    "loss.kl_coef": 0.1,
+    "lora.modules_to_save": "router,head",
     "lora.embedding_rows": 200,
-}  # fmt: skip
+}
 
 
 SETTINGS = dict(
@@ -34,8 +43,19 @@ SETTINGS = dict(
 def command(work, module, arguments, changes):
     sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     args = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-    return [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny_lora.py",
-            "--workdir", str(work), *args, *arguments]  # fmt: skip
+    return [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        f"jaxmoe.{module}",
+        "--config",
+        "tiny_lora.py",
+        "--workdir",
+        str(work),
+        *args,
+        *arguments,
+    ]
 
 
 def run(work, module="train", *arguments, **changes):
@@ -47,9 +67,11 @@ def run(work, module="train", *arguments, **changes):
 def killed(work, stage, step):
     """kill -9 when a line of that step is there."""
     process = subprocess.Popen(
-        command(work, "train", (), {"steps": 3}), stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, **SETTINGS,
-    )  # fmt: skip
+        command(work, "train", (), {"steps": 3}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        **SETTINGS,
+    )
     deadline = time.monotonic() + 300
     while not any((row["stage"], row["step"]) == (stage, step) for row in rows(work)):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -113,9 +135,14 @@ def refused(uninterrupted, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("expert_rank", "2"), ("attention_alpha", "3.0"),
-                       ("targets", "w_q,w_down"), ("modules_to_save", "router")],
-)  # fmt: skip
+    ("key", "value"),
+    [
+        ("expert_rank", "2"),
+        ("attention_alpha", "3.0"),
+        ("targets", "w_q,w_down"),
+        ("modules_to_save", "router"),
+    ],
+)
 def test_a_run_goes_on_with_no_other_adapters(refused, key, value):
     assert f"lora.{key}=" in (message := refused[1](**{f"lora__{key}": value}))
     assert f"it cannot continue with {value}" in message
@@ -166,8 +193,11 @@ def test_a_checkpoint_that_is_not_packed_is_no_base(uninterrupted, tmp_path):
     exported = run(uninterrupted[0], "export", "--merge", "--out", str(tmp_path / "dense"), steps=3)
     assert exported.returncode == 0, exported.stderr
     result = run(
-        tmp_path / "run", steps=1, warmup__steps=0, init__checkpoint=str(tmp_path / "dense"),
+        tmp_path / "run",
+        steps=1,
+        warmup__steps=0,
+        init__checkpoint=str(tmp_path / "dense"),
         init__tokenizer=str(tmp_path / "dense"),
-    )  # fmt: skip
+    )
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "must hold packed experts" in result.stderr and "init.checkpoint" in result.stderr

@@ -15,18 +15,37 @@ from jaxmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "model.d_model": 32, "model.d_expert": 24, "data.train_rows": 64, "data.held_out_rows": 8,
-    "data.max_prompt_tokens": 54, "warmup.steps": 3, "warmup.sequences_per_step": 16,
-    "rollout.sequences_per_step": 16, "rollout.samples_per_prompt": 4, "steps": 4,
-    "eval.every_steps": 2, "save.every_steps": 2, "save.export_dtype": "float32",
-}  # fmt: skip
+    "model.d_model": 32,
+    "model.d_expert": 24,
+    "data.train_rows": 64,
+    "data.held_out_rows": 8,
+    "data.max_prompt_tokens": 54,
+    "warmup.steps": 3,
+    "warmup.sequences_per_step": 16,
+    "rollout.sequences_per_step": 16,
+    "rollout.samples_per_prompt": 4,
+    "steps": 4,
+    "eval.every_steps": 2,
+    "save.every_steps": 2,
+    "save.export_dtype": "float32",
+}
 pytestmark = pytest.mark.slow  # a run is mostly its compilation
 
 
 def typed(module, work, devices, *arguments, **changes):
     sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
-    command = [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny.py",
-               "--workdir", str(work), *arguments]  # fmt: skip
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        f"jaxmoe.{module}",
+        "--config",
+        "tiny.py",
+        "--workdir",
+        str(work),
+        *arguments,
+    ]
     command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     result = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=500)
@@ -96,8 +115,15 @@ def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_r
     code, out, err = typed("export", work, 1, "--out", str(tmp_path / "hf"), **mesh)
     assert code == 0, err
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["hidden_size"] == 32
-    code, out, err = typed("train", tmp_path / "loaded", 4, init__checkpoint=str(tmp_path / "hf"),
-                           warmup__steps=0, steps=1, **mesh)  # fmt: skip
+    code, out, err = typed(
+        "train",
+        tmp_path / "loaded",
+        4,
+        init__checkpoint=str(tmp_path / "hf"),
+        warmup__steps=0,
+        steps=1,
+        **mesh,
+    )
     assert code == 0, err
     assert np.isfinite(list(losses(tmp_path / "loaded").values())).all()
 

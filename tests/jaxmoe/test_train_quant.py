@@ -31,10 +31,16 @@ from jaxmoe.train import main, open_job, warm_start
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3", "warmup.sequences_per_step=16",
-    "rollout.sequences_per_step=16", "rollout.max_gen_batches=1", "eval.every_steps=2",
-    "loss.entropy_coef=0.01", "save.every_steps=1",
-)  # fmt: skip
+    "data.train_rows=64",
+    "data.held_out_rows=8",
+    "warmup.steps=3",
+    "warmup.sequences_per_step=16",
+    "rollout.sequences_per_step=16",
+    "rollout.max_gen_batches=1",
+    "eval.every_steps=2",
+    "loss.entropy_coef=0.01",
+    "save.every_steps=1",
+)
 
 
 def arguments(work, *changes):
@@ -86,9 +92,13 @@ def test_a_warm_start_that_breaks_an_expert_names_it_and_saves_nothing_broken(
 ):
     """The expert breaks in the last step, so that no loss is computed of it."""
     cfg = override(
-        load_config("tiny_mxfp4.py"), *SETTINGS, "warmup.steps=2", "model.d_model=64",
-        "model.d_expert=64", f"workdir={tmp_path}",
-    )  # fmt: skip
+        load_config("tiny_mxfp4.py"),
+        *SETTINGS,
+        "warmup.steps=2",
+        "model.d_model=64",
+        "model.d_expert=64",
+        f"workdir={tmp_path}",
+    )
 
     def breaking_program(*args):
         program = supervised_program(*args)

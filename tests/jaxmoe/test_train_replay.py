@@ -46,10 +46,19 @@ def describe(cfg, *, fault):
     return replace(native, open=lambda *args: FaultyEngine(native.open(*args), fault))
 """
 SMALL = (
-    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=1", "eval.every_steps=1",
-    "data.train_rows=16", "data.held_out_rows=16", "rollout.max_gen_batches=1", "router.replay=R3",
-)  # fmt: skip
+    "model.d_model=16",
+    "model.d_expert=24",
+    "warmup.steps=2",
+    "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "steps=1",
+    "eval.every_steps=1",
+    "data.train_rows=16",
+    "data.held_out_rows=16",
+    "rollout.max_gen_batches=1",
+    "router.replay=R3",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,16 @@ TEXT = (ROOT / "docs/data.md").read_text().partition("<!-- rewards -->")[2]
 ROWS, CODE = (re.search(rf"```{kind}\n(.*?)```", TEXT, re.S)[1] for kind in ("json", "python"))
 SUM = re.search(r'"data\.rewards=(.*?)"', TEXT)[1]
 SMALL = [
-    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=3",
-    "eval.every_steps=3", "data.train_rows=16",
-]  # fmt: skip
+    "model.d_model=16",
+    "model.d_expert=24",
+    "warmup.steps=2",
+    "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "steps=3",
+    "eval.every_steps=3",
+    "data.train_rows=16",
+]
 
 
 @pytest.fixture
@@ -40,9 +46,13 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("my_rewards", None)
     yield [
-        f"data.task={tmp_path / 'sums.jsonl'}", "data.options={}", "data.train_rows=18",
-        "data.held_out_rows=4", "data.max_prompt_tokens=8", f"data.rewards={SUM}",
-    ]  # fmt: skip
+        f"data.task={tmp_path / 'sums.jsonl'}",
+        "data.options={}",
+        "data.train_rows=18",
+        "data.held_out_rows=4",
+        "data.max_prompt_tokens=8",
+        f"data.rewards={SUM}",
+    ]
     sys.modules.pop("my_rewards", None)
 
 
@@ -83,11 +93,15 @@ def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
-        ("return float('nan')", ConfigError, r"odd must return a finite.*sums.jsonl:\d+.*saved|"
-                                             r"odd must return a finite.*begins it"),
+        (
+            "return float('nan')",
+            ConfigError,
+            r"odd must return a finite.*sums.jsonl:\d+.*saved|"
+            r"odd must return a finite.*begins it",
+        ),
         ("return row['oops']", KeyError, "oops"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_that_fails_stops_the_run_and_says_where(settings, tmp_path, body, error, message):
     (tmp_path / "my_rewards.py").write_text(f"def odd(prompt, response, row):\n    {body}\n")
     with pytest.raises(error, match=message) as caught:

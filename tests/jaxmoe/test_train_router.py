@@ -68,11 +68,18 @@ def z_loss(router_logits_BTLE, token_mask_BT, n_tokens, load_LE):
     return jnp.sum(tokens_BTL) / (n_tokens * load_LE.shape[0])
 '''
 SMALL = (
-    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=3",
-    "eval.every_steps=3", "data.train_rows=16", "data.held_out_rows=4",
+    "model.d_model=16",
+    "model.d_expert=24",
+    "warmup.steps=2",
+    "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "steps=3",
+    "eval.every_steps=3",
+    "data.train_rows=16",
+    "data.held_out_rows=4",
     "rollout.max_gen_batches=1",
-)  # fmt: skip
+)
 ROUTER = ("router.route=my_router:scheduled(scale=2.0)",)
 Z_LOSS = ("router.record=record_router_logits", "loss.terms=my_router:z_loss(weight=0.01)")
 
@@ -126,14 +133,17 @@ def test_the_step_and_the_layer_change_where_tokens_go():
             jnp.float32,
         ),
         "b_router": jnp.zeros(m.n_experts),
-    }  # fmt: skip
+    }
     chosen = {
         (number, step): router(
-            h_BTD, layer, active=m.experts_per_token,
+            h_BTD,
+            layer,
+            active=m.experts_per_token,
             context=RouterContext(jnp.int32(number), jnp.int32(step)),
         )[0]
-        for number in (0, 1) for step in (0, 5)
-    }  # fmt: skip
+        for number in (0, 1)
+        for step in (0, 5)
+    }
     assert not np.array_equal(chosen[0, 0], chosen[1, 0])
     assert not np.array_equal(chosen[0, 0], chosen[0, 5])
 
@@ -152,7 +162,7 @@ REFUSED = [
     (Z_LOSS, "z_loss takes load_LE, which this step does not have. Try --set rollout.compare"),
     ((Z_LOSS[1].replace("0.01", "'a'"),), "the weight of my_router:z_loss must be a finite"),
     (("router.record=my_router:z_loss",), "router.record: z_loss takes router_logits_BTLE"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
@@ -190,23 +200,32 @@ def test_an_array_of_ones_own_reaches_a_term_through_a_run_as_the_docs_say(tmp_p
 
 REMEDIES = {
     "straight-through": (
-        "router.route=route_straight_through", "rollout.compare_experts=True",
-        "lora.attention_rank=2", "lora.expert_rank=2", "model.d_model=64", "model.d_expert=64",
+        "router.route=route_straight_through",
+        "rollout.compare_experts=True",
+        "lora.attention_rank=2",
+        "lora.expert_rank=2",
+        "model.d_model=64",
+        "model.d_expert=64",
     ),
     "annealed": ("router.route=route_annealed(steps=2)", "optim.microbatches=2"),
     "soft": (
-        "router.route=route_softly", "optim.tokens_per_microbatch=128", "router.lr_scale=0.1",
+        "router.route=route_softly",
+        "optim.tokens_per_microbatch=128",
+        "router.lr_scale=0.1",
     ),
     "noise and terms": (
-        "router.noise=normal(0.5)", "router.replay=R3",
+        "router.noise=normal(0.5)",
+        "router.replay=R3",
         "router.terms=load_balance(0.01) + z_loss(1e-3) + router_entropy(1e-3)",
     ),
     "invariant straight-through": (
-        "router.route=route_straight_through", "model.numerics=invariant", "optim.microbatches=2",
+        "router.route=route_straight_through",
+        "model.numerics=invariant",
+        "optim.microbatches=2",
     ),
     "invariant annealed": ("router.route=route_annealed(steps=2)", "model.numerics=invariant"),
     "invariant noise": ("router.noise=gumbel(0.5)", "router.replay=R3", "model.numerics=invariant"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -39,8 +39,11 @@ def uninterrupted(tmp_path_factory):
 
 def read_transcripts(work):
     """The messages of all samples of a run."""
-    rows = [answer for row in read_samples(work / "samples.jsonl")
-            for answer in row.get("samples", [row])]  # fmt: skip
+    rows = [
+        answer
+        for row in read_samples(work / "samples.jsonl")
+        for answer in row.get("samples", [row])
+    ]
     return [answer["transcript"] for answer in rows]
 
 
@@ -51,10 +54,11 @@ def test_a_run_trains_on_what_the_sandbox_replies_and_leaves_no_process(uninterr
         assert row["train_rollout_logprob_abs_diff_max"] <= 1e-5
         assert row["tool/calls"] > 0.5 and row["grad/norm"] > 0 and row["hack/forged_reply"] == 0
     called = [
-        (call[2], reply[2]) for messages in read_transcripts(run.work)
+        (call[2], reply[2])
+        for messages in read_transcripts(run.work)
         for call, reply in zip(messages, messages[1:], strict=False)
         if call[1] == "assistant to python" and reply[0] == "environment"
-    ]  # fmt: skip
+    ]
     numbers = [(call, reply) for call, reply in called if reply.isdigit()]
     # The tiny policy writes products and numbers, which Python answers as the sandbox did.
     assert len(numbers) > 4 and any("*" in call for call, _ in numbers)

@@ -22,12 +22,21 @@ from jaxmoe.run.programs import warmup_optimizer
 ROOT = Path(__file__).parents[2]
 NO_ROUTER = "(?!.*router).*"
 RUN = {
-    "model.d_model": 32, "model.d_expert": 24, "model.n_experts": 4, "data.train_rows": 64,
-    "data.held_out_rows": 6, "warmup.steps": 10, "warmup.sequences_per_step": 8,
-    "rollout.sequences_per_step": 8, "rollout.samples_per_prompt": 4, "steps": 10,
-    "eval.every_steps": 10, "save.every_steps": 10, "loss.kl_coef": 0.1,
+    "model.d_model": 32,
+    "model.d_expert": 24,
+    "model.n_experts": 4,
+    "data.train_rows": 64,
+    "data.held_out_rows": 6,
+    "warmup.steps": 10,
+    "warmup.sequences_per_step": 8,
+    "rollout.sequences_per_step": 8,
+    "rollout.samples_per_prompt": 4,
+    "steps": 10,
+    "eval.every_steps": 10,
+    "save.every_steps": 10,
+    "loss.kl_coef": 0.1,
     "optim.trainable": NO_ROUTER,
-}  # fmt: skip
+}
 
 
 def arguments(work, changes):
@@ -38,9 +47,12 @@ def arguments(work, changes):
 def run(work, devices, changes):
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", "jaxmoe.train", *arguments(work, changes)],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -86,10 +98,12 @@ def test_a_frozen_router_is_unchanged_after_20_steps_of_the_command(
 @pytest.mark.parametrize("backbone", ["none", "own"])
 def test_the_plan_counts_no_moments_and_no_copy_of_frozen_parameters(backbone, kl_coef):
     cfg = override(
-        load_config("tiny.py"), f"optim.trainable={NO_ROUTER}", f"loss.kl_coef={kl_coef}",
+        load_config("tiny.py"),
+        f"optim.trainable={NO_ROUTER}",
+        f"loss.kl_coef={kl_coef}",
         f"critic.backbone={backbone}",
         f"loss.advantages={'group_advantages' if backbone == 'none' else 'gae'}",
-    )  # fmt: skip
+    )
     state, mem = stage_shapes(cfg, warmup_optimizer(cfg), rl_optimizer(cfg))["rl"], plan_memory(cfg)
 
     def nbytes(tree):

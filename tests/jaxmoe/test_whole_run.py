@@ -25,16 +25,35 @@ from jaxmoe.rollout.engine import open_engine
 pytestmark = pytest.mark.slow  # most of a minute: it compiles every model there is
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "--config", "tiny.py", "--set", "model.d_model=16", "--set", "model.d_expert=24",
-    "--set", "warmup.steps=1", "--set", "warmup.sequences_per_step=4", "--set", "steps=1",
-    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=4",
-    "--set", "data.held_out_rows=4", "--set", "data.train_rows=64",
-]  # fmt: skip
+    "--config",
+    "tiny.py",
+    "--set",
+    "model.d_model=16",
+    "--set",
+    "model.d_expert=24",
+    "--set",
+    "warmup.steps=1",
+    "--set",
+    "warmup.sequences_per_step=4",
+    "--set",
+    "steps=1",
+    "--set",
+    "rollout.sequences_per_step=8",
+    "--set",
+    "rollout.samples_per_prompt=4",
+    "--set",
+    "data.held_out_rows=4",
+    "--set",
+    "data.train_rows=64",
+]
 # every model there is: policy, reference, a critic's own backbone; scored first, then trained
 ALL_MODELS = [
-    "loss.kl_coef=0.1", "loss.old_logp=recomputed", "loss.advantages=gae", "critic.backbone=own",
+    "loss.kl_coef=0.1",
+    "loss.old_logp=recomputed",
+    "loss.advantages=gae",
+    "critic.backbone=own",
     "router.replay=R3",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)

@@ -22,15 +22,30 @@ ROOT = Path(__file__).parents[2]
 MODULE = "tests.jaxmoe.tool_runs"
 # A few steps of the warm start are enough: every demonstration is the same.
 SMALL = {
-    "model.d_model": 32, "model.d_expert": 24, "model.n_experts": 4, "data.train_rows": 64,
-    "data.held_out_rows": 4, "data.rewards": f"{MODULE}:share_of_digits",
-    "data.reward_timeout_s": 0, "data.max_prompt_tokens": 104, "warmup.steps": 24,
-    "warmup.lr": 1e-2, "warmup.sequences_per_step": 16,
-    "warmup.demonstrations": f"{MODULE}:demonstrate_call", "rollout.sequences_per_step": 16,
-    "rollout.samples_per_prompt": 4, "rollout.max_context": 192, "rollout.max_new_tokens": 72,
-    "rollout.max_turn_tokens": 40, "rollout.max_reply_tokens": 32, "rollout.reply_timeout_s": 600,
-    "optim.tokens_per_microbatch": 0, "steps": 2, "eval.every_steps": 2, "save.every_steps": 1,
-}  # fmt: skip
+    "model.d_model": 32,
+    "model.d_expert": 24,
+    "model.n_experts": 4,
+    "data.train_rows": 64,
+    "data.held_out_rows": 4,
+    "data.rewards": f"{MODULE}:share_of_digits",
+    "data.reward_timeout_s": 0,
+    "data.max_prompt_tokens": 104,
+    "warmup.steps": 24,
+    "warmup.lr": 1e-2,
+    "warmup.sequences_per_step": 16,
+    "warmup.demonstrations": f"{MODULE}:demonstrate_call",
+    "rollout.sequences_per_step": 16,
+    "rollout.samples_per_prompt": 4,
+    "rollout.max_context": 192,
+    "rollout.max_new_tokens": 72,
+    "rollout.max_turn_tokens": 40,
+    "rollout.max_reply_tokens": 32,
+    "rollout.reply_timeout_s": 600,
+    "optim.tokens_per_microbatch": 0,
+    "steps": 2,
+    "eval.every_steps": 2,
+    "save.every_steps": 1,
+}
 N_ROLLOUTS = SMALL["rollout.sequences_per_step"]
 # Numbers of a clock differ between two runs.
 CLOCK = ("time/", "tokens_per_s")
@@ -126,11 +141,25 @@ def start_tools(work, *, devices=1, environ=None, name="notes", module=MODULE, *
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     noted = [] if module == "jaxmoe.train" else [str(notes)]
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", module, *noted, "--config", "tiny_tool.py",
-         "--workdir", str(work), *sets],
-        cwd=ROOT, env=env | (environ or {}), text=True, stdout=subprocess.PIPE,
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            module,
+            *noted,
+            "--config",
+            "tiny_tool.py",
+            "--workdir",
+            str(work),
+            *sets,
+        ],
+        cwd=ROOT,
+        env=env | (environ or {}),
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
     return ToolRun(work, process, notes)
 
 

@@ -33,9 +33,13 @@ def started(tmp_path, script, *args, **env):
     told = tmp_path / "told"
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
-        [str(script), *args], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        [str(script), *args],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
         env={**os.environ, "PATH": path, "TOLD": str(told), **env},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "told.env").read_text().splitlines()
     return told.read_text().splitlines(), dict(row.split("=", 1) for row in rows)
@@ -48,10 +52,17 @@ def test_slurm_starts_a_task_a_node_that_knows_the_first_and_its_number(tmp_path
     double(tmp_path, "srun", '#!/usr/bin/env bash\nshift\nSLURM_PROCID=1 exec "$@"\n')
     double(tmp_path, "python-double")
     typed, env = started(
-        tmp_path, LAUNCH / "slurm.sbatch", "/runs/a b", "--config", "tiny.py",
-        PYTHON=str(tmp_path / "python-double"), SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="50123",
-        SLURM_JOB_NODELIST="node[7-8]", SLURM_NTASKS="2",
-    )  # fmt: skip
+        tmp_path,
+        LAUNCH / "slurm.sbatch",
+        "/runs/a b",
+        "--config",
+        "tiny.py",
+        PYTHON=str(tmp_path / "python-double"),
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID="50123",
+        SLURM_JOB_NODELIST="node[7-8]",
+        SLURM_NTASKS="2",
+    )
     assert typed == ["-m", "jaxmoe.train", "--config", "tiny.py", "--workdir", "/runs/a b"]
     assert env["JAX_COORDINATOR_ADDRESS"] == "node7:30123"
     assert env["JAX_NUM_PROCESSES"] == "2" and env["JAX_PROCESS_ID"] == "1"
@@ -59,10 +70,13 @@ def test_slurm_starts_a_task_a_node_that_knows_the_first_and_its_number(tmp_path
 
 @pytest.mark.parametrize(
     ("set_before", "share"),
-    [({}, 0.9), ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
-     ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
-     ({"XLA_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.4)],
-)  # fmt: skip
+    [
+        ({}, 0.9),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.4),
+    ],
+)
 def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
     tmp_path, monkeypatch, set_before, share
 ):
@@ -73,10 +87,16 @@ def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
     for name in FRACTIONS:
         monkeypatch.delenv(name, raising=False)
     _, env = started(
-        tmp_path, LAUNCH / "slurm.sbatch", "/runs/a", PYTHON=str(tmp_path / "python-double"),
-        SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="1", SLURM_JOB_NODELIST="n", SLURM_NTASKS="1",
+        tmp_path,
+        LAUNCH / "slurm.sbatch",
+        "/runs/a",
+        PYTHON=str(tmp_path / "python-double"),
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID="1",
+        SLURM_JOB_NODELIST="n",
+        SLURM_NTASKS="1",
         **set_before,
-    )  # fmt: skip
+    )
     for name in FRACTIONS:
         monkeypatch.setenv(name, env.get(name, ""))
     assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == share
@@ -163,8 +183,11 @@ def test_the_servers_of_kubernetes_have_the_names_and_the_key_that_a_run_is_told
     urls = [f"http://{stem}-{i}.{name}:{port}" for i in range(spec["replicas"])]
     assert told["VLLM_URLS"]["value"].split(",") == urls
     labels, template = spec["template"]["metadata"]["labels"], spec["template"]["spec"]
-    for selector in (spec["selector"]["matchLabels"], service["spec"]["selector"],
-                     policy["spec"]["podSelector"]["matchLabels"]):  # fmt: skip
+    for selector in (
+        spec["selector"]["matchLabels"],
+        service["spec"]["selector"],
+        policy["spec"]["podSelector"]["matchLabels"],
+    ):
         assert selector == labels
     (container,) = template["containers"]
     (key,) = [row for row in container["env"] if row["name"] == "VLLM_API_KEY"]
@@ -175,8 +198,10 @@ def test_the_servers_of_kubernetes_have_the_names_and_the_key_that_a_run_is_told
     (jobset,) = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].values()
     assert jobset == run["metadata"]["name"]
     # both see the folder that weights pass through, and every mount is a volume
-    mounts = [{m["name"]: m["mountPath"] for m in c["volumeMounts"]} for c in (
-        container, pod["containers"][0])]  # fmt: skip
+    mounts = [
+        {m["name"]: m["mountPath"] for m in c["volumeMounts"]}
+        for c in (container, pod["containers"][0])
+    ]
     assert mounts[0]["runs"] == mounts[1]["runs"] and template["volumes"][0] == pod["volumes"][0]
     assert set(mounts[0]) == {volume["name"] for volume in template["volumes"]}
     assert container["command"][0] == "launch/vllm_server.sh"

@@ -12,18 +12,34 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "--config", "tiny.py", "--set", "model.d_model=32", "--set", "model.d_expert=24",
-    "--set", "data.train_rows=64", "--set", "data.held_out_rows=4", "--set", "warmup.steps=0",
-    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=8",
-]  # fmt: skip
+    "--config",
+    "tiny.py",
+    "--set",
+    "model.d_model=32",
+    "--set",
+    "model.d_expert=24",
+    "--set",
+    "data.train_rows=64",
+    "--set",
+    "data.held_out_rows=4",
+    "--set",
+    "warmup.steps=0",
+    "--set",
+    "rollout.sequences_per_step=8",
+    "--set",
+    "rollout.samples_per_prompt=8",
+]
 
 
 def launch(*args):
     env = {**os.environ, "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        [str(ROOT / "launch" / "local.sh"), *map(str, args)], env=env, text=True,
-        capture_output=True, timeout=120,
-    )  # fmt: skip
+        [str(ROOT / "launch" / "local.sh"), *map(str, args)],
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
 def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):

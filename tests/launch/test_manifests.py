@@ -35,8 +35,12 @@ def valid():
 
 def job():
     (one,) = documents("jobset.yaml")[0]["spec"]["replicatedJobs"]
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]},
-            "spec": one["template"]["spec"]}  # fmt: skip
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": one["name"]},
+        "spec": one["template"]["spec"],
+    }
 
 
 def test_servers_service_and_policy_are_as_kubernetes_has_them(valid):

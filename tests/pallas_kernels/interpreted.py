@@ -17,14 +17,20 @@ from pallas_kernels.sink_attention import api as attention
 from pallas_kernels.token_logprobs import api as logprobs
 
 TABLES = (
-    attention.IMPLS, decoding.IMPLS, matmul.IMPLS, matmul.SWIGLU_IMPLS, matmul.LOW_RANK_IMPLS,
-    matmul.LOW_RANK_SWIGLU_IMPLS, logprobs.IMPLS,
-)  # fmt: skip
+    attention.IMPLS,
+    decoding.IMPLS,
+    matmul.IMPLS,
+    matmul.SWIGLU_IMPLS,
+    matmul.LOW_RANK_IMPLS,
+    matmul.LOW_RANK_SWIGLU_IMPLS,
+    logprobs.IMPLS,
+)
 OLD = jax.__version_info__ < (0, 11)
 TPU = "mosaic_tpu_invariant"
-GPU = pytest.param("mosaic_gpu_invariant", marks=[
-    pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
-])  # fmt: skip
+GPU = pytest.param(
+    "mosaic_gpu_invariant",
+    marks=[pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")],
+)
 INVARIANT = (TPU, GPU)
 
 

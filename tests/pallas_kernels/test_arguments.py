@@ -26,10 +26,14 @@ from pallas_kernels.sink_attention import cases
 attend, decode, paged, matmul, swiglu, logprobs = map(
     inspect.unwrap,  # without the type checks of the test run
     (
-        sink_attention, decode_attention, paged_decode_attention, grouped_matmul, grouped_swiglu,
+        sink_attention,
+        decode_attention,
+        paged_decode_attention,
+        grouped_matmul,
+        grouped_swiglu,
         token_logprobs,
     ),
-)  # fmt: skip
+)
 
 INPUTS = cases.init_attention_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))
 Q, K, V, SINK, Q_POS, K_POS, Q_SEG, K_SEG = INPUTS
@@ -45,19 +49,27 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
     [
         ("those of k are missing", lambda: attend(Q, K, V, SINK, q_positions_BT=Q_POS)),
         ("segment ids .* those of q", lambda: attend(Q, K, V, SINK, k_segment_ids_BS=K_SEG)),
-        ("q_positions_BT must hold integers", lambda: attend(
-            Q, K, V, SINK, q_positions_BT=Q_POS.astype(jnp.float32), k_positions_BS=K_POS)),
+        (
+            "q_positions_BT must hold integers",
+            lambda: attend(
+                Q, K, V, SINK, q_positions_BT=Q_POS.astype(jnp.float32), k_positions_BS=K_POS
+            ),
+        ),
         ("-inf for no sink", lambda: attend(Q, K, V, None)),
         ("q must hold floating-point", lambda: attend(Q.astype(int), K, V, SINK)),
         ("Python integer of at least 1 .*; got 1.5", lambda: attend(Q, K, V, SINK, window=1.5)),
         ("Python integer of at least 1 .*; got True", lambda: attend(Q, K, V, SINK, window=True)),
-        ("Python integer of at least 1 .*; got", lambda: jax.jit(
-            lambda w: attend(Q, K, V, SINK, window=w))(3)),
+        (
+            "Python integer of at least 1 .*; got",
+            lambda: jax.jit(lambda w: attend(Q, K, V, SINK, window=w))(3),
+        ),
         ("Multiply q by it", lambda: jax.jit(lambda s: attend(Q, K, V, SINK, scale=s))(3.0)),
         ("head size must be above 0", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
         ("-inf for no sink", lambda: decode(Q, K, V, None, **PLACES)),
-        ("lengths_B must hold integers", lambda: paged(
-            Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2))),
+        (
+            "lengths_B must hold integers",
+            lambda: paged(Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2)),
+        ),
         ("one or more matrices", lambda: matmul(LHS, RHS[0], SIZES)),
         ("one or more matrices", lambda: matmul(LHS, RHS[:0], SIZES[:0])),
         ("one or more matrices", lambda: swiglu(LHS[..., None], RHS, SIZES)),
@@ -67,11 +79,13 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
         ("Flatten the tokens", lambda: logprobs(HIDDEN, HEAD[0], TARGETS)),
         ("targets must hold integers", lambda: logprobs(HIDDEN, HEAD, TARGETS.astype(jnp.float32))),
         ("one number above 0; got 0", lambda: logprobs(HIDDEN, HEAD, TARGETS, temperature=0.0)),
-        ("one number above 0; got", lambda: logprobs(
-            HIDDEN, HEAD, TARGETS, temperature=jnp.ones(9))),
+        (
+            "one number above 0; got",
+            lambda: logprobs(HIDDEN, HEAD, TARGETS, temperature=jnp.ones(9)),
+        ),
         ("must be a Python integer", lambda: logprobs(HIDDEN, HEAD, TARGETS, vocab_size=5.0)),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_meant_is_refused_in_words(match, call):
     with pytest.raises(ValueError, match=match):
         call()
@@ -96,12 +110,17 @@ def test_numpys_arrays_and_lists_are_taken(impl):
     for f, arrays, args, options, expected in (
         (attend, INPUTS[:4], (q, k, v, sink), places, PLACES),
         (decode, INPUTS[:4], (q, k, v, sink), places, PLACES),
-        (paged, INPUTS[:4], (q, k, v, sink), pages, jax.tree.map(
-            jnp.array, pages, is_leaf=lambda x: isinstance(x, list))),
+        (
+            paged,
+            INPUTS[:4],
+            (q, k, v, sink),
+            pages,
+            jax.tree.map(jnp.array, pages, is_leaf=lambda x: isinstance(x, list)),
+        ),
         (matmul, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
         (swiglu, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
         (logprobs, (HIDDEN, HEAD, TARGETS), map(plain, (HIDDEN, HEAD, TARGETS)), {}, {}),
-    ):  # fmt: skip
+    ):
         args = tuple(args)
         actual = compiled(lambda f=f, args=args, options=options: f(*args, **options, impl=impl))
         expected = compiled(lambda f=f, arrays=arrays, expected=expected: f(*arrays, **expected))

@@ -210,8 +210,16 @@ def test_a_case_that_a_peer_refuses_is_said_and_the_next_one_is_timed(capsys, mo
             raise NotImplementedError("no packing\nwhatsoever")
         return {names[0]: [0.1, None]}
 
-    row = {"pass": "forward", "ms": 1.0, "peer_ms": 2.0, "speed": 2.0, "tflops": 3.0,
-           "of_matmul": 0.1, "of_copy": None, "temp_mb": None}  # fmt: skip
+    row = {
+        "pass": "forward",
+        "ms": 1.0,
+        "peer_ms": 2.0,
+        "speed": 2.0,
+        "tflops": 3.0,
+        "of_matmul": 0.1,
+        "of_copy": None,
+        "temp_mb": None,
+    }
     monkeypatch.setattr(bench, "check_results", check)
     monkeypatch.setattr(bench, "time_sides", lambda op, case, *_: [row | {"case": case.name}])
     argv = ("sink_attention", "--impl", "xla", "--vs", f"{__name__}:never_packed", "--case")

@@ -14,8 +14,12 @@ from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts
 
 UNITS = "MXU, XLU, VALU, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU"
 BRANCHES = {  # the bundle of a branch, and where it goes: two loops in one, then copies
-    25: 5, 55: 35, 75: 64, 85: 2, 3: 30,
-}  # fmt: skip
+    25: 5,
+    55: 35,
+    75: 64,
+    85: 2,
+    3: 30,
+}
 
 
 def files(n=100):
@@ -97,8 +101,15 @@ SASS = """
 def test_the_pipes_of_a_hopper_loop_are_counted():
     found = schedule_hopper.parse_hopper_kernel("k", SASS)
     assert len(found.loops) == 1  # the other one feeds no tensor core
-    want = {"tensor": 64 * 128 * 16 // 2048, "MUFU": 8, "ALU": 0, "FMA": 1, "IMAD": 0, "LSU": 0,
-            "issue": 4}  # fmt: skip
+    want = {
+        "tensor": 64 * 128 * 16 // 2048,
+        "MUFU": 8,
+        "ALU": 0,
+        "FMA": 1,
+        "IMAD": 0,
+        "LSU": 0,
+        "issue": 4,
+    }
     assert found.pipes(found.loops[0]) == {k: 3 * n for k, n in want.items()}
     lines = schedule_hopper.format_hopper_kernel("case", found)
     assert "3 computing warpgroups" in lines[0] and "1·64x128x16" in lines[2]

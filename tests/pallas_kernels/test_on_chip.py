@@ -36,9 +36,12 @@ from tests.pallas_kernels.token_logprobs import (
 )
 
 PLATFORMS = {
-    "mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu", "mosaic_gpu_invariant": "gpu",
+    "mosaic_gpu": "gpu",
+    "triton": "gpu",
+    "mosaic_tpu": "tpu",
+    "mosaic_gpu_invariant": "gpu",
     "mosaic_tpu_invariant": "tpu",
-}  # fmt: skip
+}
 
 # Beside the real cases, cut to what the reference can hold: the paths that those do not take.
 EXTRA = {
@@ -119,16 +122,22 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
 @pytest.mark.parametrize(
     "name, result, double",
     [
-        pytest.param(name, result, double, id=f"{name}-{double}",
-                     marks=() if (name, result) == (QUICK, "logp") else pytest.mark.slow)
-        for name, op in OPS.items() if op.differentiated
+        pytest.param(
+            name,
+            result,
+            double,
+            id=f"{name}-{double}",
+            marks=() if (name, result) == (QUICK, "logp") else pytest.mark.slow,
+        )
+        for name, op in OPS.items()
+        if op.differentiated
         for result, double in (
             (op.results[0], "wrong_in_one_far_tile"),
             (op.results[-op.differentiated], "wrong_gradient_in_one_far_tile"),
             (op.results[1 - op.differentiated], "wrong_gradient_in_one_shared_tile"),
         )
     ],
-)  # fmt: skip
+)
 def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
     impl = f"tests.pallas_kernels.check.doubles:{double}"
     fault = one.find_fault(
@@ -140,18 +149,29 @@ def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
 @pytest.mark.parametrize(
     "case, impl",
     [
-        pytest.param(case, impl, id=f"{case.name}-{impl}",
-                     marks=getattr(pytest.mark, PLATFORMS[impl]) if impl in PLATFORMS else ())
+        pytest.param(
+            case,
+            impl,
+            id=f"{case.name}-{impl}",
+            marks=getattr(pytest.mark, PLATFORMS[impl]) if impl in PLATFORMS else (),
+        )
         for case in decode_cases.PAGED_TEST_CASES
         for impl in ("mosaic_gpu", "mosaic_tpu", "xla")
     ],
-)  # fmt: skip
+)
 def test_pages_are_read_as_the_formula_says(case, impl):
     def paged(q, k, v, sink, table, lengths, window, scale):
         return paged_decode_attention(
-            q, k, v, sink, page_table_BJ=table, lengths_B=lengths, window=window or None,
-            scale=scale, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            sink,
+            page_table_BJ=table,
+            lengths_B=lengths,
+            window=window or None,
+            scale=scale,
+            impl=impl,
+        )
 
     inputs = checks.inputs_of(case)
     ready(impl, lambda *x: paged(*x, case.window, 0.125), inputs)
@@ -160,9 +180,12 @@ def test_pages_are_read_as_the_formula_says(case, impl):
 
 @pytest.mark.parametrize(
     "impl",
-    [pytest.param(impl, marks=getattr(pytest.mark, chip)) for impl, chip in PLATFORMS.items()
-     if impl.endswith("invariant")],
-)  # fmt: skip
+    [
+        pytest.param(impl, marks=getattr(pytest.mark, chip))
+        for impl, chip in PLATFORMS.items()
+        if impl.endswith("invariant")
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_the_other_rows(impl):
     """Batch invariance on the chip; interpreted in the tests of the operations."""
     for window in attention_invariant.WINDOWS:

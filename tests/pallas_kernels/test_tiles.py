@@ -54,8 +54,9 @@ def test_the_compiler_does_not_know_how_often_the_loop_turns():
 
 # the flags of users; tests/conftest.py reduces optimisation
 USER_FLAGS = {
-    "xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False",
-}  # fmt: skip
+    "xla_backend_optimization_level": "3",
+    "xla_llvm_disable_expensive_passes": "False",
+}
 
 
 def test_a_tile_alone_has_the_bits_it_has_among_others_whatever_is_around_it():

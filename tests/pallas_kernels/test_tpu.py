@@ -16,8 +16,12 @@ def shape(*sizes):
 
 
 Q, K, ROWS, MATRICES, HEAD = (
-    shape(2, 1, 8, 64), shape(2, 128, 2, 64), shape(64, 256), shape(3, 256, 512), shape(256, 512),
-)  # fmt: skip
+    shape(2, 1, 8, 64),
+    shape(2, 128, 2, 64),
+    shape(64, 256),
+    shape(3, 256, 512),
+    shape(256, 512),
+)
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,18 @@ def make_model(seed: int = 0, **changes):
     from transformers import GptOssConfig, GptOssForCausalLM
 
     sizes = dict(
-        vocab_size=97, hidden_size=D, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=16, num_local_experts=E, num_experts_per_tok=4,
-        intermediate_size=40, sliding_window=9, max_position_embeddings=131_072,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=D,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        num_local_experts=E,
+        num_experts_per_tok=4,
+        intermediate_size=40,
+        sliding_window=9,
+        max_position_embeddings=131_072,
+    )
     config = GptOssConfig(**{**sizes, **changes})
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -167,15 +175,21 @@ def run(model, tokens_BT, positions_BT, weights_BT=None):
     """(logits [B, T, V], experts [L, B, T, A] sorted, {name: gradient of Σ weights·logp})."""
     import torch
 
-    tokens, positions = (torch.tensor(np.asarray(x), dtype=torch.long)
-                         for x in (tokens_BT, positions_BT))  # fmt: skip
-    out = model(input_ids=tokens, position_ids=positions, use_cache=False,
-                output_router_logits=weights_BT is not None)  # fmt: skip
+    tokens, positions = (
+        torch.tensor(np.asarray(x), dtype=torch.long) for x in (tokens_BT, positions_BT)
+    )
+    out = model(
+        input_ids=tokens,
+        position_ids=positions,
+        use_cache=False,
+        output_router_logits=weights_BT is not None,
+    )
     logits = out.logits
     if weights_BT is None:
         return logits.detach().double().numpy(), None, {}
-    chosen = np.stack([np.sort(r.detach().topk(4, dim=-1).indices.numpy()) for r in
-                       out.router_logits]).reshape(-1, *tokens.shape, 4)  # fmt: skip
+    chosen = np.stack(
+        [np.sort(r.detach().topk(4, dim=-1).indices.numpy()) for r in out.router_logits]
+    ).reshape(-1, *tokens.shape, 4)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     logp = wide[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     model.zero_grad()

@@ -123,16 +123,23 @@ def test_tunix_task_and_tool_environments(module):
         return float(action == task["answer"])
 
     module.TaskEnvironment = tasks.TaskEnvironment
-    module.ToolTask = type("ToolTask", (environments.ToolEnvironment,), {
-        "__init__": lambda self, example, **kwargs: environments.ToolEnvironment.__init__(
-            self, example, tool_map={"multiply": Multiply}, reward_fn=grade, **kwargs)
-    })  # fmt: skip
+    module.ToolTask = type(
+        "ToolTask",
+        (environments.ToolEnvironment,),
+        {
+            "__init__": lambda self, example, **kwargs: environments.ToolEnvironment.__init__(
+                self, example, tool_map={"multiply": Multiply}, reward_fn=grade, **kwargs
+            )
+        },
+    )
     assert detect_form(module.ToolTask) == detect_form(tasks.TaskEnvironment) == "tunix"
     environment = read_environment(f"{MODULE}:ToolTask(max_steps=4)")()
     messages, results, _ = run_episode(
-        environment, say('{"a": 6, "b": 7}', recipient="functions.multiply"),
-        say("{}", recipient="functions.nothing"), say("42"),
-    )  # fmt: skip
+        environment,
+        say('{"a": 6, "b": 7}', recipient="functions.multiply"),
+        say("{}", recipient="functions.nothing"),
+        say("42"),
+    )
     assert messages == (Message("user", "6 * 7 ="),)
     assert [tool.name for tool in environment.tools] == ["multiply"]
     assert "42" in results[0].messages[0].content and not results[0].terminated
@@ -167,17 +174,22 @@ def test_verls_tools(module):
 
     module.look = look
     word = {"word": {"type": "string", "description": "A word."}}
-    schema = {"type": "function", "function": {
-        "name": "note", "description": "Note.",
-        "parameters": {"type": "object", "properties": word, "required": ["word"]},
-    }}  # fmt: skip
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "note",
+            "description": "Note.",
+            "parameters": {"type": "object", "properties": word, "required": ["word"]},
+        },
+    }
     tools = read_tools(f"{MODULE}:Note(tool_schema={schema}) + {MODULE}:look")
     assert [tool.address for tool in tools] == ["functions.note", "functions.look_up"]
     assert tools[1].description.parameters["properties"]["word"]["type"] == "string"
     _, results, rewards = run_episode(
-        read_environment("", tools=tools)(), say('{"word": "x"}', recipient="functions.note"),
+        read_environment("", tools=tools)(),
+        say('{"word": "x"}', recipient="functions.note"),
         say('{"word": "x"}', recipient="functions.look_up"),
-    )  # fmt: skip
+    )
     assert [r.messages[0].content for r in results] == ["noted x", "X"]
     assert [r.reward for r in results] == [0.5, 0.25] and rewards == {"tool/note": 2.0}
 
@@ -190,10 +202,14 @@ def test_verls_scorer_of_gsm8k_is_a_reward():
 
 
 def search(
-    query: str, k: int = 3, kind: typing.Literal["web", "news"] = "web",
-    weights: list[float] | None = None, options: dict[str, int] | None = None,
-    limit: int | float = 1, exact: bool = False,
-) -> str:  # fmt: skip
+    query: str,
+    k: int = 3,
+    kind: typing.Literal["web", "news"] = "web",
+    weights: list[float] | None = None,
+    options: dict[str, int] | None = None,
+    limit: int | float = 1,
+    exact: bool = False,
+) -> str:
     """Search the web.
 
     Args:

@@ -43,8 +43,11 @@ def run_command(name, home, *options):
     args = ["--config", str(home / "job.py"), "--workdir", str(home / "run"), *options]
     process = subprocess.run(
         [sys.executable, "-m", f"jaxmoe.{name}", *args],
-        cwd=ROOT, env=os.environ, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
     assert process.returncode == 0, process.stderr
 
 
@@ -53,10 +56,17 @@ def trained_run(hugging, tmp_path_factory):
     home = tmp_path_factory.mktemp("round_trip")
     hugging.torch.manual_seed(0)
     config = hugging.transformers.GptOssConfig(
-        vocab_size=265, hidden_size=96, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=16, num_local_experts=7, num_experts_per_tok=4,
-        intermediate_size=64, sliding_window=9,
-    )  # fmt: skip
+        vocab_size=265,
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        num_local_experts=7,
+        num_experts_per_tok=4,
+        intermediate_size=64,
+        sliding_window=9,
+    )
     hugging.transformers.GptOssForCausalLM(config).save_pretrained(home / "theirs")
     (home / "job.py").write_text(JOB.format(checkpoint=str(home / "theirs")))
     run_command("train", home)

@@ -155,9 +155,11 @@ def without_layer(name: str) -> str:
 
 
 COMBINATIONS = [
-    ("long", "float32", "fast"), ("long", "bfloat16", "invariant"), ("far", "bfloat16", "fast"),
+    ("long", "float32", "fast"),
+    ("long", "bfloat16", "invariant"),
+    ("far", "bfloat16", "fast"),
     ("far", "float32", "invariant"),
-]  # fmt: skip
+]
 CASES = {
     "long": dict(batch=1, time=160, first=0, sliding_window=128),
     "far": dict(batch=2, time=45, first=5000, sliding_window=9),
@@ -252,10 +254,11 @@ def test_log_probs_of_extreme_weights_err_no_more_than_transformers(hugging, tmp
         want, jax_logp, hf_logp = (
             log_probs(logits, tokens_BT)
             for logits in (
-                hugging.run(hugging.oracle(model), *inputs)[0], our_logits(case),
+                hugging.run(hugging.oracle(model), *inputs)[0],
+                our_logits(case),
                 hugging.run(model, *inputs)[0],
             )
-        )  # fmt: skip
+        )
         errors.append(
             (np.abs(jax_logp - want).max(), np.abs(hf_logp - want).max(), np.abs(want).max())
         )

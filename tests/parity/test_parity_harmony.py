@@ -12,11 +12,41 @@ from jaxmoe.data.harmony import read_response, read_turn
 
 pytestmark = pytest.mark.parity
 
-MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>",
-         "<|constrain|>"]  # fmt: skip
-WORDS = ["final", "analysis", "commentary", " to=python", " to=functions.f", "functions.f", " code",
-         "json", "assistant", " assistant", "user", "python", "system", "hello", "6", " ", "\n",
-         "\u00a0", "\x1c", "print(1)", "<|endoftext|>", "😀", "to=", "é"]  # fmt: skip
+MARKS = [
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|start|>",
+    "<|return|>",
+    "<|call|>",
+    "<|constrain|>",
+]
+WORDS = [
+    "final",
+    "analysis",
+    "commentary",
+    " to=python",
+    " to=functions.f",
+    "functions.f",
+    " code",
+    "json",
+    "assistant",
+    " assistant",
+    "user",
+    "python",
+    "system",
+    "hello",
+    "6",
+    " ",
+    "\n",
+    "\u00a0",
+    "\x1c",
+    "print(1)",
+    "<|endoftext|>",
+    "😀",
+    "to=",
+    "é",
+]
 
 
 def make_turn(rng):
@@ -26,9 +56,11 @@ def make_turn(rng):
         turn += "<|start|>assistant" if i else ""
         channel = "<|channel|>" + rng.choice(["analysis", "final", "commentary"])
         to = rng.choice(["", " to=python", " to=functions.f"])
-        kind = rng.choice(["", " code", " <|constrain|>json", "<|constrain|>json"]) if to else (
-            rng.choice(["", "", "", " <|constrain|>json", "<|constrain|>functions.f"])
-        )  # fmt: skip
+        kind = (
+            rng.choice(["", " code", " <|constrain|>json", "<|constrain|>json"])
+            if to
+            else (rng.choice(["", "", "", " <|constrain|>json", "<|constrain|>functions.f"]))
+        )
         body = "".join(rng.choices(WORDS, k=rng.randint(0, 4)))
         end = rng.choice(["<|return|>", "<|call|>"]) if i == 2 else "<|end|>"
         turn += rng.choice([to + channel + kind, channel + to + kind]) + "<|message|>" + body + end
@@ -57,10 +89,15 @@ def parse_strictly(harmony, ids):
     except Exception as raised:  # HarmonyError is not exported
         error = str(raised)
     return [
-        (m.author.role.value, m.channel or "", m.recipient or "", m.content_type or "",
-         m.content[0].text)
+        (
+            m.author.role.value,
+            m.channel or "",
+            m.recipient or "",
+            m.content_type or "",
+            m.content[0].text,
+        )
         for m in parser.messages
-    ], error  # fmt: skip
+    ], error
 
 
 def drop_constrain(message):

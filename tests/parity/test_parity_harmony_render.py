@@ -25,18 +25,23 @@ VALUE = st.recursive(
     st.none() | st.booleans() | NUMBER | TEXT,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 def combine(types):
     return st.fixed_dictionaries(
         {},
         optional={
-            "type": types, "description": TEXT, "default": VALUE, "title": TEXT,
-            "enum": st.lists(TEXT | st.integers(), max_size=3), "nullable": st.booleans(),
-            "examples": st.lists(TEXT | st.integers(), max_size=2), "const": VALUE,
+            "type": types,
+            "description": TEXT,
+            "default": VALUE,
+            "title": TEXT,
+            "enum": st.lists(TEXT | st.integers(), max_size=3),
+            "nullable": st.booleans(),
+            "examples": st.lists(TEXT | st.integers(), max_size=2),
+            "const": VALUE,
         },
-    )  # fmt: skip
+    )
 
 
 LEAF = combine(
@@ -49,11 +54,13 @@ def extend(inner):
     extra = st.fixed_dictionaries(
         {},
         optional={
-            "items": inner, "oneOf": st.lists(inner, max_size=3), "anyOf": st.lists(inner),
+            "items": inner,
+            "oneOf": st.lists(inner, max_size=3),
+            "anyOf": st.lists(inner),
             "properties": st.dictionaries(NAME, inner, max_size=3),
             "required": st.lists(NAME, max_size=2),
         },
-    )  # fmt: skip
+    )
     typed = combine(st.sampled_from(["object", "object", "array", "string"]))
     return st.builds(lambda a, b: {**a, **b}, typed, extra)
 
@@ -61,29 +68,38 @@ def extend(inner):
 SCHEMA = st.recursive(LEAF, extend, max_leaves=8)
 OBJECT = st.builds(
     lambda properties, required: {
-        "type": "object", "properties": properties,
+        "type": "object",
+        "properties": properties,
         "required": [n for n, needed in zip(properties, required, strict=False) if needed],
     },
-    st.dictionaries(NAME, SCHEMA, max_size=4), st.lists(st.booleans(), max_size=4),
-)  # fmt: skip
+    st.dictionaries(NAME, SCHEMA, max_size=4),
+    st.lists(st.booleans(), max_size=4),
+)
 TOOLS = st.lists(
     st.builds(ToolDescription, NAME.filter(lambda n: n != "python"), TEXT, OBJECT | SCHEMA),
-    max_size=3, unique_by=lambda tool: tool.name,
-)  # fmt: skip
+    max_size=3,
+    unique_by=lambda tool: tool.name,
+)
 MESSAGE = st.one_of(
     st.builds(Message, st.sampled_from(["user", "system", "developer"]), TEXT),
     st.builds(Message, st.just("user"), TEXT, name=st.just("bob")),
     st.builds(
-        Message, st.just("assistant"), TEXT,
+        Message,
+        st.just("assistant"),
+        TEXT,
         channel=st.sampled_from(["", "analysis", "commentary", "final"]),
         recipient=st.sampled_from(["", "python", "functions.search"]),
         content_type=st.sampled_from(["", "code", "json"]),
     ),
     st.builds(
-        Message, st.just("tool"), TEXT, name=st.sampled_from(["python", "functions.search"]),
-        channel=st.sampled_from(["analysis", "commentary"]), recipient=st.just("assistant"),
+        Message,
+        st.just("tool"),
+        TEXT,
+        name=st.sampled_from(["python", "functions.search"]),
+        channel=st.sampled_from(["analysis", "commentary"]),
+        recipient=st.just("assistant"),
     ),
-)  # fmt: skip
+)
 MANY = settings(max_examples=200, deadline=None)
 
 
@@ -140,16 +156,23 @@ def test_what_a_turn_writes_is_read_from_it_and_by_them(harmony):
     turn = [
         Message("assistant", "I add <|end|>", channel="analysis"),
         Message("assistant", "Wait.", channel="commentary"),
-        Message("assistant", '{"a": 1}', channel="commentary", recipient="functions.add",
-                content_type="json"),
-    ]  # fmt: skip
+        Message(
+            "assistant",
+            '{"a": 1}',
+            channel="commentary",
+            recipient="functions.add",
+            content_type="json",
+        ),
+    ]
     ids = write_turn(turn, tokens)
     assert read_turn(prompt, ids, tokens).messages == tuple(turn)
     assert read_turn(prompt, ids, tokens).calls == (turn[-1],)
     theirs = harmony.encoding.parse_messages_from_completion_tokens(ids, m.Role.ASSISTANT)
     assert [(x.channel, x.recipient) for x in theirs] == [
-        ("analysis", None), ("commentary", None), ("commentary", "functions.add"),
-    ]  # fmt: skip
+        ("analysis", None),
+        ("commentary", None),
+        ("commentary", "functions.add"),
+    ]
 
 
 def test_a_prompt_of_messages_and_tools_has_the_same_tokens(harmony):
@@ -158,19 +181,29 @@ def test_a_prompt_of_messages_and_tools_has_the_same_tokens(harmony):
     tools = [ToolDescription("search", "Finds.", schema), ToolDescription("python", "", {})]
     chat = [
         Message("user", "q <|end|>"),
-        Message("assistant", "{}", channel="commentary", recipient="functions.search",
-                content_type="json"),
-        Message("tool", "found", name="functions.search", channel="commentary",
-                recipient="assistant"),
-    ]  # fmt: skip
-    developer = m.DeveloperContent.new().with_instructions("Be brief.")
-    theirs = m.Conversation.from_messages([
-        m.Message.from_role_and_content(m.Role.SYSTEM, m.SystemContent.new().with_python_tool()),
-        m.Message.from_role_and_content(
-            m.Role.DEVELOPER, developer.with_function_tools(make_tools(harmony, tools[:1]))
+        Message(
+            "assistant",
+            "{}",
+            channel="commentary",
+            recipient="functions.search",
+            content_type="json",
         ),
-        *(make_theirs(harmony, message) for message in chat),
-    ])  # fmt: skip
+        Message(
+            "tool", "found", name="functions.search", channel="commentary", recipient="assistant"
+        ),
+    ]
+    developer = m.DeveloperContent.new().with_instructions("Be brief.")
+    theirs = m.Conversation.from_messages(
+        [
+            m.Message.from_role_and_content(
+                m.Role.SYSTEM, m.SystemContent.new().with_python_tool()
+            ),
+            m.Message.from_role_and_content(
+                m.Role.DEVELOPER, developer.with_function_tools(make_tools(harmony, tools[:1]))
+            ),
+            *(make_theirs(harmony, message) for message in chat),
+        ]
+    )
     for template, messages in (
         (Template("harmony"), [Message("system", "Be brief."), *chat]),
         (Template("harmony", "Be brief."), chat),
@@ -194,10 +227,12 @@ def test_sections_of_tools_have_the_same_tokens(harmony):
             system = system.with_python_tool()
         if tools:
             developer = developer.with_function_tools(make_tools(harmony, tools))
-        theirs = m.Conversation.from_messages([
-            m.Message.from_role_and_content(m.Role.SYSTEM, system),
-            m.Message.from_role_and_content(m.Role.DEVELOPER, developer),
-        ])  # fmt: skip
+        theirs = m.Conversation.from_messages(
+            [
+                m.Message.from_role_and_content(m.Role.SYSTEM, system),
+                m.Message.from_role_and_content(m.Role.DEVELOPER, developer),
+            ]
+        )
         ours = [*tools, *([ToolDescription("python", "", {})] if with_python else [])]
         assert write_messages(
             [

@@ -42,13 +42,16 @@ OPS, EPS = plain_ops(), 2.0**-23
 LAYERS = [(layer, ("sliding", "full")[layer % 2], layer // 2) for layer in range(4)]
 SETTINGS = {
     "both": dict(ranks=dict.fromkeys(TARGETS, 3)),
-    "other ranks": dict(ranks={n: 2 if n in ("w_gate_up", "w_down") else 5
-                               for n in TARGETS}, attention_alpha=6.0, expert_alpha=9.0),
+    "other ranks": dict(
+        ranks={n: 2 if n in ("w_gate_up", "w_down") else 5 for n in TARGETS},
+        attention_alpha=6.0,
+        expert_alpha=9.0,
+    ),
     "stabilized": dict(ranks={n: 4 for n in TARGETS}, rank_stabilized=True),
     "experts": dict(ranks=dict(w_gate_up=2, w_down=2)),
     "one matrix": dict(ranks=dict(w_down=2)),
     "attention": dict(ranks=dict(w_q=3, w_v=3)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +199,9 @@ def test_peft_trains_on_what_we_trained_whole(hugging, peft, setting, tmp_path):
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
     merged_params = {
         name.replace("base_model.model.", "").replace(".modules_to_save.default", ""): x
-        for name, x in read.named_parameters() if "modules_to_save" in name
-    }  # fmt: skip
+        for name, x in read.named_parameters()
+        if "modules_to_save" in name
+    }
     assert len(merged_params) == 4 * cfg.n_layers + 3
     actual = jax.tree.map(jnp.asarray, merge_adapters(params, adapters, lora.scales))
     save_params(actual, cfg, tmp_path / "whole", dtype="float32")
@@ -223,11 +227,15 @@ def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, 
         TARGETS[n]: r for n, r in ranks.items() if r == 2 and setting_name == "other ranks"
     }
     config = peft.LoraConfig(
-        r=max(ranks.values()), lora_alpha=options.get("attention_alpha", 16.0),
-        target_modules=modules, target_parameters=parameters or None,
-        use_rslora=options.get("rank_stabilized", False), init_lora_weights=False,
-        rank_pattern=different, alpha_pattern=dict.fromkeys(different, 9.0),
-    )  # fmt: skip
+        r=max(ranks.values()),
+        lora_alpha=options.get("attention_alpha", 16.0),
+        target_modules=modules,
+        target_parameters=parameters or None,
+        use_rslora=options.get("rank_stabilized", False),
+        init_lora_weights=False,
+        rank_pattern=different,
+        alpha_pattern=dict.fromkeys(different, 9.0),
+    )
     hugging.torch.manual_seed(0)
     peft_model_made = peft.get_peft_model(copy.deepcopy(model), config)
     with hugging.torch.no_grad():  # PEFT's own are small
@@ -254,10 +262,15 @@ def test_a_run_starts_from_pefts_adapter(hugging, peft, tmp_path):
     peft_model = peft.get_peft_model(model, config)
     peft_model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     cfg = override(
-        load_config("tiny_lora.py"), "warmup.steps=0", f"init.checkpoint={tmp_path / 'base'}",
-        f"lora.init_from={tmp_path / 'peft'}", "lora.attention_rank=3", "lora.attention_alpha=9.0",
-        "lora.expert_rank=0", "lora.targets=w_q,w_v",
-    )  # fmt: skip
+        load_config("tiny_lora.py"),
+        "warmup.steps=0",
+        f"init.checkpoint={tmp_path / 'base'}",
+        f"lora.init_from={tmp_path / 'peft'}",
+        "lora.attention_rank=3",
+        "lora.attention_alpha=9.0",
+        "lora.expert_rank=0",
+        "lora.targets=w_q,w_v",
+    )
     cfg = dataclasses.replace(cfg, model=from_hf(model.config.to_dict()))
     adapters = init_run_adapters(cfg, load_params(tmp_path / "base", cfg.model, "float32"))
     check_deltas(peft_model, adapters, cfg.lora.scales)
@@ -282,8 +295,12 @@ def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path,
     scales = scales_of({"w_gate_up": 2})
     save_adapter(adapters, cfg, lora_of({"w_gate_up": 2}), tmp_path / "a")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
-    wrong_adapters = {"layers": {kind: {"w_gate_up": Pair(*change(*layer["w_gate_up"]))}
-                        for kind, layer in adapters["layers"].items()}}  # fmt: skip
+    wrong_adapters = {
+        "layers": {
+            kind: {"w_gate_up": Pair(*change(*layer["w_gate_up"]))}
+            for kind, layer in adapters["layers"].items()
+        }
+    }
     with pytest.raises(AssertionError):
         check_deltas(read, wrong_adapters, scales)
     with pytest.raises(AssertionError, match="ours are off"):

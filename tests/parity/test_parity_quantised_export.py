@@ -29,10 +29,12 @@ def score_with_jax(params, cfg):
 def score_with_hf(hugging, folder, dtype):
     torch, transformers = hugging.torch, hugging.transformers
     model = transformers.GptOssForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager",
+        folder,
+        attn_implementation="eager",
+        experts_implementation="eager",
         dtype=getattr(torch, dtype),
         quantization_config=transformers.Mxfp4Config(dequantize=True),
-    )  # fmt: skip
+    )
     kinds = {p.dtype for p in model.parameters()}
     assert kinds == {getattr(torch, dtype)}, kinds
     with torch.no_grad():
@@ -49,9 +51,11 @@ def test_transformers_has_the_log_probs_of_the_weights_that_the_run_read(
     may be as far from that on either side as the other's is, by the three-way rule."""
     work, out = tmp_path / "run", tmp_path / "export"
     sets = [
-        f"model.dtype={dtype}", f"optim.param_dtype={dtype}", "data.train_rows=64",
+        f"model.dtype={dtype}",
+        f"optim.param_dtype={dtype}",
+        "data.train_rows=64",
         "data.held_out_rows=8",
-    ]  # fmt: skip
+    ]
     cfg = override(load_config("tiny_mxfp4.py"), *sets, f"workdir={work}")
     masters = jax.tree.map(lambda x: x.astype(dtype), random_weights(cfg.model, 3))
     save_run(work, cfg, Position("rl", 5, init_rl_state(masters, cfg, rl_optimizer(cfg)), {}))

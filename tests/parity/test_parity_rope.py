@@ -21,9 +21,10 @@ pytestmark = pytest.mark.parity
 RELEASED = gpt_oss_20b()
 LAST = RELEASED.max_context - 1
 HOT = replace(
-    tiny(n_layers=4, head_dim=64, n_q_heads=4, n_kv_heads=2), sliding_window=32,
+    tiny(n_layers=4, head_dim=64, n_q_heads=4, n_kv_heads=2),
+    sliding_window=32,
     **{n: getattr(RELEASED, n) for n in ("rope_theta", "rope_factor", "max_context")},
-)  # fmt: skip
+)
 TOKENS = 64
 
 

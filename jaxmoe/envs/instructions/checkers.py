@@ -26,16 +26,23 @@ INSTALL = (
 )
 # Checkers that are not available: they need data that nltk would download.
 UNAVAILABLE = (
-    "length_constraints:number_sentences", "change_case:capital_word_frequency",
-    "format:title_case", "ratio:stop_words", "words:keywords_specific_position",
-    "words:start_verb", "words:words_position",
-)  # fmt: skip
+    "length_constraints:number_sentences",
+    "change_case:capital_word_frequency",
+    "format:title_case",
+    "ratio:stop_words",
+    "words:keywords_specific_position",
+    "words:start_verb",
+    "words:words_position",
+)
 _DETECT_LANGUAGE = (
-    "language:response_language", "change_case:english_capital", "change_case:english_lowercase",
-)  # fmt: skip
+    "language:response_language",
+    "change_case:english_capital",
+    "change_case:english_lowercase",
+)
 _REGISTRIES = (
-    "if_verifiable.ifeval.instructions_registry", "if_verifiable.ifbench.instructions_registry"
-)  # fmt: skip
+    "if_verifiable.ifeval.instructions_registry",
+    "if_verifiable.ifbench.instructions_registry",
+)
 _PLAIN_ANSWER = "A short answer."
 
 

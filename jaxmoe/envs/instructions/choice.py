@@ -39,63 +39,89 @@ _CHOICES: Mapping[str, tuple[str, Arguments]] = {
     "change_case:english_capital": ("Answer in English, in capital letters only.", lambda r: {}),
     "change_case:english_lowercase": ("Answer in English, in lowercase only.", lambda r: {}),
     "combination:two_responses": (
-        "Give two different answers, with ****** between them.", lambda r: {}),
-    "count:numbers": (
-        "Write exactly {N} numbers.", lambda r: {"N": r.randint(1, 3)}),
+        "Give two different answers, with ****** between them.",
+        lambda r: {},
+    ),
+    "count:numbers": ("Write exactly {N} numbers.", lambda r: {"N": r.randint(1, 3)}),
     "detectable_content:number_placeholders": (
         "Write at least {num_placeholders} placeholders like [name].",
-        lambda r: {"num_placeholders": r.randint(1, 3)}),
+        lambda r: {"num_placeholders": r.randint(1, 3)},
+    ),
     "detectable_content:postscript": (
         "Add a postscript that starts with {postscript_marker}",
-        lambda r: {"postscript_marker": "P.S."}),
+        lambda r: {"postscript_marker": "P.S."},
+    ),
     "detectable_format:json_format": ("Write nothing but valid JSON.", lambda r: {}),
     "detectable_format:number_bullet_lists": (
         "Write exactly {num_bullets} bullet points, each a line that starts with *.",
-        lambda r: {"num_bullets": r.randint(1, 3)}),
+        lambda r: {"num_bullets": r.randint(1, 3)},
+    ),
     "detectable_format:number_highlighted_sections": (
         "Highlight at least {num_highlights} parts like *this*.",
-        lambda r: {"num_highlights": r.randint(1, 3)}),
+        lambda r: {"num_highlights": r.randint(1, 3)},
+    ),
     "detectable_format:title": ("Write a title like <<this>>.", lambda r: {}),
     "format:no_whitespace": ("Use no spaces or line breaks.", lambda r: {}),
     "format:parentheses": ("Nest brackets at least 5 deep.", lambda r: {}),
     "keywords:existence": (
         "Write the words {keywords[0]} and {keywords[1]}.",
-        lambda r: {"keywords": r.sample(_WORDS[:8], 2)}),
+        lambda r: {"keywords": r.sample(_WORDS[:8], 2)},
+    ),
     "keywords:forbidden_words": (
         "Do not write the words {forbidden_words[0]} and {forbidden_words[1]}.",
-        lambda r: {"forbidden_words": r.sample(_WORDS[8:16], 2)}),
+        lambda r: {"forbidden_words": r.sample(_WORDS[8:16], 2)},
+    ),
     "keywords:frequency": (
         "Write the word {keyword} at least {frequency} times.",
-        lambda r: {"keyword": r.choice(_WORDS[16:]), "frequency": r.randint(2, 3),
-                   **_relation("relation")}),
+        lambda r: {
+            "keyword": r.choice(_WORDS[16:]),
+            "frequency": r.randint(2, 3),
+            **_relation("relation"),
+        },
+    ),
     "keywords:letter_frequency": (
         "Write the letter {letter} at least {let_frequency} times.",
-        lambda r: {"letter": r.choice("jkqvwxz"), "let_frequency": r.randint(2, 5),
-                   **_relation("let_relation")}),
+        lambda r: {
+            "letter": r.choice("jkqvwxz"),
+            "let_frequency": r.randint(2, 5),
+            **_relation("let_relation"),
+        },
+    ),
     "length_constraints:number_paragraphs": (
         "Write {num_paragraphs} paragraphs, with *** between them.",
-        lambda r: {"num_paragraphs": r.randint(2, 3)}),
+        lambda r: {"num_paragraphs": r.randint(2, 3)},
+    ),
     "length_constraints:number_words": (
         "Write at least {num_words} words.",
-        lambda r: {"num_words": r.randint(3, 12), **_relation("relation")}),
+        lambda r: {"num_words": r.randint(3, 12), **_relation("relation")},
+    ),
     "punctuation:no_comma": ("Use no commas.", lambda r: {}),
     "startend:end_checker": (
         "End with these words: {end_phrase}",
-        lambda r: {"end_phrase": r.choice(_END_PHRASES)}),
+        lambda r: {"end_phrase": r.choice(_END_PHRASES)},
+    ),
     "startend:quotation": ("Put the answer in double quotes.", lambda r: {}),
-}  # fmt: skip
+}
 CHOICES = tuple(_CHOICES)
 _LAYOUTS = (
-    "combination:two_responses", "detectable_format:number_bullet_lists",
-    "detectable_format:number_highlighted_sections", "length_constraints:number_paragraphs",
-)  # fmt: skip
+    "combination:two_responses",
+    "detectable_format:number_bullet_lists",
+    "detectable_format:number_highlighted_sections",
+    "length_constraints:number_paragraphs",
+)
 _CASES = ("change_case:english_capital", "change_case:english_lowercase")
 # The others write several words, or lines.
 _SINGLE_WORDS = (
-    "detectable_content:number_placeholders", "detectable_format:title", "format:parentheses",
-    "keywords:existence", "keywords:forbidden_words", "keywords:frequency",
-    "keywords:letter_frequency", "punctuation:no_comma", "startend:quotation",
-)  # fmt: skip
+    "detectable_content:number_placeholders",
+    "detectable_format:title",
+    "format:parentheses",
+    "keywords:existence",
+    "keywords:forbidden_words",
+    "keywords:frequency",
+    "keywords:letter_frequency",
+    "punctuation:no_comma",
+    "startend:quotation",
+)
 
 
 def in_conflict(a: str, b: str) -> bool:
@@ -200,7 +226,9 @@ def _append_text(prompt: Any, text: str) -> Any:
         return f"{prompt}\n{text}"
     *earlier, last = prompt
     content = last["content"]
-    parts = f"{content}\n{text}" if isinstance(content, str) else [
-        *content, {"type": "text", "text": text}
-    ]  # fmt: skip
+    parts = (
+        f"{content}\n{text}"
+        if isinstance(content, str)
+        else [*content, {"type": "text", "text": text}]
+    )
     return [*earlier, {**last, "content": parts}]

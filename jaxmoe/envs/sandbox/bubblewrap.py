@@ -73,10 +73,21 @@ def make_arguments(
     library = str(_place_prefix(interpreter) / "lib")
     arguments += ["--clearenv"] if "empty_environment" not in removed else []
     arguments += [
-        "--setenv", "HOME", WORK_FOLDER, "--setenv", "TMPDIR", WORK_FOLDER,
-        "--setenv", "OMP_NUM_THREADS", "1", "--setenv", "OPENBLAS_NUM_THREADS", "1",
-        "--chdir", WORK_FOLDER if disk_mb else "/",
-    ]  # fmt: skip
+        "--setenv",
+        "HOME",
+        WORK_FOLDER,
+        "--setenv",
+        "TMPDIR",
+        WORK_FOLDER,
+        "--setenv",
+        "OMP_NUM_THREADS",
+        "1",
+        "--setenv",
+        "OPENBLAS_NUM_THREADS",
+        "1",
+        "--chdir",
+        WORK_FOLDER if disk_mb else "/",
+    ]
     if list(interpreter.prefix.glob("lib/libpython*.so*")):
         arguments += ["--setenv", "LD_LIBRARY_PATH", library]
     return arguments

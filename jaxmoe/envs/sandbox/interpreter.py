@@ -76,9 +76,11 @@ def list_readable_paths(interpreter: Interpreter) -> list[str]:
     files = [path for path in library.iterdir() if path.name not in PACKAGE_FOLDERS]
     files += interpreter.prefix.glob("lib/libpython*")
     folders = [
-        path for folder in list_library_paths() if folder not in library.parents
+        path
+        for folder in list_library_paths()
+        if folder not in library.parents
         for path in _list_without_python(folder)
-    ]  # fmt: skip
+    ]
     devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
     return [*map(str, files), *map(str, folders), *devices, "/usr/share/zoneinfo"]
 

@@ -110,10 +110,17 @@ class Launcher:
         for descriptor in descriptors if inherits else ():
             os.set_inheritable(descriptor, True)
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            bufsize=0, cwd="/", start_new_session=True, close_fds=not inherits,
-            pass_fds=() if inherits else descriptors, env=self._environment(),
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+            close_fds=not inherits,
+            pass_fds=() if inherits else descriptors,
+            env=self._environment(),
+        )
 
     def _environment(self) -> Mapping[str, str]:
         """The environment of the process, which can be read from inside: nothing."""
@@ -126,12 +133,15 @@ class Launcher:
         folder = Path(__file__).with_name("inside")
         is_landlock = self.kind == "landlock"
         return {
-            "kind": self.kind, "parent": parent, "memory_mb": self.config.memory_mb,
-            "disk_mb": self.disk_mb, "max_chars": MAX_OUTPUT_CHARS,
+            "kind": self.kind,
+            "parent": parent,
+            "memory_mb": self.config.memory_mb,
+            "disk_mb": self.disk_mb,
+            "max_chars": MAX_OUTPUT_CHARS,
             "removed": sorted(self.removed),
             "counts_tasks": self.kind == "bubblewrap" and os.getuid() != 0,
             "readable": list_readable_paths(self.interpreter) if is_landlock else [],
             "modules": {
                 f"{_PACKAGE}.{name}": (folder / f"{name}.py").read_text() for name in _MODULES
             },
-        }  # fmt: skip
+        }

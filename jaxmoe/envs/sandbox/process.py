@@ -134,17 +134,21 @@ class Sandbox:
         return self._request({"code": code, "outside": list(functions)}, timeout_s, functions)
 
     def call(
-        self, name: str, arguments: Sequence[Any], timeout_s: float,
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        timeout_s: float,
         named: Mapping[str, Any] | None = None,
-    ) -> CallResult:  # fmt: skip
+    ) -> CallResult:
         """Call a function that a program defined; arguments and value are plain data.
 
         Raises: NotPlainData for arguments that are not.
         """
         call = {
-            "name": name, "arguments": [encode_value(x) for x in arguments],
+            "name": name,
+            "arguments": [encode_value(x) for x in arguments],
             "named": {key: encode_value(x) for key, x in (named or {}).items()},
-        }  # fmt: skip
+        }
         return self._request({"call": call}, timeout_s, {})
 
     def read_cpu_s(self) -> float:

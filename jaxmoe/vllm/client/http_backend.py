@@ -98,9 +98,15 @@ class HttpBackend:
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float, connections: int = 64, key: str = "",
-        model: str = "", token_bytes: int = 4096,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        connections: int = 64,
+        key: str = "",
+        model: str = "",
+        token_bytes: int = 4096,
+    ) -> None:
         self.name = url.rstrip("/")
         self._model = {"model": model} if model else {}
         self._key = Key(key)
@@ -154,9 +160,12 @@ class HttpBackend:
 
     def loaded_state(self) -> list[dict[str, Any]]:
         response = self._request_json(
-            "POST", "/collective_rpc", {"method": "jaxmoe_loaded_state"},
-            timeout_s=min(LOADED_STATE_TIMEOUT_S, self._timeout_s), max_body_bytes=MAX_STATE_BYTES,
-        )  # fmt: skip
+            "POST",
+            "/collective_rpc",
+            {"method": "jaxmoe_loaded_state"},
+            timeout_s=min(LOADED_STATE_TIMEOUT_S, self._timeout_s),
+            max_body_bytes=MAX_STATE_BYTES,
+        )
         results = response.get("results") if isinstance(response, dict) else None
         try:
             return check_worker_states(results)
@@ -199,9 +208,14 @@ class HttpBackend:
         return self._request_json("POST", path, body)
 
     def _request_json(
-        self, method: str, path: str, body: dict[str, Any] | None = None,
-        *, timeout_s: float | None = None, max_body_bytes: int = MAX_BODY_BYTES,
-    ) -> Any:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> Any:
         route = f"{self.name}{path}"
         response = self._send_request(
             method, path, body, timeout_s or self._timeout_s, max_body_bytes
@@ -234,9 +248,14 @@ class HttpBackend:
         return escape_unprintable(self._key.redact_text(text)[:length])
 
     def _send_request(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float,
-        max_body_bytes: int, key: Key | None = None,
-    ) -> Response:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float,
+        max_body_bytes: int,
+        key: Key | None = None,
+    ) -> Response:
         data = None if body is None else json.dumps(body).encode()
         headers = (self._key if key is None else key).auth_headers() | (
             {} if data is None else {"Content-Type": "application/json"}

@@ -129,9 +129,15 @@ class HttpClient:
         self._pool.ConnectionCls = Connection
 
     def request(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], *,
-        timeout_s: float, max_body_bytes: int,
-    ) -> Response:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        *,
+        timeout_s: float,
+        max_body_bytes: int,
+    ) -> Response:
         """Return a response within `timeout_s`, with at most `max_body_bytes` of body.
 
         Raises HttpFailed.
@@ -141,10 +147,15 @@ class HttpClient:
         self._request.limits = limits
         try:
             response = self._pool.urlopen(
-                method, self._prefix + path, body=body, headers=headers, redirect=False,
+                method,
+                self._prefix + path,
+                body=body,
+                headers=headers,
+                redirect=False,
                 timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
-                preload_content=False, decode_content=False,
-            )  # fmt: skip
+                preload_content=False,
+                decode_content=False,
+            )
             try:
                 return _read_response(response, max_body_bytes)
             except BaseException:

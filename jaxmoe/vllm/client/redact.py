@@ -76,8 +76,9 @@ def _decode_escapes(text: str) -> list[str]:
         text = html.unescape(unquote(text))
         text = re.sub(
             r"\\u\{?([0-9a-fA-F]{2,4})\}?|\\x([0-9a-fA-F]{2})",
-            lambda m: chr(int(m[1] or m[2], 16)), text,
-        )  # fmt: skip
+            lambda m: chr(int(m[1] or m[2], 16)),
+            text,
+        )
         text = text.replace("\\\\", "\\")
         readings.append(text)
     return readings

@@ -63,14 +63,20 @@ def request_body(
     return {
         "token_ids": tokens,
         "sampling_params": {
-            "n": count, "max_tokens": max_tokens, "seed": seed, "logprobs": 0,
+            "n": count,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "logprobs": 0,
             "temperature": 0.0 if greedy else sampling.temperature,
-            "top_k": 0 if greedy else sampling.top_k, "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": 0 if greedy else sampling.top_k,
+            "top_p": 1.0 if greedy else sampling.top_p,
             # Only the run's stop tokens end a response, whatever the model's config says. vLLM is
             # started without a tokenizer.
-            "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "detokenize": False,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,
+            "detokenize": False,
         },
-    }  # fmt: skip
+    }
 
 
 def score_tokens(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
@@ -115,9 +121,13 @@ def sample_completions(
 
 
 def _continue_completion(
-    backend: Backend, prompt: list[int], completion: Completion, sampling: Sampling,
-    numbers: tuple[int, ...], cfg: ModelConfig,
-) -> Completion:  # fmt: skip
+    backend: Backend,
+    prompt: list[int],
+    completion: Completion,
+    sampling: Sampling,
+    numbers: tuple[int, ...],
+    cfg: ModelConfig,
+) -> Completion:
     for part in range(1, MAX_COMPLETIONS):
         if completion.finish != "abort":
             return completion
@@ -144,7 +154,9 @@ def _join_completions(completion: Completion, continuation: Completion, prompt: 
         n_read = prompt + len(completion.tokens) - 1
         experts = np.concatenate([completion.experts[:n_read], continuation.experts[n_read:]])
     return Completion(
-        completion.tokens + continuation.tokens, completion.logp + continuation.logp,
+        completion.tokens + continuation.tokens,
+        completion.logp + continuation.logp,
         continuation.finish,
-        completion.labels + continuation.labels, experts,
-    )  # fmt: skip
+        completion.labels + continuation.labels,
+        experts,
+    )

@@ -104,10 +104,12 @@ def _parse_completion(
     _check_end(tokens, finish, expected)
     read = expected.prompt_tokens + len(tokens) - 1  # all but the last token
     return Completion(
-        tokens, _parse_logps(choice.get("logprobs"), tokens), str(finish),
+        tokens,
+        _parse_logps(choice.get("logprobs"), tokens),
+        str(finish),
         _parse_labels(choice.get("weight_versions"), len(tokens)),
         _parse_experts(choice.get("routed_experts"), read, aborted, cfg, expected.prompt_tokens),
-    )  # fmt: skip
+    )
 
 
 def _check_end(tokens: list[int], finish: Any, expected: ExpectedResponse) -> None:

@@ -20,10 +20,16 @@ UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
 
 def describe_vllm(cfg: Config) -> EngineDescription:
     return EngineDescription(
-        open=open_vllm_engine, summary=_summarize(cfg), reports_kept_mass=True,
-        reports_experts=True, runs_episodes=True, reads_four_bits=True, check=check_vllm,
-        check_processes=check_vllm_processes, without_weight_check=_without_probe,
-    )  # fmt: skip
+        open=open_vllm_engine,
+        summary=_summarize(cfg),
+        reports_kept_mass=True,
+        reports_experts=True,
+        runs_episodes=True,
+        reads_four_bits=True,
+        check=check_vllm,
+        check_processes=check_vllm_processes,
+        without_weight_check=_without_probe,
+    )
 
 
 def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
@@ -35,12 +41,19 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
     r = cfg.rollout
     serves = cfg.lora.ranks and r.vllm.lora == "adapter"
     return open_vllm(
-        cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine",
+        cfg.model,
+        ops,
+        r.vllm,
+        mesh=mesh,
+        across=cfg.mesh.attention,
+        work=work / "engine",
         adapter=ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None,
         four_bits=cfg.quant.experts != "none",
-        max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
-        max_rows=r.max_parallel_sequences, max_context=cfg.context,
-    )  # fmt: skip
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=r.max_new_tokens,
+        max_rows=r.max_parallel_sequences,
+        max_context=cfg.context,
+    )
 
 
 def check_vllm(cfg: Config) -> None:

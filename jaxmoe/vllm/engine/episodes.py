@@ -25,10 +25,17 @@ SampleTurn = Callable[[int, PromptRequest, Sampling], Rollout]
 
 
 def sample_episodes(
-    prompts: Sequence[Prompt], sampling: Sampling, samples: int, environment: TokenEnvironment,
-    sample_turn: SampleTurn, *, cfg: ModelConfig, max_context: int, places: int,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    samples: int,
+    environment: TokenEnvironment,
+    sample_turn: SampleTurn,
+    *,
+    cfg: ModelConfig,
+    max_context: int,
+    places: int,
     is_closed: Callable[[], bool],
-) -> list[Rollout]:  # fmt: skip
+) -> list[Rollout]:
     """Return `samples` episodes of each prompt, the samples of a prompt as neighbours.
 
     places: requests that are in flight at once. The longest episodes go first.
@@ -55,9 +62,13 @@ def sample_episodes(
                 _, number = heapq.heappop(ready)
                 e = episodes[number]
                 request = PromptRequest(
-                    number // samples, e.prompt, number % samples, 1, e.n_turns,
+                    number // samples,
+                    e.prompt,
+                    number % samples,
+                    1,
+                    e.n_turns,
                     tuple(e.tokens.tolist()),
-                )  # fmt: skip
+                )
                 limited = replace(sampling, max_new_tokens=e.turn_limit)
                 turn = pool.submit(sample_turn, number, request, limited)
                 turn.add_done_callback(partial(report, number))

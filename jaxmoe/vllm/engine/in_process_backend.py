@@ -52,9 +52,16 @@ class InProcessBackend:
     """Backend over an LLM in this process."""
 
     def __init__(
-        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, context: int, rows: int,
-        adapter: ServedAdapter | None = None, four_bits: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: ModelConfig,
+        vllm: VllmConfig,
+        *,
+        work: Path,
+        context: int,
+        rows: int,
+        adapter: ServedAdapter | None = None,
+        four_bits: bool = False,
+    ) -> None:
         self.name = "vLLM in this process"
         self._timeout_s = vllm.request_timeout_s
         cpu = inspect_python(sys.executable)["cpu"]
@@ -233,10 +240,11 @@ class InProcessBackend:
                 self._number += 1
                 name = str(self._number)
                 vllm_request_id = self._llm.llm_engine.add_request(
-                    name, {"prompt_token_ids": list(body["token_ids"])},
+                    name,
+                    {"prompt_token_ids": list(body["token_ids"])},
                     _build_sampling_params(params | {"seed": seed + sample}),
                     lora_request=self._lora,
-                )  # fmt: skip
+                )
                 self._in_flight[name] = (pending, sample, vllm_request_id)
         except Exception as error:
             future.set_exception(RequestFailed(f"{self.name}: {type(error).__name__}: {error}"))
@@ -327,6 +335,10 @@ def _format_choice(index: int, output: Any) -> dict[str, Any]:
         {"version": s.version, "start": s.start, "end": s.end} for s in output.weight_versions or []
     ]
     return {
-        "index": index, "token_ids": tokens, "finish_reason": str(output.finish_reason),
-        "logprobs": {"content": content}, "routed_experts": experts, "weight_versions": spans,
-    }  # fmt: skip
+        "index": index,
+        "token_ids": tokens,
+        "finish_reason": str(output.finish_reason),
+        "logprobs": {"content": content},
+        "routed_experts": experts,
+        "weight_versions": spans,
+    }

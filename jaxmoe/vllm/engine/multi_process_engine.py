@@ -39,9 +39,16 @@ class MultiProcessVllmEngine:
     """An Engine whose methods are called by all processes, in the same order."""
 
     def __init__(
-        self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, mesh: Mesh | None, *,
-        across: str = "ring", channel: Channel | None = None, **sizes: Any,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: ModelConfig,
+        ops: Ops,
+        vllm: VllmConfig,
+        mesh: Mesh | None,
+        *,
+        across: str = "ring",
+        channel: Channel | None = None,
+        **sizes: Any,
+    ) -> None:
         self._cfg, self._vllm, self._mesh = cfg, vllm, mesh
         self._ops = sharded_ops(ops, mesh, cfg, method=across)
         self._channel = channel or Channel("vllm")
@@ -53,9 +60,10 @@ class MultiProcessVllmEngine:
             run = create_run_id()
             self._engine = VllmEngine(cfg, ops, vllm, run=run, **sizes)
             begun = {
-                "run": run, "probe": self._engine.probe.scored_tokens,
+                "run": run,
+                "probe": self._engine.probe.scored_tokens,
                 "experts": self._engine.experts,
-            }  # fmt: skip
+            }
             return json.dumps(begun).encode()
 
         try:
@@ -73,9 +81,15 @@ class MultiProcessVllmEngine:
         if self._experts == "packed":
             params = pack_for_sync(params)
         file = write_sharded_files(
-            params, self._cfg, self._vllm.weights_dir, dtype=self._vllm.dtype or self._cfg.dtype,
-            run=self._run, version=version, channel=self._channel, experts=self._experts,
-        )  # fmt: skip
+            params,
+            self._cfg,
+            self._vllm.weights_dir,
+            dtype=self._vllm.dtype or self._cfg.dtype,
+            run=self._run,
+            version=version,
+            channel=self._channel,
+            experts=self._experts,
+        )
         reference = ProbeReference(self._probe, self._probe_logps(params))
 
         def load_file(engine: VllmEngine) -> list[Rollout]:
@@ -85,9 +99,14 @@ class MultiProcessVllmEngine:
         self._run_on_first(load_file)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
         environment: TokenEnvironment | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """Engine.generate, with the same rollouts in every process.
 
         The first process samples the episodes and calls the environment: tools run once, there.
@@ -130,9 +149,15 @@ class MultiProcessVllmEngine:
 
 
 def open_vllm(
-    cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, mesh: Mesh | None, across: str, work: Path,
+    cfg: ModelConfig,
+    ops: Ops,
+    vllm: VllmConfig,
+    *,
+    mesh: Mesh | None,
+    across: str,
+    work: Path,
     **sizes: Any,
-) -> VllmEngine | MultiProcessVllmEngine:  # fmt: skip
+) -> VllmEngine | MultiProcessVllmEngine:
     """Return the engine of this process, or of all processes together."""
     if jax.process_count() == 1:
         return VllmEngine(cfg, ops, vllm, work=work, **sizes)

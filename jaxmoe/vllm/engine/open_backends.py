@@ -34,9 +34,14 @@ Opened = tuple[Backend, Server | None]
 
 
 def open_backends(
-    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int,
-    adapter: ServedAdapter | None = None, four_bits: bool = False,
-) -> list[Opened]:  # fmt: skip
+    cfg: ModelConfig,
+    vllm: VllmConfig,
+    work: Path,
+    context: int,
+    rows: int,
+    adapter: ServedAdapter | None = None,
+    four_bits: bool = False,
+) -> list[Opened]:
     """Return backends of the named servers, of started servers, or of one vLLM in this process.
 
     With `adapter` they serve adapters over its base. With `four_bits` those that are started hold
@@ -61,11 +66,18 @@ def open_backends(
         )
     servers = [
         Server(
-            vllm, cfg, work=work, number=n, context=context, rows=rows, place=place,
-            adapter=adapter, four_bits=four_bits,
+            vllm,
+            cfg,
+            work=work,
+            number=n,
+            context=context,
+            rows=rows,
+            place=place,
+            adapter=adapter,
+            four_bits=four_bits,
         )
         for n, place in enumerate(places)
-    ]  # fmt: skip
+    ]
     # A vLLM that measures a GPU's free memory must not share the GPU with one that is starting.
     pool = ThreadPoolExecutor(len(servers) if all(p.exclusive for p in places) else 1)
     try:
@@ -96,8 +108,9 @@ def check_available(opened: list[Opened], needed: int) -> tuple[int, list[Backen
             "Try --set rollout.vllm.url= to start one on this machine."
         )
     for reason in unavailable.values():
-        print(f"! {reason}. The run begins without it and uses it when it answers.",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"! {reason}. The run begins without it and uses it when it answers.", file=sys.stderr
+        )
     return min(contexts), list(unavailable)
 
 

@@ -14,9 +14,7 @@ import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
 
-_ARRAYS = (
-    "tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts", "policy_mask"
-)  # fmt: skip
+_ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts", "policy_mask")
 _NUMBERS = ("env_rewards", "env_metrics")
 _TEXTS = ("lost", "env_fault")
 
@@ -59,7 +57,7 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
             stop=StopReason(stop),
             **{name: split[name][i] for name in _ARRAYS},
             **{name: head[name][i] for name in (*_NUMBERS, *_TEXTS)},
-        )  # fmt: skip
+        )
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]
     return rollouts, head["extra"]

@@ -60,10 +60,18 @@ class Replica:
     """One vLLM. `lock` is held while weights change; `generation` counts the completed syncs."""
 
     def __init__(
-        self, backend: Backend, server: Server | None, *, transport: str, cfg: ModelConfig,
-        probe: Probe, retries: int, report: Callable[[str], None],
-        check: Callable[[Backend], object], try_out: Callable[[Backend], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        server: Server | None,
+        *,
+        transport: str,
+        cfg: ModelConfig,
+        probe: Probe,
+        retries: int,
+        report: Callable[[str], None],
+        check: Callable[[Backend], object],
+        try_out: Callable[[Backend], None] | None = None,
+    ) -> None:
         self.backend, self._server, self._transport = backend, server, Transport(transport)
         self._cfg, self._probe, self._retries = cfg, probe, retries
         # Reentrant, because `recover` calls `sync_weights`.
@@ -298,9 +306,14 @@ class Replica:
             log_mass = np.minimum(full_logp[len(prompt) :] - logp, 0.0)
         stop = StopReason.STOP_TOKEN if completion.finish == "stop" else StopReason.MAX_TOKENS
         return Rollout(
-            request.prompt, tokens, logp, stop, versions, log_mass,
+            request.prompt,
+            tokens,
+            logp,
+            stop,
+            versions,
+            log_mass,
             None if completion.experts is None else completion.experts.copy(),
-        )  # fmt: skip
+        )
 
     def report_failure(self, message: str) -> None:
         """Store and report a failure, with the name of the vLLM."""

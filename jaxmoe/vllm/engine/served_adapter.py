@@ -51,9 +51,11 @@ class ServedAdapter:
                 "lora.expert_rank=0."
             )
         chosen: dict[str, Any] = {
-            "load_format": "auto", "enable_lora": True, "max_loras": 1,
+            "load_format": "auto",
+            "enable_lora": True,
+            "max_loras": 1,
             "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= self.lora.rank),
-        }  # fmt: skip
+        }
         if not any(name in adapted for name in EXPERTS):  # keeps the expert kernels without LoRA
             chosen["lora_target_modules"] = [
                 f"{name[2:]}_proj" for name in ATTENTION if name in adapted

@@ -127,9 +127,10 @@ def build_engine_options(
         # A row may leave a block of 128 tokens partly unused.
         cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
         chosen |= {
-            "enforce_eager": True, "enable_chunked_prefill": False,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": max(cache, 64 << 20),
-        }  # fmt: skip
+        }
     return chosen
 
 
@@ -153,9 +154,10 @@ def default_environment(cpu: bool) -> dict[str, str]:
     if cpu:
         # One thread: two on shared cores were 3 to 20 times slower. No compiler: it starts sooner.
         env |= {
-            "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }  # fmt: skip
+        }
     return env
 
 
@@ -173,10 +175,18 @@ class Server:
     """One vLLM server process, which may be started again."""
 
     def __init__(
-        self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
-        rows: int, place: Placement = DEFAULT_PLACEMENT, adapter: ServedAdapter | None = None,
+        self,
+        cfg: VllmConfig,
+        model: ModelConfig,
+        *,
+        work: Path,
+        number: int,
+        context: int,
+        rows: int,
+        place: Placement = DEFAULT_PLACEMENT,
+        adapter: ServedAdapter | None = None,
         four_bits: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
         self.key = secrets.token_urlsafe(32)
         self._python = cfg.python or sys.executable
@@ -212,15 +222,22 @@ class Server:
             # In a process group of its own: its children can be killed with it, and Ctrl-C reaches
             # only the trainer, which stops it in order.
             self._process = subprocess.Popen(
-                self.build_command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                self.build_command(port),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         atexit.register(self.stop)
         backend = HttpBackend(
-            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key,
+            self.url,
+            timeout_s=self._cfg.request_timeout_s,
+            connections=self._rows,
+            key=self.key,
             model="" if self._adapter is None else ADAPTER_NAME,
             token_bytes=max_body_bytes_per_token(self._model),
-        )  # fmt: skip
+        )
         try:
             with report_phase(f"starting vLLM {self._number} (its log: {self.log})"):
                 self._wait_until_healthy(backend)
@@ -240,13 +257,16 @@ class Server:
         The key is in a variable, which only this user can read.
         """
         return {
-            **default_environment(self._cpu), **remove_secrets(os.environ),
+            **default_environment(self._cpu),
+            **remove_secrets(os.environ),
             **self._place.gpu_environment(),
             # The routes that pause vLLM and load weights exist in this mode only.
-            "VLLM_SERVER_DEV_MODE": "1", watchdog.PARENT_PID_VARIABLE: str(os.getpid()),
+            "VLLM_SERVER_DEV_MODE": "1",
+            watchdog.PARENT_PID_VARIABLE: str(os.getpid()),
             auth_middleware.API_KEY_VARIABLE: self.key,
-            "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
-        }  # fmt: skip
+            "TMPDIR": str(scratch),
+            "VLLM_RPC_BASE_PATH": str(scratch),
+        }
 
     def build_command(self, port: int) -> list[str]:
         """Return the command; later options win, so the user's come last."""

@@ -84,9 +84,11 @@ class ServerPool:
         return all(released)
 
     def acquire_replica(
-        self, tokens: int, failures: Mapping[Replica, int] = NO_FAILURES,
+        self,
+        tokens: int,
+        failures: Mapping[Replica, int] = NO_FAILURES,
         preferred: Replica | None = None,
-    ) -> Replica:  # fmt: skip
+    ) -> Replica:
         """Return the replica with the fewest tokens in flight, and add these tokens to it.
 
         Replicas with fewer `failures` of this request come first: a replica that fails at once has

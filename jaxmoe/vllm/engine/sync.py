@@ -70,9 +70,12 @@ def list_worker_names(loaded: list[dict]) -> list[str]:
 
 
 def transfer_weights(
-    backend: Backend, update: WeightUpdate, mode: str, invalidate: Callable[[], None],
+    backend: Backend,
+    update: WeightUpdate,
+    mode: str,
+    invalidate: Callable[[], None],
     worker_names: list[str],
-) -> None:  # fmt: skip
+) -> None:
     """Send the weights and compare digests; returns with the engine sampling from them.
 
     `worker_names` are those of its workers, which must be the same afterwards. Raises
@@ -148,10 +151,13 @@ def _check_received(worker: dict, stale: list[str], update: WeightUpdate, name: 
         f"{len(names)} {kind} ({', '.join(names[:MAX_NAMES_SHOWN])}"
         f"{', …' if len(names) > MAX_NAMES_SHOWN else ''})"
         for kind, names in (
-            ("missing", missing), ("unknown", unknown), ("other than sent", different),
+            ("missing", missing),
+            ("unknown", unknown),
+            ("other than sent", different),
             ("received but not in the live model", stale),
-        ) if names
-    ]  # fmt: skip
+        )
+        if names
+    ]
     if problems:
         raise WeightSyncError(
             f"{name}: of {len(sent)} tensors of {update.label}, {'; '.join(problems)}. Nothing is "

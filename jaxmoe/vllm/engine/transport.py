@@ -39,9 +39,16 @@ class Transport:
             backend.init_transfer(group.init_info)
 
     def build_update(
-        self, params: Params, cfg: ModelConfig, manifest: ManifestDict, *, dtype: str, run: str,
-        version: int, experts: Experts = "dense",
-    ) -> WeightUpdate:  # fmt: skip
+        self,
+        params: Params,
+        cfg: ModelConfig,
+        manifest: ManifestDict,
+        *,
+        dtype: str,
+        run: str,
+        version: int,
+        experts: Experts = "dense",
+    ) -> WeightUpdate:
         """Return a weight update for this replica only; not for files, which all replicas share."""
         named: dict[str, Any] = dict(
             dtype=dtype, run=run, version=version, experts=experts, manifest=manifest

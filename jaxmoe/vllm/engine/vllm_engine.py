@@ -78,10 +78,20 @@ class VllmEngine:
     """An Engine over one or several vLLMs, its `backends`."""
 
     def __init__(
-        self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
-        max_new_tokens: int, max_rows: int, max_context: int = 0, run: str = "",
-        adapter: ServedAdapter | None = None, four_bits: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: ModelConfig,
+        ops: Ops,
+        vllm: VllmConfig,
+        *,
+        work: Path,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        max_rows: int,
+        max_context: int = 0,
+        run: str = "",
+        adapter: ServedAdapter | None = None,
+        four_bits: bool = False,
+    ) -> None:
         """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens.
 
         `four_bits`: load() gets experts whose values MXFP4 holds.
@@ -131,12 +141,18 @@ class VllmEngine:
             raise
         replicas = [
             Replica(
-                backend, server, transport=self._transport, cfg=cfg, probe=self.probe,
-                retries=vllm.retries, report=self.incidents.append,
-                check=partial(check_context, needed_tokens=needed), try_out=self._check_adapter,
+                backend,
+                server,
+                transport=self._transport,
+                cfg=cfg,
+                probe=self.probe,
+                retries=vllm.retries,
+                report=self.incidents.append,
+                check=partial(check_context, needed_tokens=needed),
+                try_out=self._check_adapter,
             )
             for backend, server in opened
-        ]  # fmt: skip
+        ]
         self._pool = ServerPool(replicas, unavailable, self.incidents.append)
 
     @property
@@ -156,9 +172,13 @@ class VllmEngine:
         file, manifest_lock = None, Lock()
         if self._adapter is not None:
             file = write_adapter(
-                extract_adapters(params), self._cfg, self._adapter.lora, self._vllm.weights_dir,
-                run=self._run, version=version,
-            )  # fmt: skip
+                extract_adapters(params),
+                self._cfg,
+                self._adapter.lora,
+                self._vllm.weights_dir,
+                run=self._run,
+                version=version,
+            )
         elif self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
             file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
@@ -214,9 +234,14 @@ class VllmEngine:
         return None
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1,
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        seed: int,
+        samples: int = 1,
         environment: TokenEnvironment | None = None,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         """Engine.generate; raises ConfigError for requests that these vLLMs cannot handle."""
         self._current_target()
         check_request(prompts, sampling, self._limits)
@@ -231,20 +256,25 @@ class VllmEngine:
             PromptRequest(index, prompt, first, min(samples_per_request, samples - first))
             for index, prompt in enumerate(prompts)
             for first in range(0, samples, samples_per_request)
-        ]  # fmt: skip
+        ]
         rollouts_by_request = self._map_replicas(
             lambda request, replica, target: replica.generate_rollouts(
                 request, sampling, seed, target
             ),
-            requests, samples_per_request,
+            requests,
+            samples_per_request,
             lambda request: len(request.prompt.tokens) + request.count * sampling.max_new_tokens,
-        )  # fmt: skip
+        )
         return [rollout for rollouts in rollouts_by_request for rollout in rollouts]
 
     def _generate_episodes(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        samples: int,
         environment: TokenEnvironment,
-    ) -> list[Rollout]:  # fmt: skip
+    ) -> list[Rollout]:
         cancelled, replicas = Event(), dict[int, Replica]()
 
         def sample_turn(episode: int, request: PromptRequest, limited: Sampling) -> Rollout:
@@ -259,10 +289,16 @@ class VllmEngine:
 
         try:
             return sample_episodes(
-                prompts, sampling, samples, environment, sample_turn, cfg=self._cfg,
+                prompts,
+                sampling,
+                samples,
+                environment,
+                sample_turn,
+                cfg=self._cfg,
                 max_context=sampling.max_context or self._limits.context,
-                places=self._count_places(1), is_closed=self._closed.is_set,
-            )  # fmt: skip
+                places=self._count_places(1),
+                is_closed=self._closed.is_set,
+            )
         finally:
             cancelled.set()
 
@@ -274,8 +310,10 @@ class VllmEngine:
         self._current_target()
         return self._map_replicas(
             lambda tokens, replica, target: replica.score_tokens([int(t) for t in tokens], target),
-            list(sequences), 1, len,
-        )  # fmt: skip
+            list(sequences),
+            1,
+            len,
+        )
 
     def loaded_states(self) -> list[dict[str, Any]]:
         """Return the state that each worker of each vLLM reports of its loaded weights."""
@@ -337,9 +375,12 @@ class VllmEngine:
         return min(max(1, self._max_rows // rows) * len(self._pool.replicas), MAX_THREADS)
 
     def _with_retries(
-        self, fn: Callable[[Replica, TargetWeights], T], tokens: int, cancelled: Event,
+        self,
+        fn: Callable[[Replica, TargetWeights], T],
+        tokens: int,
+        cancelled: Event,
         preferred: Replica | None = None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         errors, failures = list[str](), Counter[Replica]()
         for attempt in range(self._vllm.retries + 1):
             if cancelled.is_set() or self._closed.is_set():

@@ -39,9 +39,12 @@ def load_adapter(worker: Any, directory: Path) -> None:
     before, _ = digest_parameters(model)
     manifest.reject_problems(
         expected.label,
-        [f"{name} has no layer in this vLLM that could apply it"
-         for name, buffer in buffer_names.items() if buffer not in before],
-    )  # fmt: skip
+        [
+            f"{name} has no layer in this vLLM that could apply it"
+            for name, buffer in buffer_names.items()
+            if buffer not in before
+        ],
+    )
     state = worker.weight_transfer_engine.loaded_state
     # From here on an error may leave a part of either adapter.
     state.invalidate()

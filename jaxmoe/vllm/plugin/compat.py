@@ -24,10 +24,12 @@ _REQUIRED_API = (
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
     ("vllm.model_executor.models.gpt_oss", "GptOssForCausalLM.load_weights"),
     ("vllm.model_executor.models.gpt_oss", "GptOssModel._try_load_streamed_expert"),
-    ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
-     "UnquantizedFusedMoEMethod._setup_kernel"),
+    (
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod._setup_kernel",
+    ),
     ("vllm.model_executor.layers.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU"),
-)  # fmt: skip
+)
 
 
 def vllm_version() -> str:

@@ -25,8 +25,11 @@ class _CudaBytes:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def view_gpu_memory(address: int, nbytes: int) -> torch.Tensor:
@@ -36,9 +39,12 @@ def view_gpu_memory(address: int, nbytes: int) -> torch.Tensor:
 
 @contextmanager
 def open_shared_tensors(
-    info: Any, gpu: str, *, driver: Any = None,
+    info: Any,
+    gpu: str,
+    *,
+    driver: Any = None,
     view: Callable[[int, int], torch.Tensor] = view_gpu_memory,
-) -> Iterator[list[tuple[str, torch.Tensor]]]:  # fmt: skip
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield (name, tensor) of update_info's names, in the trainer's memory; closed at the end.
 
     `gpu` is the UUID of this process's GPU. Raises UpdateRejected for handles of another GPU.
@@ -58,9 +64,14 @@ def open_shared_tensors(
 
 
 def _open_tensor(
-    cuda: Any, bases: dict[str, int], handles: Mapping[str, Sequence[Any]], gpu: str,
-    view: Callable[[int, int], torch.Tensor], dtype: str, shape: Sequence[int],
-) -> torch.Tensor:  # fmt: skip
+    cuda: Any,
+    bases: dict[str, int],
+    handles: Mapping[str, Sequence[Any]],
+    gpu: str,
+    view: Callable[[int, int], torch.Tensor],
+    dtype: str,
+    shape: Sequence[int],
+) -> torch.Tensor:
     if gpu not in handles:
         raise UpdateRejected(
             f"the trainer's weights are on GPU {', '.join(handles)}, vLLM runs on {gpu}: memory "

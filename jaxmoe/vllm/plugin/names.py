@@ -23,13 +23,25 @@ PACKED_ENDS = ("_blocks", "_scales")  # of the names of tensors of bytes
 ADAPTER_NAME, ADAPTER_ID = "jaxmoe_adapter", 1  # of the adapter that vLLM serves, in requests
 LAYER = re.compile(r"layers\.(\d+)\.")
 SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "intermediate_size",
+    "sliding_window",
+)
 CONSTANTS = (
-    "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "rope_theta", "rope_scaling",
+    "rms_norm_eps",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "rope_theta",
+    "rope_scaling",
     "rope_parameters",
-)  # fmt: skip
+)
 
 
 def checkpoint_shapes(

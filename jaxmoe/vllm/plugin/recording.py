@@ -37,8 +37,9 @@ class Recording:
         recorded_names = set(names)
         self._hooks = [
             module.register_forward_hook(self._make_hook(name), with_kwargs=True)
-            for name, module in model.named_modules() if name in recorded_names
-        ]  # fmt: skip
+            for name, module in model.named_modules()
+            if name in recorded_names
+        ]
 
     def _make_hook(self, name: str) -> Any:
         def record_outputs(_module: Any, args: Any, _kwargs: Any, out: Any) -> None:

@@ -32,11 +32,13 @@ class Worker:
         model["dtype"] = str(config.dtype).removeprefix("torch.")
         report = state.build_report(*digest_parameters(worker.model_runner.get_model()))
         return report | {
-            "vllm": compat.vllm_version(), "model": model, "logprobs_mode": config.logprobs_mode,
+            "vllm": compat.vllm_version(),
+            "model": model,
+            "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
             "experts": name_expert_format(worker.vllm_config.quant_config),
-        }  # fmt: skip
+        }
 
     def jaxmoe_record(self) -> None:
         """Record the outputs of each module during the one forward until `jaxmoe_recorded`."""

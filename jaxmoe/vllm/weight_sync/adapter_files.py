@@ -22,9 +22,14 @@ from jaxmoe.vllm.weight_sync.update import empty_manifest
 
 
 def write_adapter(
-    adapters: Params, cfg: ModelConfig, lora: LoraConfig, directory: str | Path, *, run: str,
+    adapters: Params,
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    directory: str | Path,
+    *,
+    run: str,
     version: int,
-) -> WeightFile:  # fmt: skip
+) -> WeightFile:
     """Write `directory`/jaxmoe-<run>/<version>/ with adapters in `save_adapter`'s form.
 
     The files are written to a temporary folder that is then renamed; an existing folder of the same

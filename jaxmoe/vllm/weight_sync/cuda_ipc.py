@@ -32,9 +32,17 @@ from jaxmoe.vllm.weight_sync.update import (
 
 
 def share_ipc_handles(
-    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, device: Any = None,
-    driver: Any = None, experts: Experts = "dense", manifest: ManifestDict | None = None,
-) -> WeightUpdate:  # fmt: skip
+    params: Params,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
+    device: Any = None,
+    driver: Any = None,
+    experts: Experts = "dense",
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:
     """Copy the weights on the device and export handles to that memory; `close` frees the copy.
 
     update_info is {"names", "dtype_names", "shapes", "manifest", "ipc_handles": [{GPU's UUID:

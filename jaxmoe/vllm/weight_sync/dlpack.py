@@ -32,9 +32,16 @@ class Mailbox(Protocol):
 
 
 def share_in_process(
-    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox,
-    experts: Experts = "dense", manifest: ManifestDict | None = None,
-) -> WeightUpdate:  # fmt: skip
+    params: Params,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
+    mailbox: Mailbox,
+    experts: Experts = "dense",
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:
     """Put the weights into this process's mailbox; update_info is {"mailbox": "<run>:<version>"}.
 
     Only the necessary copies are made: gate and up are interleaved and dtypes cast one tensor at a

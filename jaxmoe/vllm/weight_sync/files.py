@@ -40,9 +40,16 @@ class WeightFile(WeightUpdate):
 
 
 def write_files(
-    params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
-    experts: Experts = "dense", reuse: WeightFile | None = None,
-) -> WeightFile:  # fmt: skip
+    params: Params,
+    cfg: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
+    experts: Experts = "dense",
+    reuse: WeightFile | None = None,
+) -> WeightFile:
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
     The files are written to a temporary folder that is then renamed, so the folder is complete or

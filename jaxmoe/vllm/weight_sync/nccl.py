@@ -53,9 +53,13 @@ class NcclGroup:
     """
 
     def __init__(
-        self, workers: int, *, device: Any = None, nccl: Any = None,
+        self,
+        workers: int,
+        *,
+        device: Any = None,
+        nccl: Any = None,
         cudart: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if workers < 1:
             raise ConfigError(f"NCCL needs at least one process of vLLM, got {workers}.")
         self._nccl, self._cudart = nccl or _load_library("nccl"), cudart or _load_library("cudart")
@@ -134,9 +138,16 @@ class NcclGroup:
 
 
 def broadcast_weights(
-    group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
-    experts: Experts = "dense", manifest: ManifestDict | None = None,
-) -> WeightUpdate:  # fmt: skip
+    group: NcclGroup,
+    params: Params,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
+    experts: Experts = "dense",
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:
     """Return an update whose `send` broadcasts the weights in update_info's order, one by one.
 
     Device memory: one tensor and one copy. Each tensor also passes through the host once, for its

@@ -33,10 +33,13 @@ def start_remover(lock: Path) -> subprocess.Popen[bytes] | None:
         # -I and -S ignore the user's variables and packages, so nothing of these can break it.
         return subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(lock.absolute())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd="/", start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        )  # fmt: skip
+        )
 
 
 def remove_if_released(lock: Path, *, wait: bool) -> None:

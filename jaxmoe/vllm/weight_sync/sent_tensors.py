@@ -46,11 +46,17 @@ def list_sent(cfg: ModelConfig, experts: Experts) -> list[Entry]:
             continue
         sent += [
             PackedPart(
-                name, shape, entry.param_shape, entry.keys, entry.pair, "same", entry.read,
+                name,
+                shape,
+                entry.param_shape,
+                entry.keys,
+                entry.pair,
+                "same",
+                entry.read,
                 matrix=entry,
             )
             for name, _, shape in plan_entry(entry, "mxfp4")
-        ]  # fmt: skip
+        ]
     return sent
 
 

@@ -44,9 +44,16 @@ VISIBLE_TIMEOUT_S = 60.0  # for a network file system to show files of another h
 
 
 def write_sharded_files(
-    params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
-    channel: Channel, experts: Experts = "dense",
-) -> WeightFile:  # fmt: skip
+    params: Params,
+    cfg: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
+    channel: Channel,
+    experts: Experts = "dense",
+) -> WeightFile:
     """Write `directory`/jaxmoe-<run>/<version>/: one *.safetensors per process, and manifest.json.
 
     Every process calls this and gets the complete manifest; the folder is complete or absent.

@@ -81,9 +81,11 @@ class WeightUpdate:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
 
@@ -115,10 +117,15 @@ def plan_tensors(
 
 
 def fill_digests(
-    params: Params, cfg: ModelConfig, planned: list[PlannedTensor], manifest: ManifestDict, *,
-    experts: Experts = "dense", out: NDArray[np.uint8] | None = None,
+    params: Params,
+    cfg: ModelConfig,
+    planned: list[PlannedTensor],
+    manifest: ManifestDict,
+    *,
+    experts: Experts = "dense",
+    out: NDArray[np.uint8] | None = None,
     write: Callable[[int, np.ndarray], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Digest every tensor in the checkpoint's layout, chunk by chunk, on every core.
 
     Chunks are made in `out`, which holds all tensors' bytes one after another, or in temporary
@@ -136,9 +143,14 @@ def fill_digests(
 
 
 def compute_manifest(
-    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
+    params: Params,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    run: str,
+    version: int,
     experts: Experts = "dense",
-) -> ManifestDict:  # fmt: skip
+) -> ManifestDict:
     """Return the complete manifest, by one pass over the weights, for any number of engines."""
     planned = plan_tensors(params, cfg, dtype, experts)
     manifest = empty_manifest(planned, run, version)
@@ -147,9 +159,14 @@ def compute_manifest(
 
 
 def digest_entry(
-    pool: ThreadPoolExecutor, array: np.ndarray, entry: Entry, dtype: np.dtype, begin: int,
-    out: NDArray[np.uint8] | None, write: Callable[[int, np.ndarray], None] | None,
-) -> str:  # fmt: skip
+    pool: ThreadPoolExecutor,
+    array: np.ndarray,
+    entry: Entry,
+    dtype: np.dtype,
+    begin: int,
+    out: NDArray[np.uint8] | None,
+    write: Callable[[int, np.ndarray], None] | None,
+) -> str:
     """Return the digest of one tensor; `out` or `write` get its bytes on the way.
 
     This thread digests chunks like the others. A thread that only waited for them would take the
@@ -171,9 +188,14 @@ def digest_entry(
 
 
 def _digest_span(
-    array: np.ndarray, entry: Entry, dtype: np.dtype, begin: int, out: NDArray[np.uint8] | None,
-    write: Callable[[int, np.ndarray], None] | None, span: tuple[int, int],
-) -> tuple[int, str]:  # fmt: skip
+    array: np.ndarray,
+    entry: Entry,
+    dtype: np.dtype,
+    begin: int,
+    out: NDArray[np.uint8] | None,
+    write: Callable[[int, np.ndarray], None] | None,
+    span: tuple[int, int],
+) -> tuple[int, str]:
     width = flat_shape(entry.shape)[1]
     first, stop = (row * width * dtype.itemsize for row in span)
     buffer = None

@@ -86,10 +86,15 @@ class Mxfp4Plan(NamedTuple):
 
 
 def multiply_rows_mxfp4_hopper(
-    lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None, transposed: bool, interpret: bool,
-    adapter: tuple[Array, ...] = (), form: Form | None = None,
-) -> Float[Array, "M _"]:  # fmt: skip
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Mxfp4 | Mxfp4Part,
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None,
+    transposed: bool,
+    interpret: bool,
+    adapter: tuple[Array, ...] = (),
+    form: Form | None = None,
+) -> Float[Array, "M _"]:
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed.
 
     `adapter` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] to the accumulators.
@@ -105,10 +110,15 @@ def multiply_rows_mxfp4_hopper(
 
 
 def multiply_swiglu_mxfp4_hopper(
-    lhs_MD: Float[Array, "M D"], rhs_EDF: Mxfp4 | Mxfp4Part, group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None, swiglu: Swiglu, interpret: bool,
-    adapter: tuple[Array, ...] = (), form: Form | None = None,
-) -> tuple[Float[Array, "M _"], ...]:  # fmt: skip
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Mxfp4 | Mxfp4Part,
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    swiglu: Swiglu,
+    interpret: bool,
+    adapter: tuple[Array, ...] = (),
+    form: Form | None = None,
+) -> tuple[Float[Array, "M _"], ...]:
     """The activated product [M, F] and, with `swiglu.save`, the product [M, 2F].
 
     `adapter` is that of `multiply_rows_mxfp4_hopper`.

@@ -65,10 +65,14 @@ class RowsPlan(NamedTuple):
 
 
 def multiply_rows_hopper(
-    lhs_MD: Float[Array, "M D"], rhs: Float[Array, "E _ _"], group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None, transposed: bool, interpret: bool,
+    lhs_MD: Float[Array, "M D"],
+    rhs: Float[Array, "E _ _"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None,
+    transposed: bool,
+    interpret: bool,
     adapter: tuple[Array, ...] = (),
-) -> Float[Array, "M F"]:  # fmt: skip
+) -> Float[Array, "M F"]:
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D].
 
     `adapter` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] to the accumulators.
@@ -89,10 +93,14 @@ def multiply_rows_hopper(
 
 
 def multiply_swiglu_hopper(
-    lhs_MD: Float[Array, "M D"], rhs_EDF: Float[Array, "E D F2"], group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None, swiglu: Swiglu, interpret: bool,
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    swiglu: Swiglu,
+    interpret: bool,
     adapter: tuple[Array, ...] = (),
-) -> tuple[Float[Array, "M _"], ...]:  # fmt: skip
+) -> tuple[Float[Array, "M _"], ...]:
     """The activated product [M, F] and, with `swiglu.save`, the product [M, 2F].
 
     `adapter` is that of `multiply_rows_hopper`.

@@ -36,9 +36,14 @@ def _triton_call(name: str, tiles: launch.TritonTiles, grid, out, args, constant
         {"out_type": out, "backend_options": fusion} if is_new_api else {"out_shape": out} | fusion
     )
     return jax_triton.triton_call(
-        *args, kernel=getattr(triton_kernel, name), grid=grid, num_warps=tiles.warps,
-        num_stages=tiles.stages, **options, **constants,
-    )  # fmt: skip
+        *args,
+        kernel=getattr(triton_kernel, name),
+        grid=grid,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **options,
+        **constants,
+    )
 
 
 def _accept_live_inputs(primitive: Any) -> None:
@@ -82,10 +87,13 @@ def _run_forward(q, k, v, sink, layout, window, scale):
     table = block_ranges(*_block_tables(layout, G, tiles.rows, tiles.keys, window))
     out = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
     return _triton_call(
-        "forward_kernel", tiles, (table.shape[1], B * K), out,
+        "forward_kernel",
+        tiles,
+        (table.shape[1], B * K),
+        out,
         (q, k, v, sink.astype(jnp.float32), *layout.unshared_arrays(), table, *_scalar_args(q, k)),
         launch.kernel_constants(K, G, H, window, scale, tiles),
-    )  # fmt: skip
+    )
 
 
 def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
@@ -96,27 +104,38 @@ def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
     tiles = launch.triton_dq_tiles(H, q.dtype.itemsize)
     table = block_ranges(*_block_tables(layout, G, tiles.rows, tiles.keys, window))
     dq = _triton_call(
-        "dq_kernel", tiles, (table.shape[1], B * K), jax.ShapeDtypeStruct(q.shape, q.dtype),
+        "dq_kernel",
+        tiles,
+        (table.shape[1], B * K),
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
         (q, k, v, *layout.unshared_arrays(), table, *row_args),
         launch.kernel_constants(K, G, H, window, scale, tiles),
-    )  # fmt: skip
+    )
 
     tiles = launch.triton_dkv_tiles(H, q.dtype.itemsize)
     needed, full = _block_tables(layout, G, tiles.rows, tiles.keys, window)
     table = block_ranges(needed.transpose(0, 2, 1), full.transpose(0, 2, 1))
     like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
     dk, dv = _triton_call(
-        "dkv_kernel", tiles, (table.shape[1], B * K), (like_k, like_k),
+        "dkv_kernel",
+        tiles,
+        (table.shape[1], B * K),
+        (like_k, like_k),
         (q, k, v, *layout.unshared_arrays(), table, *row_args),
         launch.kernel_constants(K, G, H, window, scale, tiles),
-    )  # fmt: skip
+    )
     return dq, dk, dv
 
 
 def sink_attention_triton(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, sink_N: sig.Sinks, layout: Layout,
-    window: int, scale: float,
-) -> sig.Result:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    sink_N: sig.Sinks,
+    layout: Layout,
+    window: int,
+    scale: float,
+) -> sig.Result:
     """(o, lse); see `sink_attention_reference` for the formula."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
     forward, gradients = (
@@ -134,9 +153,16 @@ def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
 
 
 def sink_attention_backward_triton(
-    q_BTNH: sig.Queries, k_BSKH: sig.Keys, v_BSKH: sig.Keys, dout_BTNH: sig.Queries,
-    lse_BTN: sig.Rows, delta_BTN: sig.Rows, layout: Layout, window: int, scale: float,
-) -> sig.Gradients:  # fmt: skip
+    q_BTNH: sig.Queries,
+    k_BSKH: sig.Keys,
+    v_BSKH: sig.Keys,
+    dout_BTNH: sig.Queries,
+    lse_BTN: sig.Rows,
+    delta_BTN: sig.Rows,
+    layout: Layout,
+    window: int,
+    scale: float,
+) -> sig.Gradients:
     """(dq, dk, dv); see `sink_attention_backward_reference` for the formula.
 
     Each is rounded to the dtype of q.

@@ -41,9 +41,16 @@ RUNTIME = (
 @triton.jit
 @no_type_check
 def _masked_scores(
-    q, k, q_pos, k_pos, q_seg, k_seg,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, Q_FIRST: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    q_pos,
+    k_pos,
+    q_seg,
+    k_seg,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    Q_FIRST: tl.constexpr,
+):
     """q·k unscaled, −∞ where the predicate of masks.py is false; [keys, rows] unless Q_FIRST."""
     if Q_FIRST:
         z = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -98,18 +105,36 @@ def _row_pointers(
     start = (tile * ROWS) // G  # the offsets from here on fit 32 bits
     place = base + tl.cast(start, tl.int64) * stride_t
     return (
-        place + ((row // G - start) * stride_t + (row % G) * stride_n)[:, None]
+        place
+        + ((row // G - start) * stride_t + (row % G) * stride_n)[:, None]
         + tl.arange(0, H)[None, :]
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 @no_type_check
 def _attend_blocks(
-    acc, total, top, q, q_pos, q_seg, k, v, k_positions, k_segments, first, last, S, k_s, v_s,
-    H: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    acc,
+    total,
+    top,
+    q,
+    q_pos,
+    q_seg,
+    k,
+    v,
+    k_positions,
+    k_segments,
+    first,
+    last,
+    S,
+    k_s,
+    v_s,
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """The running softmax over the key blocks [first, last)."""
     for j in range(first, last):
         slots = j * KEYS + tl.arange(0, KEYS)
@@ -130,12 +155,36 @@ def _attend_blocks(
 @triton.jit(do_not_specialize=RUNTIME)
 @no_type_check
 def forward_kernel(
-    q, k, v, sink, q_positions, k_positions, q_segments, k_segments, runs,
-    minus_T, minus_S, q_b, q_t, q_n, k_b, k_s, k_n, v_b, v_s, v_n,
-    o, lse,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    sink,
+    q_positions,
+    k_positions,
+    q_segments,
+    k_segments,
+    runs,
+    minus_T,
+    minus_S,
+    q_b,
+    q_t,
+    q_n,
+    k_b,
+    k_s,
+    k_n,
+    v_b,
+    v_s,
+    v_n,
+    o,
+    lse,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """o and lse of one tile of rows; grid (tiles, B·K). SCALE is positive."""
     # With causality the last tiles take longest, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -161,10 +210,27 @@ def forward_kernel(
     acc = tl.zeros((ROWS, H), tl.float32)
     for part in tl.static_range(3):  # masked, full, masked
         acc, total, top = _attend_blocks(
-            acc, total, top, q_rows, q_pos, q_seg, k, v, k_positions, k_segments,
-            tl.load(runs + part), tl.load(runs + part + 1), S, k_s * UNIT, v_s * UNIT,
-            H, KEYS, WINDOW, SCALE, part != 1,
-        )  # fmt: skip
+            acc,
+            total,
+            top,
+            q_rows,
+            q_pos,
+            q_seg,
+            k,
+            v,
+            k_positions,
+            k_segments,
+            tl.load(runs + part),
+            tl.load(runs + part + 1),
+            S,
+            k_s * UNIT,
+            v_s * UNIT,
+            H,
+            KEYS,
+            WINDOW,
+            SCALE,
+            part != 1,
+        )
     has_weights = total > 0
     safe = tl.where(has_weights, total, 1.0)
     o_place = _row_pointers(o + (b * T * K + head) * (G * H), tile, K * G * H, H, ROWS, G, H)
@@ -176,11 +242,28 @@ def forward_kernel(
 @triton.jit
 @no_type_check
 def _gradient_of_queries(
-    acc, q, q_pos, q_seg, dout, lse, delta, k, v, k_positions, k_segments, first, last, S,
-    k_s, v_s,
-    H: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    acc,
+    q,
+    q_pos,
+    q_seg,
+    dout,
+    lse,
+    delta,
+    k,
+    v,
+    k_positions,
+    k_segments,
+    first,
+    last,
+    S,
+    k_s,
+    v_s,
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     for j in range(first, last):
         slots = j * KEYS + tl.arange(0, KEYS)
         real = slots < S
@@ -199,12 +282,37 @@ def _gradient_of_queries(
 @triton.jit(do_not_specialize=RUNTIME)
 @no_type_check
 def dq_kernel(
-    q, k, v, q_positions, k_positions, q_segments, k_segments, runs, dout, lse, delta,
-    minus_T, minus_S, q_b, q_t, q_n, k_b, k_s, k_n, v_b, v_s, v_n,
+    q,
+    k,
+    v,
+    q_positions,
+    k_positions,
+    q_segments,
+    k_segments,
+    runs,
+    dout,
+    lse,
+    delta,
+    minus_T,
+    minus_S,
+    q_b,
+    q_t,
+    q_n,
+    k_b,
+    k_s,
+    k_n,
+    v_b,
+    v_s,
+    v_n,
     dq,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """dq of one tile of rows; grid (tiles, B·K). `dout` has the strides of q, lse is finite."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
@@ -228,10 +336,28 @@ def dq_kernel(
     acc = tl.zeros((ROWS, H), tl.float32)
     for part in tl.static_range(3):
         acc = _gradient_of_queries(
-            acc, q_rows, q_pos, q_seg, dout_rows, lse_row, delta_row, k, v, k_positions, k_segments,
-            tl.load(runs + part), tl.load(runs + part + 1), S, k_s * UNIT, v_s * UNIT,
-            H, KEYS, WINDOW, SCALE, part != 1,
-        )  # fmt: skip
+            acc,
+            q_rows,
+            q_pos,
+            q_seg,
+            dout_rows,
+            lse_row,
+            delta_row,
+            k,
+            v,
+            k_positions,
+            k_segments,
+            tl.load(runs + part),
+            tl.load(runs + part + 1),
+            S,
+            k_s * UNIT,
+            v_s * UNIT,
+            H,
+            KEYS,
+            WINDOW,
+            SCALE,
+            part != 1,
+        )
     place = _row_pointers(dq + (b * T * K + head) * (G * H), tile, K * G * H, H, ROWS, G, H)
     tl.store(place, (acc * SCALE).to(dq.dtype.element_ty), mask=real[:, None])
 
@@ -239,11 +365,31 @@ def dq_kernel(
 @triton.jit
 @no_type_check
 def _gradient_of_keys(
-    dk, dv, q, dout, q_positions, q_segments, lse, delta, k, v, k_pos, k_seg, first, last, T,
-    q_t, q_n,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, SCALE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    q,
+    dout,
+    q_positions,
+    q_segments,
+    lse,
+    delta,
+    k,
+    v,
+    k_pos,
+    k_seg,
+    first,
+    last,
+    T,
+    q_t,
+    q_n,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     for i in range(first, last):
         row = i * ROWS + tl.arange(0, ROWS)
         real = row < T * G
@@ -272,12 +418,38 @@ def _gradient_of_keys(
 @triton.jit(do_not_specialize=RUNTIME)
 @no_type_check
 def dkv_kernel(
-    q, k, v, q_positions, k_positions, q_segments, k_segments, runs, dout, lse, delta,
-    minus_T, minus_S, q_b, q_t, q_n, k_b, k_s, k_n, v_b, v_s, v_n,
-    dk, dv,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_positions,
+    k_positions,
+    q_segments,
+    k_segments,
+    runs,
+    dout,
+    lse,
+    delta,
+    minus_T,
+    minus_S,
+    q_b,
+    q_t,
+    q_n,
+    k_b,
+    k_s,
+    k_n,
+    v_b,
+    v_s,
+    v_n,
+    dk,
+    dv,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """dk and dv of one key block, summed over its G heads in registers; grid (blocks, B·K)."""
     block = tl.program_id(0)  # with causality the first key blocks have the most rows
     b, head = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
@@ -299,10 +471,31 @@ def dkv_kernel(
     dv_block = tl.zeros((KEYS, H), tl.float32)
     for part in tl.static_range(3):
         dk_block, dv_block = _gradient_of_keys(
-            dk_block, dv_block, q + base, dout + base, q_positions, q_segments, lse, delta,
-            k_block, v_block, k_pos, k_seg, tl.load(runs + part), tl.load(runs + part + 1), T,
-            q_t * UNIT, q_n * UNIT, K, G, H, ROWS, WINDOW, SCALE, part != 1,
-        )  # fmt: skip
+            dk_block,
+            dv_block,
+            q + base,
+            dout + base,
+            q_positions,
+            q_segments,
+            lse,
+            delta,
+            k_block,
+            v_block,
+            k_pos,
+            k_seg,
+            tl.load(runs + part),
+            tl.load(runs + part + 1),
+            T,
+            q_t * UNIT,
+            q_n * UNIT,
+            K,
+            G,
+            H,
+            ROWS,
+            WINDOW,
+            SCALE,
+            part != 1,
+        )
     place = (b * S + slots)[:, None] * (K * H) + head * H + tl.arange(0, H)[None, :]
     dk_block = (dk_block * SCALE).to(dk.dtype.element_ty)
     tl.store(dk + place, dk_block, mask=real[:, None])

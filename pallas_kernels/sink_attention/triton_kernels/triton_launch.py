@@ -29,17 +29,23 @@ class TritonTiles(NamedTuple):
 # read k and v half as often as tiles of 64. float32 does not use tensor cores (its products are
 # IEEE, not TF32); its tiles are the largest that fit. Keys are (bytes of an element, head size).
 _FORWARD = {
-    (2, 64): TritonTiles(128, 64, 8, 3), (2, 128): TritonTiles(64, 64, 8, 2),
-    (4, 64): TritonTiles(64, 32, 8, 2), (4, 128): TritonTiles(16, 32, 4, 2),
-}  # fmt: skip
+    (2, 64): TritonTiles(128, 64, 8, 3),
+    (2, 128): TritonTiles(64, 64, 8, 2),
+    (4, 64): TritonTiles(64, 32, 8, 2),
+    (4, 128): TritonTiles(16, 32, 4, 2),
+}
 _DQ = {
-    (2, 64): TritonTiles(128, 64, 8, 2), (2, 128): TritonTiles(64, 64, 8, 2),
-    (4, 64): TritonTiles(64, 32, 8, 2), (4, 128): TritonTiles(32, 32, 8, 2),
-}  # fmt: skip
+    (2, 64): TritonTiles(128, 64, 8, 2),
+    (2, 128): TritonTiles(64, 64, 8, 2),
+    (4, 64): TritonTiles(64, 32, 8, 2),
+    (4, 128): TritonTiles(32, 32, 8, 2),
+}
 _DKV = {  # the kernel holds a key block and loops over rows
-    (2, 64): TritonTiles(64, 128, 8, 3), (2, 128): TritonTiles(32, 64, 8, 2),
-    (4, 64): TritonTiles(32, 32, 4, 2), (4, 128): TritonTiles(32, 32, 8, 2),
-}  # fmt: skip
+    (2, 64): TritonTiles(64, 128, 8, 3),
+    (2, 128): TritonTiles(32, 64, 8, 2),
+    (4, 64): TritonTiles(32, 32, 4, 2),
+    (4, 128): TritonTiles(32, 32, 8, 2),
+}
 
 
 def triton_forward_tiles(H: int, itemsize: int) -> TritonTiles:
@@ -93,9 +99,14 @@ def kernel_constants(
 ) -> dict[str, Any]:
     """The kernels' compile-time constants by name. The scale must be above 0."""
     return dict(
-        K=K, G=G, H=H, WINDOW=window, SCALE=scale, ROWS=tiles.rows,
+        K=K,
+        G=G,
+        H=H,
+        WINDOW=window,
+        SCALE=scale,
+        ROWS=tiles.rows,
         KEYS=tiles.keys,
-    )  # fmt: skip
+    )
 
 
 def count_blocks(length: int, size: int) -> int:

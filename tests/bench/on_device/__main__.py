@@ -47,11 +47,21 @@ def parse_arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Nam
     parser = OneLineParser("python -m tests.bench.on_device", __doc__)
     parser.add_argument("--out", type=Path, help="folder of results.jsonl and outputs.txt")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--done", type=Path, action="append", default=[],
-                        help="a file of earlier results, may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--done",
+        type=Path,
+        action="append",
+        default=[],
+        help="a file of earlier results, may be repeated",
+    )
     parser.add_argument("--commit", help="of the files that run (default: what git says)")
-    parser.add_argument("--counts", action="append", default=[], metavar="COMMIT",
-                        help="its results count as this commit's, may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--counts",
+        action="append",
+        default=[],
+        metavar="COMMIT",
+        help="its results count as this commit's, may be repeated",
+    )
     parser.add_argument("--campaign", choices=CAMPAIGNS, default="gpu")
     parser.add_argument("--only", action="append", default=[], metavar="STAGE")
     parser.add_argument("--together", type=int, default=TOGETHER, help="stages at a time")
@@ -120,9 +130,12 @@ def main(argv: list[str] | None = None) -> int:
     if chip["platform"] != platform:
         parser.error(
             f"the device must be a {platform}; JAX finds a {chip['platform']}. "
-            + ("Type JAX_PLATFORMS=cpu before the command." if args.rehearse
-               else "Type --rehearse for toy sizes on a CPU.")
-        )  # fmt: skip
+            + (
+                "Type JAX_PLATFORMS=cpu before the command."
+                if args.rehearse
+                else "Type --rehearse for toy sizes on a CPU."
+            )
+        )
     if platform == "gpu" and not Target(platform, chip["kind"]).is_hopper:
         parser.error(
             "the card must be a Hopper GPU, whose kernels the stages name; this is a "
@@ -134,30 +147,47 @@ def main(argv: list[str] | None = None) -> int:
     if others := results.describe_others(known, chip["kind"], (commit, *args.counts)):
         print(others, flush=True)
     todo = [stage for stage in stages if stage.name not in done]
-    print(f"{chip['kind']}, jax {chip['jax']}, commit {commit}: {len(todo)} stages to do, "
-          f"{len(stages) - len(todo)} done before", flush=True)  # fmt: skip
+    print(
+        f"{chip['kind']}, jax {chip['jax']}, commit {commit}: {len(todo)} stages to do, "
+        f"{len(stages) - len(todo)} done before",
+        flush=True,
+    )
 
     def save(stage: campaign.Stage, outcome: dict[str, Any]) -> None:
         output = outcome.pop("output")
         with (args.out / "outputs.txt").open("a") as file:
             file.write(f"=== {stage.name}: {outcome['status']}\n{output}\n")
-        results.append_record(path, {
-            "stage": stage.name, **outcome, "chip": chip["kind"], "driver": chip["driver"],
-            "jax": chip["jax"], "clocks": query_card(), "commit": commit,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": format_command(stage),
-        })  # fmt: skip
+        results.append_record(
+            path,
+            {
+                "stage": stage.name,
+                **outcome,
+                "chip": chip["kind"],
+                "driver": chip["driver"],
+                "jax": chip["jax"],
+                "clocks": query_card(),
+                "commit": commit,
+                "date": time.strftime("%Y-%m-%d"),
+                "command": format_command(stage),
+            },
+        )
         if outcome["status"] == stage.expected:
             done[stage.name] = outcome
 
     with tempfile.TemporaryDirectory() as folder:
         campaign.run_campaign(
-            todo, folder=Path(folder), seconds=60 * args.minutes, together=args.together,
-            save=save, environ=stage_environ((path, *args.done)),
-        )  # fmt: skip
+            todo,
+            folder=Path(folder),
+            seconds=60 * args.minutes,
+            together=args.together,
+            save=save,
+            environ=stage_environ((path, *args.done)),
+        )
     missing = [stage.name for stage in stages if stage.name not in done]
-    print(f"{len(stages) - len(missing)} of {len(stages)} stages done: {path}"
-          + f". Not done: {', '.join(missing)}" * bool(missing))  # fmt: skip
+    print(
+        f"{len(stages) - len(missing)} of {len(stages)} stages done: {path}"
+        + f". Not done: {', '.join(missing)}" * bool(missing)
+    )
     return int(bool(missing))
 
 
@@ -173,11 +203,12 @@ def stage_environ(records: Sequence[Path]) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "programs"))
     )
     return {
-        **os.environ, "JAX_COMPILATION_CACHE_DIR": cache,
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97",
         "ON_DEVICE_RESULTS": os.pathsep.join(map(str, records)),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -70,10 +70,15 @@ class Running:
 
 
 def run_campaign(
-    stages: Sequence[Stage], *, folder: Path, seconds: float, together: int,
-    save: Callable[[Stage, dict[str, Any]], None], log_line: Callable[[str], None] = print,
+    stages: Sequence[Stage],
+    *,
+    folder: Path,
+    seconds: float,
+    together: int,
+    save: Callable[[Stage, dict[str, Any]], None],
+    log_line: Callable[[str], None] = print,
     environ: Mapping[str, str] = os.environ,
-) -> None:  # fmt: skip
+) -> None:
     """Run the stages in order, `together` at a time, and `save` each one's outcome as it ends.
 
     After `seconds` whatever still runs is ended and saved as "cut off".
@@ -138,15 +143,20 @@ def _start(
 ) -> Running:
     output = folder / f"{stage.name}.txt"
     settings = {
-        LOCK_FOLDER: str(folder), "PYTHONUNBUFFERED": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3",
-    }  # fmt: skip
+        LOCK_FOLDER: str(folder),
+        "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *stage.command], stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, "-m", *stage.command],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env={**environ, **settings, **dict(stage.environment)},
-        )  # fmt: skip
+        )
     _tell_guard(guard, "+", process.pid)
     return Running(stage, process, output, time.monotonic(), guard)
 
@@ -200,9 +210,12 @@ def read_outcome(job: Running, status: str, reason: str) -> dict[str, Any]:
         said = [x.strip() for x in lines if x.strip() and not x.startswith(MARK)]
         message = ": ".join(filter(None, (reason, said[-1] if said else "")))[:MESSAGE]
     return {
-        "status": status, "figures": figures, "message": message,
-        "seconds": round(time.monotonic() - job.start, 1), "output": text[-LOG_TAIL:],
-    }  # fmt: skip
+        "status": status,
+        "figures": figures,
+        "message": message,
+        "seconds": round(time.monotonic() - job.start, 1),
+        "output": text[-LOG_TAIL:],
+    }
 
 
 def simulate(stages: Sequence[Stage], together: int) -> list[tuple[str, float]]:

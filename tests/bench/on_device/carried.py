@@ -28,19 +28,33 @@ from packaging.version import Version
 
 LIMIT_MIB = 60
 PYTHON = "3.12"
-GLIBC = (*(f"manylinux_2_{minor}" for minor in (28, 27, 24, 17, 5)),
-         "manylinux2014", "manylinux2010", "manylinux1")  # fmt: skip
+GLIBC = (
+    *(f"manylinux_2_{minor}" for minor in (28, 27, 24, 17, 5)),
+    "manylinux2014",
+    "manylinux2010",
+    "manylinux1",
+)
 FOR_THE_TESTS = (
-    "beartype", "hypothesis", "jax-triton>=0.3", "nvidia-cudnn-frontend", "psutil",
-    "pytest-timeout", "pytest-xdist",
-)  # fmt: skip
+    "beartype",
+    "hypothesis",
+    "jax-triton>=0.3",
+    "nvidia-cudnn-frontend",
+    "psutil",
+    "pytest-timeout",
+    "pytest-xdist",
+)
 # For the newer half of cudnn-frontend; its graphs, which the peer makes, use neither.
 LEFT_OUT = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 MARKERS = {
-    "python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "sys_platform": "linux",
-    "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix",
-    "implementation_name": "cpython", "platform_python_implementation": "CPython",
-}  # fmt: skip
+    "python_version": PYTHON,
+    "python_full_version": f"{PYTHON}.0",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
+    "os_name": "posix",
+    "implementation_name": "cpython",
+    "platform_python_implementation": "CPython",
+}
 
 Packages = dict[str, Version | None]  # by canonical name; None where the list has no version
 
@@ -72,10 +86,11 @@ def find_needs(wheel: Path, extras: set[str]) -> list[Requirement]:
         metadata = HeaderParser().parsestr(archive.read(name).decode())
     needs = map(Requirement, metadata.get_all("Requires-Dist") or [])
     return [
-        need for need in needs
+        need
+        for need in needs
         if need.marker is None
         or any(need.marker.evaluate({**MARKERS, "extra": extra}) for extra in {"", *extras})
-    ]  # fmt: skip
+    ]
 
 
 def download_wheel(need: Requirement, folder: Path) -> Path:
@@ -84,15 +99,25 @@ def download_wheel(need: Requirement, folder: Path) -> Path:
     shared = ["--quiet", "--no-deps", "--disable-pip-version-check"]
     platforms = [part for glibc in GLIBC for part in ("--platform", f"{glibc}_x86_64")]
     download = [
-        "download", *shared, "--only-binary=:all:", "--python-version", PYTHON,
-        "--implementation", "cp", *platforms, "--dest", str(folder), wanted,
-    ]  # fmt: skip
+        "download",
+        *shared,
+        "--only-binary=:all:",
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+        *platforms,
+        "--dest",
+        str(folder),
+        wanted,
+    ]
     build = ["wheel", *shared, "--wheel-dir", str(folder), wanted]
     said = ""
     for command in (download, build):
         before = set(folder.glob("*.whl"))
-        done = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True,
-                              text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *command], capture_output=True, text=True
+        )
         made = set(folder.glob("*.whl")) - before
         if done.returncode == 0 and made:
             return _check_python(made.pop())
@@ -103,8 +128,10 @@ def download_wheel(need: Requirement, folder: Path) -> Path:
 def _check_python(wheel: Path) -> Path:
     tags = parse_wheel_filename(wheel.name)[3]
     digits = PYTHON.replace(".", "")
-    if not any(tag.interpreter in ("py3", f"cp{digits}", f"py{digits}") or tag.abi == "abi3"
-               for tag in tags):  # fmt: skip
+    if not any(
+        tag.interpreter in ("py3", f"cp{digits}", f"py{digits}") or tag.abi == "abi3"
+        for tag in tags
+    ):
         raise SystemExit(
             f"carried: {wheel.name} was built for another Python than {PYTHON}. "
             f"Run this with Python {PYTHON}."
@@ -115,18 +142,20 @@ def _check_python(wheel: Path) -> Path:
 def find_missing(wanted: list[Requirement], there: Packages) -> list[Requirement]:
     """Return those of `wanted` that are not there and not left out."""
     return [
-        need for need in wanted
+        need
+        for need in wanted
         if canonicalize_name(need.name) not in there and need.name not in LEFT_OUT
-    ]  # fmt: skip
+    ]
 
 
 def find_unmet(wanted: list[Requirement], there: Packages) -> list[str]:
     """Return those of `wanted` that are there in a version they do not take, as `need: version`."""
     versions = [(need, there.get(canonicalize_name(need.name))) for need in wanted]
     return [
-        f"{need.name}{need.specifier}: {version}" for need, version in versions
+        f"{need.name}{need.specifier}: {version}"
+        for need, version in versions
         if version is not None and not need.specifier.contains(version, prereleases=True)
-    ]  # fmt: skip
+    ]
 
 
 def carry(roots: list[Requirement], there: Packages, folder: Path) -> tuple[list[Path], list[str]]:

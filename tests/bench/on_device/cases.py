@@ -37,34 +37,60 @@ from tests.pallas_kernels import test_on_chip
 
 GROUPS = ("invariant", "real", "rest", "triton", "right")
 OTHER_ROWS = "other_rows"
-REHEARSAL = ("decode_attention-ring-xla", "grouped_matmul-rows_past_the_sum-xla",
-             "token_logprobs-few_tokens-xla")  # fmt: skip
+REHEARSAL = (
+    "decode_attention-ring-xla",
+    "grouped_matmul-rows_past_the_sum-xla",
+    "token_logprobs-few_tokens-xla",
+)
 ROOT = Path(__file__).parents[3]
 
 # Right on an H100, docs/results/kernels.md: done again only as the last group. Where that table
 # does not say which of several cases were right, none is listed.
 RIGHT = {
     *(f"sink_attention-full_20b-{impl}" for impl in ("mosaic_gpu", "mosaic_gpu_invariant")),
-    *(f"decode_attention-{case}-mosaic_gpu"
-      for case in ("uneven", "ring", "several_new", "window_left", "packed_none", "odd_length",
-                   "64x8k", "64x8k_window")),
+    *(
+        f"decode_attention-{case}-mosaic_gpu"
+        for case in (
+            "uneven",
+            "ring",
+            "several_new",
+            "window_left",
+            "packed_none",
+            "odd_length",
+            "64x8k",
+            "64x8k_window",
+        )
+    ),
     *(f"paged-{case.name}-mosaic_gpu" for case in test_on_chip.decode_cases.PAGED_TEST_CASES),
-    *(f"grouped_matmul-{case}-{impl}" for case in ("uneven", "gate_up_20b")
-      for impl in ("mosaic_gpu", "mosaic_gpu_invariant")),
+    *(
+        f"grouped_matmul-{case}-{impl}"
+        for case in ("uneven", "gate_up_20b")
+        for impl in ("mosaic_gpu", "mosaic_gpu_invariant")
+    ),
     "grouped_swiglu-uneven-mosaic_gpu",
     "grouped_swiglu-gate_up_20b-mosaic_gpu",
-    *(f"grouped_{product}_{kind}-{case}-mosaic_gpu" for kind in ("mxfp4", "rounded")
-      for product, case in (("matmul", "uneven"), ("swiglu", "uneven"), ("matmul", "down_20b"),
-                            ("swiglu", "gate_up_20b"))),
+    *(
+        f"grouped_{product}_{kind}-{case}-mosaic_gpu"
+        for kind in ("mxfp4", "rounded")
+        for product, case in (
+            ("matmul", "uneven"),
+            ("swiglu", "uneven"),
+            ("matmul", "down_20b"),
+            ("swiglu", "gate_up_20b"),
+        )
+    ),
     *(f"grouped_{product}_rounded-uneven-mosaic_gpu_invariant" for product in ("matmul", "swiglu")),
     "grouped_swiglu_rounded-gate_up_20b-mosaic_gpu_invariant",
     "grouped_swiglu_rounded-gate_up_120b-mosaic_gpu",
     *(f"grouped_{product}_low_rank-uneven-mosaic_gpu" for product in ("matmul", "swiglu")),
     "grouped_swiglu_low_rank-gate_up_20b-mosaic_gpu",
-    *(f"token_logprobs-{case}-{impl}" for case in ("padded_head", "few_tokens")
-      for impl in ("mosaic_gpu", "mosaic_gpu_invariant")),
+    *(
+        f"token_logprobs-{case}-{impl}"
+        for case in ("padded_head", "few_tokens")
+        for impl in ("mosaic_gpu", "mosaic_gpu_invariant")
+    ),
     "token_logprobs-gptoss20b_8k-mosaic_gpu",
-}  # fmt: skip
+}
 
 
 class Case(NamedTuple):
@@ -97,9 +123,13 @@ def list_cases(platform: str = "gpu") -> dict[str, Case]:
             _call(test_on_chip.test_pages_are_read_as_the_formula_says, case, "mosaic_gpu"),
         )
         cases[name] = Case(_group(name, "mosaic_gpu", 0), 0, run)
-    cases[OTHER_ROWS] = Case("invariant", 0, _call(
-        test_on_chip.test_a_rows_bits_do_not_depend_on_the_other_rows, "mosaic_gpu_invariant"
-    ))  # fmt: skip
+    cases[OTHER_ROWS] = Case(
+        "invariant",
+        0,
+        _call(
+            test_on_chip.test_a_rows_bits_do_not_depend_on_the_other_rows, "mosaic_gpu_invariant"
+        ),
+    )
     return cases
 
 
@@ -182,9 +212,11 @@ def work(platform: str) -> None:
         start = time.monotonic()
         verdict, message = judge_case(cases[name])
         report(
-            case=name, verdict=verdict, message=message[:500],
+            case=name,
+            verdict=verdict,
+            message=message[:500],
             seconds=round(time.monotonic() - start, 1),
-        )  # fmt: skip
+        )
 
 
 def run_cases(names: list[str], platform: str, n_workers: int) -> dict[str, int]:
@@ -227,9 +259,12 @@ def _start_worker(platform: str) -> subprocess.Popen[str]:
     settings["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
     return subprocess.Popen(
         [sys.executable, "-m", "tests.bench.on_device.cases", "--worker", "--platform", platform],
-        cwd=ROOT, env={**child_environ(os.environ), **settings}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**child_environ(os.environ), **settings},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
 
 
 def _run_case(worker: subprocess.Popen[str], name: str) -> dict[str, Any]:
@@ -266,9 +301,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.on_device.cases")
     parser.add_argument("--group", choices=GROUPS, help="needed on a GPU")
     earlier = os.environ.get("ON_DEVICE_RESULTS", "").split(os.pathsep)
-    parser.add_argument("--done", type=Path, metavar="FILE", action="append",
-                        default=[Path(x) for x in earlier if x],
-                        help="a campaign's results.jsonl, may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--done",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[Path(x) for x in earlier if x],
+        help="a campaign's results.jsonl, may be repeated",
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--worker", action="store_true", help="of the stage's own processes")

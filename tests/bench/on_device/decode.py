@@ -39,9 +39,12 @@ def sampling_config(model: str, rows: int, keys: int, tokens: int, *settings: st
     """A run that samples `tokens` tokens of `rows` answers behind `keys` tokens of prompt."""
     cfg = lora_config(model, keys + tokens, rows, 0, *settings)
     return override(
-        cfg, f"data.max_prompt_tokens={keys}", f"rollout.max_new_tokens={tokens}",
-        f"rollout.samples_per_prompt={rows}", f"rollout.max_parallel_sequences={rows}",
-    )  # fmt: skip
+        cfg,
+        f"data.max_prompt_tokens={keys}",
+        f"rollout.max_new_tokens={tokens}",
+        f"rollout.samples_per_prompt={rows}",
+        f"rollout.max_parallel_sequences={rows}",
+    )
 
 
 def make_engine(cfg: Config, platform: str) -> NativeEngine:
@@ -49,9 +52,12 @@ def make_engine(cfg: Config, platform: str) -> NativeEngine:
     impls, r = named_impls(platform), cfg.rollout
     ops = make_engine_ops(cfg, impls) or make_ops(cfg, impls)
     return NativeEngine(
-        cfg.model, ops, max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_new_tokens=r.max_new_tokens, max_rows=r.max_parallel_sequences,
-    )  # fmt: skip
+        cfg.model,
+        ops,
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=r.max_new_tokens,
+        max_rows=r.max_parallel_sequences,
+    )
 
 
 def compile_decode(
@@ -91,7 +97,7 @@ def count_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 def time_decode(
     engine: NativeEngine, decode: Any, cfg: Config, sampling: Sampling, rounds: int, profile: bool
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Seconds of the loop, over the number of tokens of a row."""
     P, rows = cfg.data.max_prompt_tokens, cfg.rollout.samples_per_prompt
     params = make_random(policy_shapes(cfg))
@@ -101,13 +107,25 @@ def time_decode(
     for i in range(rounds + 1 + profile):
         start = time.perf_counter()
         state, _ = engine._prefill_batch(
-            (params, 0), [prompt], sampling, i, rows, 1, 0,
+            (params, 0),
+            [prompt],
+            sampling,
+            i,
+            rows,
+            1,
+            0,
             np.full(rows, sampling.max_new_tokens, np.int32),
-        )  # fmt: skip
+        )
         jax.block_until_ready(state)
         prefill.append(time.perf_counter() - start)
-        arguments = (params, state, jnp.zeros((0,), jnp.int32), jnp.float32(sampling.temperature),
-                     jnp.int32(0), jnp.float32(0))  # fmt: skip
+        arguments = (
+            params,
+            state,
+            jnp.zeros((0,), jnp.int32),
+            jnp.float32(sampling.temperature),
+            jnp.int32(0),
+            jnp.float32(0),
+        )
 
         def run(arguments: Any = arguments) -> Any:
             return jax.block_until_ready(decode(*arguments))
@@ -123,11 +141,13 @@ def time_decode(
         del state, arguments
     seconds = statistics.median(times[1:])
     return {
-        "seconds_a_token": seconds / sampling.max_new_tokens, "prefill_s": min(prefill[1:]),
-        "rounds": [round(x, 4) for x in times], "dearest": dearest,
+        "seconds_a_token": seconds / sampling.max_new_tokens,
+        "prefill_s": min(prefill[1:]),
+        "rounds": [round(x, 4) for x in times],
+        "dearest": dearest,
         "tokens_per_s": rows * sampling.max_new_tokens / seconds,
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -148,8 +168,12 @@ def main() -> None:
     if args.compile:
         engine = make_engine(cfg, "gpu")
         _, live = compile_decode(engine, cfg, sampling, chip_mesh(args.compile))
-        report(**named, compiled_for=args.compile, live_bytes=live,
-               compile_s=round(time.perf_counter() - start, 1))  # fmt: skip
+        report(
+            **named,
+            compiled_for=args.compile,
+            live_bytes=live,
+            compile_s=round(time.perf_counter() - start, 1),
+        )
         return
     engine = make_engine(cfg, jax.default_backend())
     decode, live = compile_decode(engine, cfg, sampling)

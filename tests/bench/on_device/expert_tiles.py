@@ -33,8 +33,12 @@ from tests.bench.on_device.stage import device_alone, report
 
 ALPHA, LIMIT = 1.702, 7.0
 FEW = (
-    "SINGLE_DECODER", "TWO_DECODERS", "FEW_ROWS", "FEW_ROWS_TWO_DECODERS", "FEW_ROWS_ONE_FETCHER",
-)  # fmt: skip
+    "SINGLE_DECODER",
+    "TWO_DECODERS",
+    "FEW_ROWS",
+    "FEW_ROWS_TWO_DECODERS",
+    "FEW_ROWS_ONE_FETCHER",
+)
 MANY = ("SINGLE_DECODER", "TWO_DECODERS", "FEW_ROWS")
 SAMPLES = 64  # rows and columns that are compared
 
@@ -194,8 +198,14 @@ def compile_ahead(chip: str, size: Size) -> None:
             form = getattr(mxfp4_forms, name)
             run = partial(product.run, form, False)
             (kernel,) = ahead_of_time.compile_for(chip, run, *product.shapes()).kernels
-            report(product=product.name, rows=product.rows, form=name, spills=kernel.spills,
-                   registers=kernel.registers, shared=kernel.shared)  # fmt: skip
+            report(
+                product=product.name,
+                rows=product.rows,
+                form=name,
+                spills=kernel.spills,
+                registers=kernel.registers,
+                shared=kernel.shared,
+            )
 
 
 def main() -> None:
@@ -220,9 +230,11 @@ def main() -> None:
         out = jax.ShapeDtypeStruct((product.rows, product.out_columns), jnp.bfloat16)
         reference = jax.jit(partial(sampled_reference, product)).lower(*arrays).compile()
         wanted = jax.eval_shape(partial(sampled_reference, product), *arrays)
-        return inputs, reference, jax.jit(partial(compare, product)).lower(
-            out, out, wanted
-        ).compile()  # fmt: skip
+        return (
+            inputs,
+            reference,
+            jax.jit(partial(compare, product)).lower(out, out, wanted).compile(),
+        )
 
     with ThreadPoolExecutor(12) as pool:
         forms = {
@@ -244,13 +256,19 @@ def main() -> None:
             runs = {name: run for name, run in forms[product].items() if right[name][0] < 4}
             times = time_forms(product, runs, inputs, args.rounds)
             for name, (error, same) in right.items():
-                figures = dict(product=product.name, rows=product.rows, form=name,
-                               error=round(float(error), 3), same_bits=bool(same))  # fmt: skip
+                figures = dict(
+                    product=product.name,
+                    rows=product.rows,
+                    form=name,
+                    error=round(float(error), 3),
+                    same_bits=bool(same),
+                )
                 if name in times:
                     s, flops = times[name], 2 * product.rows * product.inner * product.columns
                     gbs = round(1e-9 * product.read_bytes() / s)
-                    figures |= dict(ms=round(1e3 * s, 4), gbs=gbs,
-                                    tflops=round(1e-12 * flops / s, 1))  # fmt: skip
+                    figures |= dict(
+                        ms=round(1e3 * s, 4), gbs=gbs, tflops=round(1e-12 * flops / s, 1)
+                    )
                 report(**figures)
 
 

@@ -122,19 +122,33 @@ def format_note(records: list[Record], commit: str) -> str:
 
 def limits(stages: dict[str, Record], chip: Chip | None) -> Table:
     rows: list[Row] = [
-        ([x["setting"], format_code(x["flags"]) or NOTHING, format_number(x["product_tflops"]),
-          format_number(x["copy_gbs"])], [record])
-        for record, figures in select_stages(stages, "smoke") for x in figures if "setting" in x
-    ]  # fmt: skip
-    sheet = "" if chip is None else (
-        f" Its data sheet says {1e-12 * chip.flops:,.0f} TFLOP/s and "
-        f"{1e-9 * chip.memory_bandwidth:,.0f} GB/s."
-    )  # fmt: skip
+        (
+            [
+                x["setting"],
+                format_code(x["flags"]) or NOTHING,
+                format_number(x["product_tflops"]),
+                format_number(x["copy_gbs"]),
+            ],
+            [record],
+        )
+        for record, figures in select_stages(stages, "smoke")
+        for x in figures
+        if "setting" in x
+    ]
+    sheet = (
+        ""
+        if chip is None
+        else (
+            f" Its data sheet says {1e-12 * chip.flops:,.0f} TFLOP/s and "
+            f"{1e-9 * chip.memory_bandwidth:,.0f} GB/s."
+        )
+    )
     return Table(
         "The card's own limits",
         "A product of 8,192 × 8,192 in bfloat16, and a copy of 2 GB, read and written." + sheet,
-        ("XLA", "its flags", "product TFLOP/s", "copy GB/s"), rows,
-    )  # fmt: skip
+        ("XLA", "its flags", "product TFLOP/s", "copy GB/s"),
+        rows,
+    )
 
 
 def steps(stages: dict[str, Record], chip: Chip | None) -> Table:
@@ -147,25 +161,50 @@ def steps(stages: dict[str, Record], chip: Chip | None) -> Table:
         settings = list(x.get("settings", []))
         if (size := x.get("microbatch", x["tokens"])) != x["tokens"]:
             settings.insert(0, f"optim.tokens_per_microbatch={size}")
-        rows.append(((x["model"], layers or 0, x["tokens"], x["sequences"], record["stage"]), ([
-            f"{x['model']}, all weights of {layers} layers" if layers else f"{x['model']}, LoRA",
-            f"{x['sequences']} × {x['tokens']:,}",
-            ", ".join([*map(format_code, settings), *["tuned"] * tuned]) or NOTHING,
-            format_number(x["seconds"]), format_number(x["tokens_per_s"]),
-            format_number(x["useful_tflops"]), format_number(x.get("share_of_peak")),
-            format_gb(x["peak_bytes"]), format_gb(x.get("compiler_bytes")),
-            format_gb(x.get("planned_bytes")), format_number(x.get("compile_s")),
-        ], [record])))  # fmt: skip
+        rows.append(
+            (
+                (x["model"], layers or 0, x["tokens"], x["sequences"], record["stage"]),
+                (
+                    [
+                        f"{x['model']}, all weights of {layers} layers"
+                        if layers
+                        else f"{x['model']}, LoRA",
+                        f"{x['sequences']} × {x['tokens']:,}",
+                        ", ".join([*map(format_code, settings), *["tuned"] * tuned]) or NOTHING,
+                        format_number(x["seconds"]),
+                        format_number(x["tokens_per_s"]),
+                        format_number(x["useful_tflops"]),
+                        format_number(x.get("share_of_peak")),
+                        format_gb(x["peak_bytes"]),
+                        format_gb(x.get("compiler_bytes")),
+                        format_gb(x.get("planned_bytes")),
+                        format_number(x.get("compile_s")),
+                    ],
+                    [record],
+                ),
+            )
+        )
     peak = "the data sheet's peak" if chip is None else f"{1e-12 * chip.flops:,.0f} TFLOP/s"
     return Table(
         "A step of RL",
         "Experts in four bits, every sequence of full length; forward, loss, gradient and update. "
         f"Useful work is without recomputation, the share is of {peak}. Memory in GB: the most "
         "that was in use, by the compiler, and as jaxmoe plans it.",
-        ("model", "tokens", "settings", "s", "tokens/s", "useful TFLOP/s", "share of peak",
-         "peak GB", "compiler GB", "planned GB", "compile s"),
+        (
+            "model",
+            "tokens",
+            "settings",
+            "s",
+            "tokens/s",
+            "useful TFLOP/s",
+            "share of peak",
+            "peak GB",
+            "compiler GB",
+            "planned GB",
+            "compile s",
+        ),
         [row for _, row in sorted(rows, key=lambda x: x[0])],
-    )  # fmt: skip
+    )
 
 
 def decoding(stages: dict[str, Record], chip: Chip | None) -> Table:
@@ -176,24 +215,48 @@ def decoding(stages: dict[str, Record], chip: Chip | None) -> Table:
         if "seconds_a_token" in x:
             if "recomputed" in x:
                 recomputed.setdefault(x["recomputed"], []).append(record["stage"])
-            rows.append(((x["model"], x["rows"], x["keys"]), ([
-                x["model"], f"{x['rows']:,}", f"{x['keys']:,}",
-                format_number(x["seconds_a_token"], 1e3), format_number(x["tokens_per_s"]),
-                format_number(x["gb_per_s"]), format_number(x.get("share_of_bandwidth")),
-                format_gb(x["peak_bytes"]), format_number(x.get("compile_s")),
-            ], [record])))  # fmt: skip
+            rows.append(
+                (
+                    (x["model"], x["rows"], x["keys"]),
+                    (
+                        [
+                            x["model"],
+                            f"{x['rows']:,}",
+                            f"{x['keys']:,}",
+                            format_number(x["seconds_a_token"], 1e3),
+                            format_number(x["tokens_per_s"]),
+                            format_number(x["gb_per_s"]),
+                            format_number(x.get("share_of_bandwidth")),
+                            format_gb(x["peak_bytes"]),
+                            format_number(x.get("compile_s")),
+                        ],
+                        [record],
+                    ),
+                )
+            )
     peak = "" if chip is None else f", {1e-9 * chip.memory_bandwidth:,.0f} GB/s"
     return Table(
         "Decoding",
         "The native engine: rows that sample a token each, behind so many keys. GB/s counts the "
         "bytes that a token must read: weights, of the experts those that some row chooses, and "
         f"the keys that rows see; the share is of the data sheet's bandwidth{peak}.",
-        ("model", "rows", "keys", "ms a token", "tokens/s", "GB/s", "share", "peak GB",
-         "compile s"),
+        (
+            "model",
+            "rows",
+            "keys",
+            "ms a token",
+            "tokens/s",
+            "GB/s",
+            "share",
+            "peak GB",
+            "compile s",
+        ),
         [row for _, row in sorted(rows, key=lambda x: x[0])],
-        tuple(f"Computed again after the call, of {', '.join(names)}: {what}."
-              for what, names in recomputed.items()),
-    )  # fmt: skip
+        tuple(
+            f"Computed again after the call, of {', '.join(names)}: {what}."
+            for what, names in recomputed.items()
+        ),
+    )
 
 
 def pairs(stages: dict[str, Record], chip: Chip | None) -> Table:
@@ -206,39 +269,75 @@ def pairs(stages: dict[str, Record], chip: Chip | None) -> Table:
             peer = x["peer"].rpartition(":")[2]
             key = (x["op"], x["case"], peer, PASSES.index(x["pass"]))
             worst = [max(errors.get(name) or [math.nan]) for name in (x["impl"], x["peer"])]
-            rows.append((key, ([
-                x["op"], x["case"], x["pass"], format_number(x["ms"]),
-                "itself" if x["peer"] == x["impl"] else peer, format_number(x["peer_ms"]),
-                f"{format_number(x['speed'])}×", format_number(x["tflops"]),
-                format_number(x["of_matmul"]), " / ".join(map(format_number, worst)),
-            ], [record])))  # fmt: skip
+            rows.append(
+                (
+                    key,
+                    (
+                        [
+                            x["op"],
+                            x["case"],
+                            x["pass"],
+                            format_number(x["ms"]),
+                            "itself" if x["peer"] == x["impl"] else peer,
+                            format_number(x["peer_ms"]),
+                            f"{format_number(x['speed'])}×",
+                            format_number(x["tflops"]),
+                            format_number(x["of_matmul"]),
+                            " / ".join(map(format_number, worst)),
+                        ],
+                        [record],
+                    ),
+                )
+            )
     return Table(
         "Kernels against their peers",
         "Ours is `mosaic_gpu`; both sides in bfloat16, checked, then timed in turn in one process. "
         "A ratio above 1: ours is faster. The share is of the product, timed there too. Errors, "
         "ours / the peer's, are the largest of all results, relative to float32. `cudnn`, `sdpa` "
         "and `without_sink` compute attention without sinks: their errors are to that function.",
-        ("operation", "case", "pass", "ours ms", "peer", "peer ms", "ratio", "TFLOP/s",
-         "share of product", "largest error"),
+        (
+            "operation",
+            "case",
+            "pass",
+            "ours ms",
+            "peer",
+            "peer ms",
+            "ratio",
+            "TFLOP/s",
+            "share of product",
+            "largest error",
+        ),
         [row for _, row in sorted(rows, key=lambda x: x[0])],
-    )  # fmt: skip
+    )
 
 
 def forms(stages: dict[str, Record], chip: Chip | None) -> Table:
     rows: list[Row] = [
-        ([x["product"], f"{x['rows']:,}", x["form"], format_number(x.get("ms")),
-          format_number(x.get("gbs")), format_number(x.get("tflops")), format_number(x["error"]),
-          "yes" if x["same_bits"] else "no"], [record])
-        for record, figures in select_stages(stages, "expert_tiles") for x in figures
+        (
+            [
+                x["product"],
+                f"{x['rows']:,}",
+                x["form"],
+                format_number(x.get("ms")),
+                format_number(x.get("gbs")),
+                format_number(x.get("tflops")),
+                format_number(x["error"]),
+                "yes" if x["same_bits"] else "no",
+            ],
+            [record],
+        )
+        for record, figures in select_stages(stages, "expert_tiles")
+        for x in figures
         if "error" in x
-    ]  # fmt: skip
+    ]
     return Table(
         "Forms of the kernel of four-bit experts",
         "Of `pallas_kernels/grouped_matmul/hopper/mxfp4_forms.py`, timed in turn at the sizes of "
         "20B. The error is in units of bfloat16's rounding; bits are compared with those of "
         "SINGLE_DECODER.",
-        ("product", "rows", "form", "ms", "GB/s", "TFLOP/s", "error", "same bits"), rows,
-    )  # fmt: skip
+        ("product", "rows", "form", "ms", "GB/s", "TFLOP/s", "error", "same bits"),
+        rows,
+    )
 
 
 def cases(records: list[Record]) -> Table:
@@ -257,12 +356,16 @@ def cases(records: list[Record]) -> Table:
         rows.append(([group, *(str(counts[x]) for x in VERDICTS)], list(sources.values())))
     faults = [
         f"- {x['verdict']}: `{name}`, {record['commit']}: {format_code(x['message'])}"
-        for name, (_, x, record) in sorted(newest.items()) if x["verdict"] in ("wrong", "error")
-    ]  # fmt: skip
+        for name, (_, x, record) in sorted(newest.items())
+        if x["verdict"] in ("wrong", "error")
+    ]
     return Table(
-        "The kernels' cases", "Each compared with its formula in float32, several times.",
-        ("group", *VERDICTS), rows, tuple(faults),
-    )  # fmt: skip
+        "The kernels' cases",
+        "Each compared with its formula in float32, several times.",
+        ("group", *VERDICTS),
+        rows,
+        tuple(faults),
+    )
 
 
 def mark_end(record: Record) -> Record:
@@ -272,21 +375,31 @@ def mark_end(record: Record) -> Record:
 
 
 def whole_runs(stages: dict[str, Record], chip: Chip | None) -> Table:
-    found = [(x, record) for record, figures in select_stages(stages, "run_") for x in figures
-             if "config" in x]  # fmt: skip
+    found = [
+        (x, record)
+        for record, figures in select_stages(stages, "run_")
+        for x in figures
+        if "config" in x
+    ]
     common = set.intersection(*(set(x["settings"]) for x, _ in found)) if len(found) > 1 else set()
     rows: list[Row] = []
     for x, record in found:
         gap = x.get(f"{GAP}_max", x.get(GAP))
         scores = [x.get(f"{name}, first and last") for name in SCORES]
-        rows.append(([
-            format_code(x["config"]),
-            ", ".join(format_code(s) for s in x["settings"] if s not in common) or NOTHING,
-            f"{x.get('steps', 0)}" + f", ended with status {x['status']}" * bool(x["status"]),
-            format_number(gap),
-            *(NOTHING if s is None else " → ".join(map(format_number, s)) for s in scores),
-            format_number(x.get("median step_s")),
-        ], [record]))  # fmt: skip
+        rows.append(
+            (
+                [
+                    format_code(x["config"]),
+                    ", ".join(format_code(s) for s in x["settings"] if s not in common) or NOTHING,
+                    f"{x.get('steps', 0)}"
+                    + f", ended with status {x['status']}" * bool(x["status"]),
+                    format_number(gap),
+                    *(NOTHING if s is None else " → ".join(map(format_number, s)) for s in scores),
+                    format_number(x.get("median step_s")),
+                ],
+                [record],
+            )
+        )
     shared = f" All have {', '.join(f'`{x}`' for x in sorted(common))}." if common else ""
     return Table(
         "Whole runs",
@@ -294,7 +407,7 @@ def whole_runs(stages: dict[str, Record], chip: Chip | None) -> Table:
         f"between engine and trainer, in nats; scores are the first and the last.{shared}",
         ("config", "settings", "steps", "largest gap", "reward", "accuracy", "greedy", "s a step"),
         rows,
-    )  # fmt: skip
+    )
 
 
 def torch_steps(stages: dict[str, Record], chip: Chip | None) -> Table:
@@ -305,20 +418,30 @@ def torch_steps(stages: dict[str, Record], chip: Chip | None) -> Table:
             is_decode = x.get("what") == "decode" or bool(x.get("decode"))
             size = (
                 f"{x.get('rows') or x.get('decode')} rows, {x['keys']:,} keys"
-                if is_decode else f"{x['sequences']} × {x['tokens']:,}"
-            )  # fmt: skip
-            rows.append(([
-                "decoding" if is_decode else "step", size, x["attention"],
-                format_number(x.get("step_s")), format_number(x.get("tokens_per_s")),
-                format_code(lack) if lack else format_gb(x.get("peak_bytes")),
-                f"torch {x['torch']}, transformers {x['transformers']}",
-            ], [record]))  # fmt: skip
+                if is_decode
+                else f"{x['sequences']} × {x['tokens']:,}"
+            )
+            rows.append(
+                (
+                    [
+                        "decoding" if is_decode else "step",
+                        size,
+                        x["attention"],
+                        format_number(x.get("step_s")),
+                        format_number(x.get("tokens_per_s")),
+                        format_code(lack) if lack else format_gb(x.get("peak_bytes")),
+                        f"torch {x['torch']}, transformers {x['transformers']}",
+                    ],
+                    [record],
+                )
+            )
     return Table(
         "torch and transformers on the same card",
         "GPT-OSS 20B in bfloat16 with peft's adapters on attention only, its experts frozen; "
         "decoding with the same weights. Not in turn with ours.",
-        ("what", "tokens", "attention", "s", "tokens/s", "peak GB", "versions"), rows,
-    )  # fmt: skip
+        ("what", "tokens", "attention", "s", "tokens/s", "peak GB", "versions"),
+        rows,
+    )
 
 
 def dearest(stages: dict[str, Record], chip: Chip | None) -> Table:
@@ -329,29 +452,47 @@ def dearest(stages: dict[str, Record], chip: Chip | None) -> Table:
                 continue
             for i, x in enumerate((merge_figures(figures).get("dearest") or [])[:DEAREST]):
                 name = re.sub(r"void cutlass::Kernel2<(\w+)>.*", r"\1", x["name"])[:60]
-                rows.append(([record["stage"] if i == 0 else "", format_code(name),
-                              format_number(100 * x["share"]) + " %"], [record]))  # fmt: skip
+                rows.append(
+                    (
+                        [
+                            record["stage"] if i == 0 else "",
+                            format_code(name),
+                            format_number(100 * x["share"]) + " %",
+                        ],
+                        [record],
+                    )
+                )
     return Table(
         "The dearest operations",
         f"Shares of the device's time by JAX's profiler, the first {DEAREST}.",
-        ("stage", "operation", "share"), rows,
-    )  # fmt: skip
+        ("stage", "operation", "share"),
+        rows,
+    )
 
 
 def unfinished(records: list[Record]) -> Table:
     """Stages whose newest record is not done, cases apart that came to their end with faults."""
     newest = {x["stage"]: mark_end(x) for x in records}
     rows: list[Row] = [
-        ([name, x["status"], format_number(x["seconds"]), format_code(x.get("message", "")[:200])],
-         [{**x, "status": results.DONE}])
-        for name, x in sorted(newest.items()) if x["status"] != results.DONE
-    ]  # fmt: skip
+        (
+            [
+                name,
+                x["status"],
+                format_number(x["seconds"]),
+                format_code(x.get("message", "")[:200]),
+            ],
+            [{**x, "status": results.DONE}],
+        )
+        for name, x in sorted(newest.items())
+        if x["status"] != results.DONE
+    ]
     return Table(
         "What came to no good end",
         "Stages whose last try failed, passed its limit of time or memory, or was cut off when the "
         "campaign's time was over.",
-        ("stage", "how it ended", "after s", "message"), rows,
-    )  # fmt: skip
+        ("stage", "how it ended", "after s", "message"),
+        rows,
+    )
 
 
 # The page
@@ -370,10 +511,22 @@ def format_table(table: Table, commit: str) -> str:
         lines = [[*cells, note] for cells, note in zip(lines, ("note", *notes), strict=True)]
     head, *rows = ("| " + " | ".join(cells) + " |" for cells in lines)
     command = format_command(table.rows[0][1][0]["command"])
-    return "\n".join([
-        f"### {table.title}", "", table.text, "", f"The first row again: `{command}`", "",
-        head, "|" + "---|" * len(lines[0]), *rows, "", *table.below, *[""] * bool(table.below),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"### {table.title}",
+            "",
+            table.text,
+            "",
+            f"The first row again: `{command}`",
+            "",
+            head,
+            "|" + "---|" * len(lines[0]),
+            *rows,
+            "",
+            *table.below,
+            *[""] * bool(table.below),
+        ]
+    )
 
 
 def format_chip(name: str, records: list[Record]) -> str:
@@ -388,9 +541,11 @@ def format_chip(name: str, records: list[Record]) -> str:
         f"{', '.join(sorted({x['date'] for x in records}))}; commit {commit}."
     )
     tables = (
-        *(section(stages, chip) for section in BEFORE_CASES), cases(records),
-        *(section(stages, chip) for section in AFTER_CASES), unfinished(records),
-    )  # fmt: skip
+        *(section(stages, chip) for section in BEFORE_CASES),
+        cases(records),
+        *(section(stages, chip) for section in AFTER_CASES),
+        unfinished(records),
+    )
     sections = (format_table(table, commit) for table in tables)
     return "\n".join([f"## {name}", "", about, "", *filter(None, sections)])
 
@@ -415,8 +570,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{FOLDER} must hold records of campaigns: {error}.")
     if args.check:
         if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE} must be what the records make; it differs. "
-                  "Type python -m tests.bench.on_device.page", file=sys.stderr)  # fmt: skip
+            print(
+                f"{PAGE} must be what the records make; it differs. "
+                "Type python -m tests.bench.on_device.page",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PAGE.write_text(text)

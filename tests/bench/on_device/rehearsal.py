@@ -30,9 +30,14 @@ FLAGS = (
     * version("jaxlib").startswith("0.10.")
 )
 SMALL_RUN = (
-    "warmup.steps=0", "steps=1", "data.train_rows=8", "data.held_out_rows=2",
-    "rollout.sequences_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=2",
-)  # fmt: skip
+    "warmup.steps=0",
+    "steps=1",
+    "data.train_rows=8",
+    "data.held_out_rows=2",
+    "rollout.sequences_per_step=4",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_new_tokens=2",
+)
 
 
 def toy(name: str, module: str, *arguments: str, phase: int = 0) -> Stage:
@@ -51,14 +56,43 @@ REHEARSAL = (
     broken("die", 60, "failed"),
     broken("fail", 60, "failed"),
     broken("fill", 60, "out of memory", memory_gb=0.4),
-    toy("decode", "decode", "--model", "tiny", "--rows", "2", "--keys", "64", "--tokens", "4",
-        "--rounds", "1"),
-    toy("pair", "kernel_pair", "grouped_matmul", "--case", "tiny_decode", "--impl", "xla", "--vs",
-        f"{FAULTS}:ragged_dot", "--rounds", "1"),
-    toy("run", "whole_run", "--config", "tiny.py",
-        *(word for setting in SMALL_RUN for word in ("--set", setting)), phase=1),
+    toy(
+        "decode",
+        "decode",
+        "--model",
+        "tiny",
+        "--rows",
+        "2",
+        "--keys",
+        "64",
+        "--tokens",
+        "4",
+        "--rounds",
+        "1",
+    ),
+    toy(
+        "pair",
+        "kernel_pair",
+        "grouped_matmul",
+        "--case",
+        "tiny_decode",
+        "--impl",
+        "xla",
+        "--vs",
+        f"{FAULTS}:ragged_dot",
+        "--rounds",
+        "1",
+    ),
+    toy(
+        "run",
+        "whole_run",
+        "--config",
+        "tiny.py",
+        *(word for setting in SMALL_RUN for word in ("--set", setting)),
+        phase=1,
+    ),
     toy("cases", "cases", "--platform", "cpu", "--workers", "1", phase=1),
-)  # fmt: skip
+)
 
 
 def ragged_dot(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:

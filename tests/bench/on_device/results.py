@@ -51,8 +51,10 @@ def load_chips(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Records by chip, the oldest first. Raises BadRecords."""
     records = [x for path in sorted(folder.glob("*.jsonl")) for x in load_records(path)]
     records.sort(key=lambda x: x["date"])
-    return {name: [x for x in records if x["chip"] == name]
-            for name in sorted({x["chip"] for x in records})}  # fmt: skip
+    return {
+        name: [x for x in records if x["chip"] == name]
+        for name in sorted({x["chip"] for x in records})
+    }
 
 
 def choose_records(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -111,7 +113,7 @@ def find_done(
         if x["status"] == expected.get(x["stage"], DONE)
         and x["chip"] == chip
         and x["commit"] in commits
-    }  # fmt: skip
+    }
 
 
 def describe_others(

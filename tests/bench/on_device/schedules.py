@@ -22,9 +22,11 @@ from tests.bench.on_device.results import read_commit
 
 CHIPS = ("v5p", "v6e", "tpu7x")
 CASES = (
-    ("sink_attention", "full_20b"), ("sink_attention", "window_20b"),
-    ("grouped_swiglu", "gate_up_20b"), ("grouped_matmul", "down_20b"),
-)  # fmt: skip
+    ("sink_attention", "full_20b"),
+    ("sink_attention", "window_20b"),
+    ("grouped_swiglu", "gate_up_20b"),
+    ("grouped_matmul", "down_20b"),
+)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -41,10 +43,15 @@ def schedule_command(op: str, case: str, chip: str) -> list[str]:
 def make_record(op: str, case: str, chip: str, text: str) -> dict[str, Any]:
     """A record of one case's kernels."""
     return {
-        "op": op, "case": case, "chip": chip, "ms": parse_milliseconds(text),
-        "jax": jax.__version__, "commit": read_commit(ROOT), "date": time.strftime("%Y-%m-%d"),
+        "op": op,
+        "case": case,
+        "chip": chip,
+        "ms": parse_milliseconds(text),
+        "jax": jax.__version__,
+        "commit": read_commit(ROOT),
+        "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["JAX_PLATFORMS=cpu python", *schedule_command(op, case, chip)]),
-    }  # fmt: skip
+    }
 
 
 def split_passes(ms: dict[str, float]) -> tuple[float, float]:
@@ -60,12 +67,15 @@ def format_schedules(path: Path) -> str:
     cases = dict.fromkeys((x["op"], x["case"]) for x in records)
     times = {(x["op"], x["case"], x["chip"]): split_passes(x["ms"]) for x in records}
     lines = [
-        "## TPUs, by their compilers", "",
+        "## TPUs, by their compilers",
+        "",
         "No TPU was at hand. Milliseconds of the same cases by the compilers' schedules, forward / "
         f"backward, waits for memory not included; jax {records[0]['jax']}, {records[0]['date']}. "
         "All again: `JAX_PLATFORMS=cpu python -m tests.bench.on_device.schedules --out FILE.jsonl`",
-        "", f"| operation | case | {' | '.join(CHIPS)} |", "|---|---|" + "---|" * len(CHIPS),
-    ]  # fmt: skip
+        "",
+        f"| operation | case | {' | '.join(CHIPS)} |",
+        "|---|---|" + "---|" * len(CHIPS),
+    ]
     for op, case in cases:
         cells = (" / ".join(f"{x:.3g}" for x in times[op, case, chip]) for chip in CHIPS)
         lines.append(f"| {op} | {case} | {' | '.join(cells)} |")

@@ -10,15 +10,22 @@ from jaxmoe.config_file import load_config, override
 LORA = {"20b": "gptoss20b_long.py", "120b": "gptoss120b_lora.py", "tiny": "tiny_lora.py"}
 ALL_WEIGHTS = "gptoss20b_mxfp4.py"
 ON_80_GB = (
-    "optim.remat_inputs=device", "optim.remat_keeps=attention", "optim.expert_tokens=0",
+    "optim.remat_inputs=device",
+    "optim.remat_keeps=attention",
+    "optim.expert_tokens=0",
     "lora.embedding_rows=0",
-)  # fmt: skip
+)
 # Toy sizes that the kernels' tiles take, so that a rehearsal compiles what a card does.
 TOY = (
-    "model.d_model=256", "model.d_expert=256", "model.head_dim=64", "model.vocab_size=512",
-    "model.sliding_window=128", "init.checkpoint=gpt-oss-20b", "warmup.steps=0",
+    "model.d_model=256",
+    "model.d_expert=256",
+    "model.head_dim=64",
+    "model.vocab_size=512",
+    "model.sliding_window=128",
+    "init.checkpoint=gpt-oss-20b",
+    "warmup.steps=0",
     "optim.remat=True",
-)  # fmt: skip
+)
 
 
 def mxfp4_config(layers: int, tokens: int, sequences: int, *settings: str) -> Config:
@@ -26,12 +33,17 @@ def mxfp4_config(layers: int, tokens: int, sequences: int, *settings: str) -> Co
     prompt = tokens // 3
     return override(
         load_config(ALL_WEIGHTS),
-        f"model.n_layers={layers}", "mesh.fsdp=1", "mesh.expert=1",
-        f"data.max_prompt_tokens={prompt}", f"rollout.max_new_tokens={tokens - prompt}",
-        f"rollout.sequences_per_step={sequences}", "rollout.samples_per_prompt=2",
-        f"optim.tokens_per_microbatch={tokens * sequences}", "optim.remat_keeps=attention",
+        f"model.n_layers={layers}",
+        "mesh.fsdp=1",
+        "mesh.expert=1",
+        f"data.max_prompt_tokens={prompt}",
+        f"rollout.max_new_tokens={tokens - prompt}",
+        f"rollout.sequences_per_step={sequences}",
+        "rollout.samples_per_prompt=2",
+        f"optim.tokens_per_microbatch={tokens * sequences}",
+        "optim.remat_keeps=attention",
         *settings,
-    )  # fmt: skip
+    )
 
 
 def lora_config(

@@ -19,8 +19,20 @@ import jax.numpy as jnp
 from pallas_kernels.bench.measure import time_run
 from tests.bench.on_device.stage import device_alone, report
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "torch", "transformers",
-            "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "peft")  # fmt: skip
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "torch",
+    "transformers",
+    "triton",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "peft",
+)
 FLAGS = {
     "tuned": "",
     "untuned": "--xla_gpu_autotune_level=0",
@@ -60,9 +72,10 @@ def measure_limits(width: int, elements: int) -> dict[str, Any]:
     copy = jax.jit(lambda x: x + 1.0)
     copy_s = statistics.median(time_run(lambda: copy(x)) for _ in range(10))
     return {
-        "product_tflops": 2e-12 * width**3 / seconds, "width": width,
+        "product_tflops": 2e-12 * width**3 / seconds,
+        "width": width,
         "copy_gbs": 8e-9 * elements / copy_s,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -71,21 +84,32 @@ def main() -> None:
         print(json.dumps(measure_limits(width, elements)))
         return
     device = jax.devices()[0]
-    report(platform=device.platform, kind=device.device_kind, versions=installed_versions(),
-           cores=os.cpu_count(), card=query_card())  # fmt: skip
+    report(
+        platform=device.platform,
+        kind=device.device_kind,
+        versions=installed_versions(),
+        cores=os.cpu_count(),
+        card=query_card(),
+    )
     with device_alone():
         for name, flags in FLAGS.items():
             # A process each: XLA reads its flags once.
             flags = flags if device.platform == "gpu" else ""
             done = subprocess.run(
                 [sys.executable, "-m", "tests.bench.on_device.smoke", "--limits"],
-                capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": flags},
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                env={**os.environ, "XLA_FLAGS": flags},
+            )
             if done.returncode:
                 print(done.stderr[-500:])
                 sys.exit(f"the product ended with status {done.returncode}")
-            report(setting=name, flags=flags, **json.loads(done.stdout.splitlines()[-1]),
-                   card=query_card())  # fmt: skip
+            report(
+                setting=name,
+                flags=flags,
+                **json.loads(done.stdout.splitlines()[-1]),
+                card=query_card(),
+            )
 
 
 if __name__ == "__main__":

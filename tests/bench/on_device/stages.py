@@ -17,8 +17,14 @@ PEERS, ATTENTION_PEERS = "tests.bench.kernel_peers", "tests.bench.attention_peer
 def step(
     name: str, *arguments: str, compile_s: float = 70, device_s: float = 40, **options: object
 ) -> Stage:
-    return Stage(f"step_{name}", (f"{HERE}.train_step", *arguments), 400, compile_s, device_s,
-                 environment=UNTUNED)  # fmt: skip
+    return Stage(
+        f"step_{name}",
+        (f"{HERE}.train_step", *arguments),
+        400,
+        compile_s,
+        device_s,
+        environment=UNTUNED,
+    )
 
 
 def tuned_step(name: str, *arguments: str) -> Stage:
@@ -81,28 +87,74 @@ GPU = (
     pair("token_logprobs", "gptoss20b_8k", f"{PEERS}:cross_entropy"),
     decode("256x1k", 256, 1024),
     decode("1x1k", 1, 1024),
-    step("20b_131k", "--tokens", "131072", "--sequences", "2", "--set",
-         "optim.expert_tokens=32768", device_s=130),
+    step(
+        "20b_131k",
+        "--tokens",
+        "131072",
+        "--sequences",
+        "2",
+        "--set",
+        "optim.expert_tokens=32768",
+        device_s=130,
+    ),
     decode("256x8k", 256, 8192),
     decode("1x8k", 1, 8192),
-    Stage("torch_step_4k", (f"{HERE}.torch_step", "--tokens", "4096", "--sequences", "4"), 500,
-          60, 40, memory_gb=100),
-    Stage("torch_decode_64x1k", (f"{HERE}.torch_step", "--decode", "64", "--keys", "1024"), 500,
-          60, 40, memory_gb=100),
-    step("20b_config_24k", *LONG, "--set", "optim.remat_inputs=host", "--set",
-         "optim.remat_keeps=", "--set", "optim.expert_tokens=1024"),
+    Stage(
+        "torch_step_4k",
+        (f"{HERE}.torch_step", "--tokens", "4096", "--sequences", "4"),
+        500,
+        60,
+        40,
+        memory_gb=100,
+    ),
+    Stage(
+        "torch_decode_64x1k",
+        (f"{HERE}.torch_step", "--decode", "64", "--keys", "1024"),
+        500,
+        60,
+        40,
+        memory_gb=100,
+    ),
+    step(
+        "20b_config_24k",
+        *LONG,
+        "--set",
+        "optim.remat_inputs=host",
+        "--set",
+        "optim.remat_keeps=",
+        "--set",
+        "optim.expert_tokens=1024",
+    ),
     step("mxfp4_2_layers", "--layers", "2", "--tokens", "1536", "--sequences", "8"),
     step("mxfp4_4_layers", "--layers", "4", "--tokens", "1536", "--sequences", "8"),
     cases("invariant", 400),
-    whole_run("tiny_invariant", 400, "--config", "tiny.py", *RUN, *INVARIANT, "--peer-set",
-              "model.numerics=fast"),
-    whole_run("tool_invariant", 500, "--config", "tiny_tool.py", *RUN, *INVARIANT, "--set",
-              "optim.tokens_per_microbatch=0", "--set", "optim.microbatches=4"),
+    whole_run(
+        "tiny_invariant",
+        400,
+        "--config",
+        "tiny.py",
+        *RUN,
+        *INVARIANT,
+        "--peer-set",
+        "model.numerics=fast",
+    ),
+    whole_run(
+        "tool_invariant",
+        500,
+        "--config",
+        "tiny_tool.py",
+        *RUN,
+        *INVARIANT,
+        "--set",
+        "optim.tokens_per_microbatch=0",
+        "--set",
+        "optim.microbatches=4",
+    ),
     cases("real", 500),
     cases("rest", 500),
     cases("triton", 300),
     tuned_step("20b_24k", *LONG),
-)  # fmt: skip
+)
 
 # What a larger card can hold.
 H200 = (

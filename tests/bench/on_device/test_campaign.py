@@ -74,8 +74,11 @@ def test_a_rehearsal_ends_well_if_broken_stages_break(call, tmp_path, capsys):
     assert call(dies, unharmed) == 1
     assert "1 of 2 stages done" in (out := capsys.readouterr().out) and out.endswith("unharmed\n")
     assert [x.expected for x in rehearsal.REHEARSAL if x.command[0] == FAULTS] == [
-        "timed out", "failed", "failed", "out of memory",
-    ]  # fmt: skip
+        "timed out",
+        "failed",
+        "failed",
+        "out of memory",
+    ]
 
 
 def test_a_second_call_skips_what_is_done(call, tmp_path, capsys):
@@ -84,8 +87,10 @@ def test_a_second_call_skips_what_is_done(call, tmp_path, capsys):
     assert call(QUICK, Stage("other", QUICK.command, 30), arguments=in_turn) == 0
     lines = results.load_records(tmp_path / "results.jsonl")
     assert [(x["stage"], x["status"]) for x in lines] == [
-        ("quick", "done"), ("other", "failed"), ("other", "done"),
-    ]  # fmt: skip
+        ("quick", "done"),
+        ("other", "failed"),
+        ("other", "done"),
+    ]
     assert "1 stages to do, 1 done before" in capsys.readouterr().out
 
 
@@ -112,8 +117,12 @@ command.main(["--rehearse", "--out", sys.argv[1], "--commit", "one", "--together
 
 def test_a_killed_campaign_loses_only_what_ran(call, tmp_path):
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], text=True, env=environ,
-                          stdout=subprocess.PIPE) as killed:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        text=True,
+        env=environ,
+        stdout=subprocess.PIPE,
+    ) as killed:
         assert killed.stdout
         for line in killed.stdout:
             if line.endswith("begins slow\n"):
@@ -178,9 +187,13 @@ def test_a_later_phase_waits_for_the_earlier(tmp_path):
         Stage("beside", QUICK.command, 30, phase=1),
     )
     campaign.run_campaign(
-        stages, folder=tmp_path, seconds=60, together=3, save=lambda *_: None,
+        stages,
+        folder=tmp_path,
+        seconds=60,
+        together=3,
+        save=lambda *_: None,
         log_line=lambda x: lines.append(x.partition(" s ")[2].partition(": done")[0]),
-    )  # fmt: skip
+    )
     assert lines[:2] == ["begins long", "begins quick"] and set(lines[2:4]) == {"long", "quick"}
     assert lines[4:6] == ["begins later", "begins beside"]
 

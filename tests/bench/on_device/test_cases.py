@@ -37,8 +37,11 @@ def test_the_groups_have_every_case_of_a_gpu_once():
 
 def test_what_the_campaign_has_as_right_is_not_run_again(tmp_path):
     first, second, third = order_group(list_cases(), "real", set())[:3]
-    figures = [{"case": first, "verdict": "right"}, {"case": second, "verdict": "wrong"},
-               {"group": "real", "right": 1}]  # fmt: skip
+    figures = [
+        {"case": first, "verdict": "right"},
+        {"case": second, "verdict": "wrong"},
+        {"group": "real", "right": 1},
+    ]
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"figures": figures}) + '\n{"stage": "other"}\n{"figures": [{"ca')
     done = cases.read_done([path])
@@ -72,9 +75,13 @@ for name in sys.stdin:
 
 
 def test_a_worker_that_died_or_raised_is_replaced_and_no_case_is_lost(monkeypatch, capfd):
-    monkeypatch.setattr(cases, "_start_worker", lambda _: subprocess.Popen(
-        [sys.executable, "-c", WORKER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        cases,
+        "_start_worker",
+        lambda _: subprocess.Popen(
+            [sys.executable, "-c", WORKER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ),
+    )
     names = ["a", "b", "raises", "c", "dies", "d"]
     assert cases.run_cases(names, "cpu", 1) == {"right": 4, "wrong": 0, "refused": 0, "error": 2}
     lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith(cases.MARK)]
@@ -119,8 +126,9 @@ def test_a_case_has_a_verdict_and_for_want_of_memory_the_device_alone(
 
 def test_a_fault_is_wrong_and_a_failed_test_too(monkeypatch):
     assert cases.judge_case(Case("rest", 0, lambda _: "o: relative error 1")) == (
-        "wrong", "o: relative error 1",
-    )  # fmt: skip
+        "wrong",
+        "o: relative error 1",
+    )
     monkeypatch.setattr(cases.jax, "default_backend", lambda: "gpu")
     failing = cases._call(_fail, "rows differ")
     assert cases.judge_case(Case("rest", 0, failing)) == ("wrong", "rows differ")

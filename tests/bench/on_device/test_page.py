@@ -13,16 +13,31 @@ from tests.bench.on_device.page import format_code, format_command, format_numbe
 STEP = {"model": "20b", "tokens": 4096, "sequences": 2}
 TIMED = STEP | {"seconds": 2.5, "tokens_per_s": 3276.8, "useful_tflops": 250.4, "peak_bytes": 3e10}
 PAIR = {"op": "grouped_matmul", "case": "down", "impl": "mosaic_gpu", "peer": "package:peer"}
-FASTER = {"pass": "forward", "ms": 1.0, "peer_ms": 2.0, "speed": 2.0, "tflops": 600.0,
-          "of_matmul": 0.8}  # fmt: skip
+FASTER = {
+    "pass": "forward",
+    "ms": 1.0,
+    "peer_ms": 2.0,
+    "speed": 2.0,
+    "tflops": 600.0,
+    "of_matmul": 0.8,
+}
 
 
 def make_record(stage, *figures, **fields):
     return {
-        "stage": stage, "status": "done", "figures": list(figures), "message": "", "seconds": 12.3,
-        "chip": "NVIDIA H100", "driver": "cuda 13000 NVRM 580.1.2", "jax": "0.11.2 0.11.2",
-        "commit": "common", "date": "2026-01-02", "command": "python -m tests.bench.x", **fields,
-    }  # fmt: skip
+        "stage": stage,
+        "status": "done",
+        "figures": list(figures),
+        "message": "",
+        "seconds": 12.3,
+        "chip": "NVIDIA H100",
+        "driver": "cuda 13000 NVRM 580.1.2",
+        "jax": "0.11.2 0.11.2",
+        "commit": "common",
+        "date": "2026-01-02",
+        "command": "python -m tests.bench.x",
+        **fields,
+    }
 
 
 @pytest.fixture
@@ -93,11 +108,35 @@ def test_the_newest_done_record_of_a_stage_counts_and_names_its_commit(write):
     )
     assert "commit common" in text and "580.1.2" in text and "2026-01-02, 2026-01-05" in text
     assert read_rows(text, "A step of RL") == [
-        ["20b, LoRA", "2 × 4,096", "tuned", "2.50", "3,280", "250", "–", "30.0", "–", "–", "–",
-         "later"],
-        ["20b, LoRA", "6 × 4,096", "`a=1`, tuned", "2.50", "3,280", "250", "–", "30.0", "20.0",
-         "–", "71.3", ""],
-    ]  # fmt: skip
+        [
+            "20b, LoRA",
+            "2 × 4,096",
+            "tuned",
+            "2.50",
+            "3,280",
+            "250",
+            "–",
+            "30.0",
+            "–",
+            "–",
+            "–",
+            "later",
+        ],
+        [
+            "20b, LoRA",
+            "6 × 4,096",
+            "`a=1`, tuned",
+            "2.50",
+            "3,280",
+            "250",
+            "–",
+            "30.0",
+            "20.0",
+            "–",
+            "71.3",
+            "",
+        ],
+    ]
     assert read_rows(text, "What came to no good end") == [
         ["decode_z", "cut off", "12.3", ""],
         ["step_x", "failed", "12.3", "`a / b 'c'`"],
@@ -112,11 +151,23 @@ def test_what_a_stage_had_measured_when_it_was_ended_is_kept_with_a_note(write):
         make_record("pair_a", errors, backward, forward, status="timed out"),
         make_record("pair_a", status="cut off"),
     )
-    row = ["grouped_matmul", "down", "forward", "1.00", "peer", "2.00", "2.00×", "600", "0.800",
-           "0.00200 / 0.250", "then timed out"]  # fmt: skip
+    row = [
+        "grouped_matmul",
+        "down",
+        "forward",
+        "1.00",
+        "peer",
+        "2.00",
+        "2.00×",
+        "600",
+        "0.800",
+        "0.00200 / 0.250",
+        "then timed out",
+    ]
     assert read_rows(text, "Kernels against their peers") == [
-        row, [*row[:2], "backward", "0.500", *row[4:]],
-    ]  # fmt: skip
+        row,
+        [*row[:2], "backward", "0.500", *row[4:]],
+    ]
 
 
 def test_the_newest_verdict_of_a_case_counts_in_its_stages_group(write):
@@ -125,12 +176,23 @@ def test_the_newest_verdict_of_a_case_counts_in_its_stages_group(write):
 
     whole = {"group": "rest", "cases": 2, "right": 1}
     text = write(
-        make_record("cases_real", judge("a", "wrong", "far off"), judge("b", "wrong", "row 3"),
-                    status="cut off"),
-        make_record("cases_rest", judge("c", "right"), judge("d", "refused"), whole,
-                    status="failed", date="2026-01-03", commit="later"),
+        make_record(
+            "cases_real",
+            judge("a", "wrong", "far off"),
+            judge("b", "wrong", "row 3"),
+            status="cut off",
+        ),
+        make_record(
+            "cases_rest",
+            judge("c", "right"),
+            judge("d", "refused"),
+            whole,
+            status="failed",
+            date="2026-01-03",
+            commit="later",
+        ),
         make_record("cases_real", judge("a", "right"), status="timed out", date="2026-01-03"),
-    )  # fmt: skip
+    )
     assert read_rows(text, "The kernels' cases") == [
         ["real", "1", "1", "0", "0", "then timed out, cut off"],
         ["rest", "1", "0", "1", "0", "later"],
@@ -141,11 +203,15 @@ def test_the_newest_verdict_of_a_case_counts_in_its_stages_group(write):
 
 def test_runs_and_their_peers_have_their_gap_and_their_scores(write):
     run = {
-        "config": "tiny.py", "settings": ["wide=1", "equal=1"], "steps": 3, "status": 0,
+        "config": "tiny.py",
+        "settings": ["wide=1", "equal=1"],
+        "steps": 3,
+        "status": 0,
         "largest train_rollout_logprob_abs_diff": 0.5,
-        "largest train_rollout_logprob_abs_diff_max": 0.0, "median step_s": 1.234,
+        "largest train_rollout_logprob_abs_diff_max": 0.0,
+        "median step_s": 1.234,
         "reward/mean, first and last": [0.0, 0.51234],
-    }  # fmt: skip
+    }
     peer = {"config": "tiny.py", "settings": ["wide=1"], "status": 1}
     text = write(make_record("run_tiny", run, peer))
     assert "All have `wide=1`." in text
@@ -157,8 +223,14 @@ def test_runs_and_their_peers_have_their_gap_and_their_scores(write):
 
 def test_torchs_step_its_decoding_and_its_want_of_memory_have_rows(write):
     common = {"attention": "eager", "torch": "2", "transformers": "5"}
-    step = common | {"what": "step", "sequences": 4, "tokens": 4096, "step_s": 8.0,
-                     "tokens_per_s": 2048.0, "peak_bytes": 6e10}  # fmt: skip
+    step = common | {
+        "what": "step",
+        "sequences": 4,
+        "tokens": 4096,
+        "step_s": 8.0,
+        "tokens_per_s": 2048.0,
+        "peak_bytes": 6e10,
+    }
     decode = common | {"what": "decode", "rows": 64, "keys": 1024, "step_s": 0.25}
     lack = common | {"out_of_memory": "too much", "decode": None, "sequences": 8, "tokens": 4096}
     text = write(*(make_record(f"torch_{i}", x) for i, x in enumerate((step, decode, lack))))
@@ -170,8 +242,16 @@ def test_torchs_step_its_decoding_and_its_want_of_memory_have_rows(write):
 
 
 def test_what_was_computed_again_after_a_call_is_named(write):
-    x = {"model": "20b", "rows": 64, "keys": 1024, "seconds_a_token": 0.02, "tokens_per_s": 3200.0,
-         "gb_per_s": 647.2, "share_of_bandwidth": 0.1348, "peak_bytes": None}  # fmt: skip
+    x = {
+        "model": "20b",
+        "rows": 64,
+        "keys": 1024,
+        "seconds_a_token": 0.02,
+        "tokens_per_s": 3200.0,
+        "gb_per_s": 647.2,
+        "share_of_bandwidth": 0.1348,
+        "peak_bytes": None,
+    }
     again = x | {"rows": 256, "recomputed": "bytes_a_token: it counted too many"}
     text = write(make_record("decode_b", again), make_record("decode_a", x))
     assert read_rows(text, "Decoding") == [
@@ -198,10 +278,21 @@ def test_each_chip_has_a_section_from_whatever_files_its_records_are_in(write):
 
 @pytest.mark.parametrize(
     "x, text",
-    [(None, "–"), (float("nan"), "–"), (0.0, "0"), (11889.6, "11,900"), (716.39, "716"),
-     (31.44, "31.4"), (1.2, "1.20"), (0.10049, "0.100"), (0.0021654, "0.00217"),
-     (6.59e-8, "6.59e-8"), (999.7, "1,000"), (-2.5, "-2.50")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0.0, "0"),
+        (11889.6, "11,900"),
+        (716.39, "716"),
+        (31.44, "31.4"),
+        (1.2, "1.20"),
+        (0.10049, "0.100"),
+        (0.0021654, "0.00217"),
+        (6.59e-8, "6.59e-8"),
+        (999.7, "1,000"),
+        (-2.5, "-2.50"),
+    ],
+)
 def test_a_number_has_three_digits(x, text):
     assert format_number(x) == text
 
@@ -215,7 +306,10 @@ def test_commands_are_shown_as_they_are_typed():
 
 
 def test_a_done_record_outranks_figures_and_figures_outrank_none():
-    ranked = [make_record("a", status="failed"), make_record("a", {"x": 1}, status="cut off"),
-              make_record("a", status="failed")]  # fmt: skip
+    ranked = [
+        make_record("a", status="failed"),
+        make_record("a", {"x": 1}, status="cut off"),
+        make_record("a", status="failed"),
+    ]
     assert results.choose_records(ranked)["a"]["status"] == "cut off"
     assert results.choose_records([make_record("a"), *ranked])["a"]["status"] == "done"

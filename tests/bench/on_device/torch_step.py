@@ -33,15 +33,29 @@ RANK = 16
 LR = 1e-4
 CLIP = 0.2  # of the ratio, to both sides
 TINY = {
-    "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
-    "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "vocab_size": 320, "sliding_window": 16,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "sliding_window": 16,
+}
 GPT_OSS_20B = {  # the defaults of GptOssConfig are those of 120B in some versions
-    "num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 2880,
-    "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
-    "vocab_size": 201088, "sliding_window": 128,
-}  # fmt: skip
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+}
 
 
 def make_model(sizes: dict[str, int], attention: str, device: str) -> Any:
@@ -53,9 +67,11 @@ def make_model(sizes: dict[str, int], attention: str, device: str) -> Any:
     config = GptOssConfig(**sizes)  # pyright: ignore[reportArgumentType]
     with torch.device("meta"):
         model: Any = GptOssForCausalLM._from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention,
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=attention,
             experts_implementation="grouped_mm",
-        )  # fmt: skip
+        )
     model.to_empty(device=device)
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -129,9 +145,10 @@ def make_decode(model: Any, rows: int, keys: int, kind: str, device: str) -> Cal
     config = model.config
     longest = keys + DECODE_WARM_UP + DECODE_STEPS
     cache: Any = (
-        StaticCache(config=config, max_cache_len=longest) if kind == "static"
+        StaticCache(config=config, max_cache_len=longest)
+        if kind == "static"
         else DynamicCache(config=config)
-    )  # fmt: skip
+    )
     shape = (rows, config.num_key_value_heads, keys, config.head_dim)
     for layer in range(config.num_hidden_layers):
         key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -186,8 +203,11 @@ def measure(args: argparse.Namespace, device: str) -> dict[str, Any]:
     median = statistics.median(seconds)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     return figures | {
-        "step_s": median, "all_step_s": seconds, "tokens_per_s": work / median, "peak_bytes": peak,
-    }  # fmt: skip
+        "step_s": median,
+        "all_step_s": seconds,
+        "tokens_per_s": work / median,
+        "peak_bytes": peak,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -113,10 +113,12 @@ def time_step(step: Step, *, profile: bool) -> dict[str, Any]:
     if not jnp.isfinite(loss):
         raise ValueError(f"the loss must be finite, got {loss}")
     figures = {
-        "seconds": statistics.median(times[1:] or times), "rounds": [round(x, 4) for x in times],
-        "loss": loss, "grad_norm": float(metrics["grad/norm"]),
+        "seconds": statistics.median(times[1:] or times),
+        "rounds": [round(x, 4) for x in times],
+        "loss": loss,
+        "grad_norm": float(metrics["grad/norm"]),
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-    }  # fmt: skip
+    }
     if profile:
 
         def run() -> None:
@@ -133,9 +135,10 @@ def describe_work(cfg: Config, seconds: float, chip: str) -> dict[str, Any]:
     work = step_work(cfg, algorithm_from_config(cfg))
     tokens = cfg.rollout.sequences_per_step * cfg.context
     figures = {
-        "tokens_per_s": tokens / seconds, "tflops": 1e-12 * work.flops / seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": 1e-12 * work.flops / seconds,
         "useful_tflops": 1e-12 * work.useful / seconds,
-    }  # fmt: skip
+    }
     if chip in CHIPS:
         figures["share_of_peak"] = work.useful / seconds / CHIPS[chip].flops
         figures["share_with_recomputation"] = work.flops / seconds / CHIPS[chip].flops
@@ -168,18 +171,28 @@ def main() -> None:
     if args.compile:
         mesh = make_one_device_mesh(chip_mesh(args.compile).devices.flat[0])
         compiled = compile_rl_step(cfg, mesh, named_impls("gpu"))
-        report(**named, compiled_for=args.compile, live_bytes=getattr(compiled, "live", None),
-               kernels=getattr(compiled, "kernels", None), compile_s=compiled.seconds)  # fmt: skip
+        report(
+            **named,
+            compiled_for=args.compile,
+            live_bytes=getattr(compiled, "live", None),
+            kernels=getattr(compiled, "kernels", None),
+            compile_s=compiled.seconds,
+        )
         return
     start = time.perf_counter()
     # XLA tunes by timing products on the device, unless its flags tell it not to.
     tunes = "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", "").split()
     with device_alone() if tunes else contextlib.nullcontext():
         step = compile_step(cfg)
-    report(**named, compile_s=round(time.perf_counter() - start, 1),
-           compiler_bytes=step.live_bytes, planned_bytes=plan_memory(cfg).training,
-           settings=args.set, microbatch=cfg.optim.tokens_per_microbatch,
-           flags=os.environ.get("XLA_FLAGS", ""))  # fmt: skip
+    report(
+        **named,
+        compile_s=round(time.perf_counter() - start, 1),
+        compiler_bytes=step.live_bytes,
+        planned_bytes=plan_memory(cfg).training,
+        settings=args.set,
+        microbatch=cfg.optim.tokens_per_microbatch,
+        flags=os.environ.get("XLA_FLAGS", ""),
+    )
     with device_alone():
         figures = time_step(step, profile=args.profile)
     report(**named, **figures, **describe_work(cfg, figures["seconds"], chip_name()))

@@ -44,8 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--peer-set", action="append", default=[], metavar="NAME=VALUE",
-                        help="a second run with these settings in addition")  # fmt: skip
+    parser.add_argument(
+        "--peer-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a second run with these settings in addition",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work, device_shared():
         for name, extra in (("run", []), ("peer", args.peer_set)):
@@ -53,8 +58,16 @@ def main() -> None:
                 continue
             folder = Path(work, name)
             settings = [x for value in (*args.set, *extra) for x in ("--set", value)]
-            command = [sys.executable, "-m", "jaxmoe.train", "--config", args.config,
-                       "--workdir", str(folder), *settings]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "jaxmoe.train",
+                "--config",
+                args.config,
+                "--workdir",
+                str(folder),
+                *settings,
+            ]
             start = time.perf_counter()
             done = subprocess.run(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
             text = done.stdout.decode(errors="replace")
@@ -63,9 +76,14 @@ def main() -> None:
             figures: dict[str, Any] = {}
             with contextlib.suppress(FileNotFoundError):
                 figures = read_run(folder)
-            report(config=args.config, settings=[*args.set, *extra], kernels=lines[:4],
-                   status=done.returncode, run_s=round(time.perf_counter() - start, 1),
-                   **figures)  # fmt: skip
+            report(
+                config=args.config,
+                settings=[*args.set, *extra],
+                kernels=lines[:4],
+                status=done.returncode,
+                run_s=round(time.perf_counter() - start, 1),
+                **figures,
+            )
             if done.returncode:
                 sys.exit((text.strip().splitlines() or ["no output"])[-1])
 

@@ -14,9 +14,19 @@ from jaxmoe.model.params import Spec, param_specs
 EXPERTS = ("gate_up_proj", "down_proj")
 # E = 3, D = 64, F = 128, 2F = 256: a transposed matrix or scale has another shape
 CFG = ModelConfig(
-    vocab_size=97, d_model=64, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=3,
-    experts_per_token=2, d_expert=128, sliding_window=9, dtype="bfloat16", vocab_multiple=40,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=64,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=3,
+    experts_per_token=2,
+    d_expert=128,
+    sliding_window=9,
+    dtype="bfloat16",
+    vocab_multiple=40,
+)
 LARGE = replace(CFG, n_experts=48, d_model=1024, d_expert=1088)  # some hundred MB
 
 

@@ -10,9 +10,19 @@ from jaxmoe.model.params import Spec, param_specs
 
 # D = 48, F = 40, 2F = 80, N·H = 96, K·H = 32: no two sizes of a matrix agree
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=16, n_experts=3,
-    experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=40,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=16,
+    n_experts=3,
+    experts_per_token=2,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=40,
+)
 NAMES = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down")
 EXPERTS = NAMES[4:]
 
@@ -28,8 +38,12 @@ def random_adapters(cfg: ModelConfig, ranks: dict[str, int], seed: int = 0, size
         )
 
     specs = param_specs(cfg)["layers"]
-    return {"layers": {kind: {name: pair(specs[kind][name], rank) for name, rank in ranks.items()}
-                       for kind in ("sliding", "full")}}  # fmt: skip
+    return {
+        "layers": {
+            kind: {name: pair(specs[kind][name], rank) for name, rank in ranks.items()}
+            for kind in ("sliding", "full")
+        }
+    }
 
 
 def delta(adapters, kind: str, name: str, scale: float) -> np.ndarray:

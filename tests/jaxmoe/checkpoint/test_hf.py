@@ -21,9 +21,19 @@ from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import count_params, param_specs
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=96, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=64, sliding_window=9, dtype="float32", vocab_multiple=40,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=96,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=40,
+)
 
 
 def random_params(cfg: ModelConfig, dtype: str = "float32", seed: int = 0):
@@ -197,10 +207,18 @@ def test_a_load_needs_less_than_a_third_more_memory_than_its_result(
     tmp_path, stored, vocab, n_experts
 ):
     cfg = ModelConfig(
-        vocab_size=vocab, d_model=512, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16,
-        n_experts=n_experts, experts_per_token=1, d_expert=640, sliding_window=9,
+        vocab_size=vocab,
+        d_model=512,
+        n_layers=4,
+        n_q_heads=6,
+        n_kv_heads=3,
+        head_dim=16,
+        n_experts=n_experts,
+        experts_per_token=1,
+        d_expert=640,
+        sliding_window=9,
         vocab_multiple=512,
-    )  # fmt: skip
+    )
     params = jax.tree.map(
         lambda s: np.ones(s.shape, ml_dtypes.bfloat16),
         param_specs(cfg),

@@ -15,9 +15,19 @@ from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 
 CFG = ModelConfig(
-    vocab_size=253, d_model=96, n_layers=4, n_q_heads=8, n_kv_heads=4, head_dim=16, n_experts=8,
-    experts_per_token=4, d_expert=64, sliding_window=9, dtype="float32", vocab_multiple=40,
-)  # fmt: skip
+    vocab_size=253,
+    d_model=96,
+    n_layers=4,
+    n_q_heads=8,
+    n_kv_heads=4,
+    head_dim=16,
+    n_experts=8,
+    experts_per_token=4,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=40,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +40,10 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "sequence": 4}],
+    "sizes",
+    [{"fsdp": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "sequence": 4}],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_each_device_gets_its_part_of_every_parameter(exported, sizes, dtype):
     mesh = make_mesh(MeshConfig(**sizes))

@@ -91,9 +91,13 @@ def test_packed_leaves_hold_the_values_of_a_dense_load(loaded, dense):
 )
 def test_what_is_loaded_packed_is_exported_byte_for_byte(seed, n_experts, d_model, d_expert):
     cfg = dataclasses.replace(
-        CFG, n_layers=2, n_experts=n_experts, experts_per_token=1, d_model=d_model,
+        CFG,
+        n_layers=2,
+        n_experts=n_experts,
+        experts_per_token=1,
+        d_model=d_model,
         d_expert=d_expert,
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         tensors = random_tensors(cfg, seed)
         params = load_params(write(Path(folder) / "theirs", tensors), cfg, experts="packed")
@@ -147,8 +151,11 @@ def test_a_load_as_read_is_what_the_forward_reads_of_float32(released, loaded):
 
 def test_jax_arrays_are_exported_like_numpy_ones(loaded, tensors):
     stream = dict(iter_hf(jax.tree.map(jnp.asarray, loaded), CFG, "mxfp4"))
-    assert all((stream[name] == tensors[name]).all() for name in stream if "experts" in name
-               and "bias" not in name)  # fmt: skip
+    assert all(
+        (stream[name] == tensors[name]).all()
+        for name in stream
+        if "experts" in name and "bias" not in name
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -208,8 +215,10 @@ def test_a_dense_checkpoint_is_never_packed_unasked(dense, tmp_path):
 @pytest.mark.parametrize("name", ["d_model", "d_expert"])
 def test_halves_of_a_byte_must_be_whole_groups(released, dense, name):
     cfg = dataclasses.replace(CFG, **{name: 96})
-    for use in (lambda: load_params(released, cfg, experts="packed"),
-                lambda: pack_experts(dense, cfg)):  # fmt: skip
+    for use in (
+        lambda: load_params(released, cfg, experts="packed"),
+        lambda: pack_experts(dense, cfg),
+    ):
         with pytest.raises(ConfigError, match=rf"model.{name} \(96\).*multiples of 64"):
             use()
 
@@ -352,9 +361,12 @@ print(loaded, held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(para
 def test_a_process_that_loads_packed_experts_holds_little_more_than_them(tmp_path):
     folder = write(tmp_path / "large", random_tensors(LARGE))
     result_of_run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(folder)], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", PEAK, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
         cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    )
     *peaks, result = map(int, result_of_run.stdout.split())
     ratios = " and ".join(f"{peak / result:.3f}" for peak in peaks)
     print(f"{ratios} times the result of {result / 1e6:.0f} MB, read and then jax's")

@@ -95,16 +95,21 @@ def test_modules_that_were_trained_whole_lie_beside_as_in_a_checkpoint(tmp_path)
     assert (tensors[module] == adapters["embed"][: CFG.vocab_size]).all()
     assert (tensors["base_model.model.model.norm.weight"] == adapters["final_norm"]).all()
     for name, expected_array in (
-        ("mlp.router.weight", full["w_router"][1].T), ("mlp.router.bias", full["b_router"][1]),
+        ("mlp.router.weight", full["w_router"][1].T),
+        ("mlp.router.bias", full["b_router"][1]),
         ("input_layernorm.weight", full["attn_norm"][1]),
         ("post_attention_layernorm.weight", full["moe_norm"][1]),
-    ):  # fmt: skip
+    ):
         assert (tensors[LAYER + name] == expected_array).all(), name
     config = json.loads((tmp_path / "a" / CONFIG).read_text())
     assert config["modules_to_save"] == [
-        "mlp.router", "input_layernorm", "post_attention_layernorm", "model.norm",
-        "embed_tokens", "lm_head",
-    ]  # fmt: skip
+        "mlp.router",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "model.norm",
+        "embed_tokens",
+        "lm_head",
+    ]
     with pytest.raises(ConfigError, match="modules_to_save must be off for jaxmoe"):
         read_adapter(tmp_path / "a", CFG)
     for kept_out in ("sinks", "biases"):
@@ -125,8 +130,9 @@ def test_the_config_says_ranks_alphas_and_targets(tmp_path):
     assert not (config["use_rslora"] or config["use_dora"]) and config["bias"] == "none"
 
 
-@pytest.mark.parametrize("names", [NAMES, NAMES[:4], NAMES[4:], ("w_q", "w_v"), ("w_gate_up",),
-                                   ("w_down",)])  # fmt: skip
+@pytest.mark.parametrize(
+    "names", [NAMES, NAMES[:4], NAMES[4:], ("w_q", "w_v"), ("w_gate_up",), ("w_down",)]
+)
 @pytest.mark.parametrize("stabilized", [False, True])
 def test_an_adapter_comes_back_in_every_bit_with_its_scales(tmp_path, names, stabilized):
     ranks = {name: RANKS[name] for name in names}
@@ -339,10 +345,14 @@ def test_a_file_of_another_model_or_layout_is_refused_by_name(tmp_path, case):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(d_model=64), dict(n_experts=4), dict(n_layers=2), dict(n_layers=6), dict(d_expert=56),
+        dict(d_model=64),
+        dict(n_experts=4),
+        dict(n_layers=2),
+        dict(n_layers=6),
+        dict(d_expert=56),
         dict(n_q_heads=4),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_of_another_model_is_refused(tmp_path, change):
     _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match="another model") as error:

@@ -36,7 +36,7 @@ CFG = Config(
     rollout=RolloutConfig(sequences_per_step=4, samples_per_prompt=2, max_new_tokens=8),
     optim=OptimConfig(lr=1e-3),
     steps=5,
-)  # fmt: skip
+)
 TX = make_optimizer(CFG.optim, steps=CFG.steps)
 SHAPES = stage_shapes(CFG, TX, TX)
 
@@ -86,8 +86,9 @@ def test_moments_may_move_between_the_host_and_the_device(tmp_path):
     shapes, state = stage_shapes(host_cfg, TX, TX), init_state(Trained(initial_params(CFG)), TX)
     moved = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes["warmup"]))
     for cfg, saved_state, new_cfg, new_shapes, kind in (
-        (host_cfg, moved, CFG, SHAPES, "device"), (CFG, state, host_cfg, shapes, "pinned_host"),
-    ):  # fmt: skip
+        (host_cfg, moved, CFG, SHAPES, "device"),
+        (CFG, state, host_cfg, shapes, "pinned_host"),
+    ):
         save_run(tmp_path / kind, cfg, Position("rl", 3, saved_state, {}))
         position = restore_run(tmp_path / kind, new_cfg, new_shapes)
         assert position is not None and bits_of(position.state) == bits_of(state)
@@ -186,12 +187,16 @@ def test_a_run_that_drops_long_prompts_keeps_what_says_which_these_are(tmp_path)
 @pytest.mark.parametrize(
     "change, refused",
     [
-        ("seed=1", True), ("data.held_out_rows=512", True), ("data.train_rows=9", True),
-        ("data.options.min_word_len=3", True), ("model.sliding_window=2", True),
-        ("model.dtype=bfloat16", False), ("rollout.temperature=0.5", False),
+        ("seed=1", True),
+        ("data.held_out_rows=512", True),
+        ("data.train_rows=9", True),
+        ("data.options.min_word_len=3", True),
+        ("model.sliding_window=2", True),
+        ("model.dtype=bfloat16", False),
+        ("rollout.temperature=0.5", False),
         ("data.task=reasoning_gym:other", False),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_is_scored_on_rows_it_did_not_train_on(tmp_path, change, refused):
     saved(tmp_path)
     cfg = override(CFG, change)
@@ -247,9 +252,15 @@ def test_the_run_folder_says_what_it_ran(tmp_path):
     assert commit is None or re.search(r"[0-9a-f]{40}(-dirty)?$", commit), commit
 
 
-CUTS = ["optim.microbatches=2", "optim.tokens_per_microbatch=4096", "optim.remat=True",
-        "optim.share_prompts=on", "optim.share_prompts=off",
-        "optim.moments=host", "rollout.max_parallel_sequences=8"]  # fmt: skip
+CUTS = [
+    "optim.microbatches=2",
+    "optim.tokens_per_microbatch=4096",
+    "optim.remat=True",
+    "optim.share_prompts=on",
+    "optim.share_prompts=off",
+    "optim.moments=host",
+    "rollout.max_parallel_sequences=8",
+]
 
 
 @pytest.mark.parametrize("change", CUTS)

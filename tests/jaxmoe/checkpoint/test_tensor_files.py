@@ -17,9 +17,18 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import param_specs
 
 CFG = ModelConfig(
-    vocab_size=37, d_model=32, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=6, n_experts=3,
-    experts_per_token=2, d_expert=64, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=37,
+    d_model=32,
+    n_layers=2,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=6,
+    n_experts=3,
+    experts_per_token=2,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+)
 SINKS = "model.layers.1.self_attn.sinks"
 DOWN = "model.layers.1.mlp.experts.down_proj"
 
@@ -28,8 +37,9 @@ def params():
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda s: rng.standard_normal(s.shape, np.float32),
-        param_specs(CFG), is_leaf=lambda s: hasattr(s, "hf"),
-    )  # fmt: skip
+        param_specs(CFG),
+        is_leaf=lambda s: hasattr(s, "hf"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +108,13 @@ HEADERS = {
     "past the end": (move_offsets(10**6), None, "must begin at the end of the tensor before it"),
     "a gap": (lambda h: h.pop(SINKS), None, "digest without tensor|must begin at"),
     "a name of two lines": (
-        lambda h: h.update({"a\nb": h[SINKS]}), None, r"'a\\nb' is not a printable name",
+        lambda h: h.update({"a\nb": h[SINKS]}),
+        None,
+        r"'a\\nb' is not a printable name",
     ),
     "metadata": (lambda h: h.update({"__metadata__": 1}), None, "__metadata__ must be an object"),
     "digests": (lambda h: h["__metadata__"].update(digests="x"), None, "must be a safetensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", HEADERS)
@@ -195,10 +207,13 @@ def test_a_weight_too_large_for_the_dtype_it_is_loaded_in_is_no_infinity(exporte
         load_params(bad, CFG, "bfloat16")
 
 
-@pytest.mark.parametrize(("scale", "match"), [
-    (255, f"{DOWN}_scales must be at most 254, got 255 .* in 1 groups"),
-    (254, f"{DOWN} must be finite in float32, got .* NaN or infinite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "match"),
+    [
+        (255, f"{DOWN}_scales must be at most 254, got 255 .* in 1 groups"),
+        (254, f"{DOWN} must be finite in float32, got .* NaN or infinite"),
+    ],
+)
 def test_scales_that_make_no_numbers_are_named(exported, tmp_path, scale, match):
     def change(header, data):
         data[header[DOWN + "_scales"]["data_offsets"][0]] = scale

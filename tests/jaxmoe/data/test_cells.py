@@ -15,14 +15,19 @@ from jaxmoe.data.rows import Message
 from jaxmoe.data.sources import open_source
 
 CHAT = [
-    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="},
-    {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="},
-]  # fmt: skip
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+]
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": CHAT[-1:], "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7},
+    "data_source": "openai/gsm8k",
+    "prompt": CHAT[-1:],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7},
     "answer": "long ago I thought 5",
-}  # fmt: skip
+}
 
 
 def _write_file(tmp_path, *rows, name="a.jsonl"):
@@ -59,10 +64,13 @@ def test_verls_parquet_reads_like_its_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "text", "correct", "incorrect"),
     [
-        (7, "7", "It is 7", "8"), (-0.5, "-0.5", "-1/2", "0.5"), (1e-7, "0.0000001", "1e-7", "1"),
-        (["four", 4], "four", "4.0", "five"), (4.0, "4.0", "4", "5"),
+        (7, "7", "It is 7", "8"),
+        (-0.5, "-0.5", "-1/2", "0.5"),
+        (1e-7, "0.0000001", "1e-7", "1"),
+        (["four", 4], "four", "4.0", "five"),
+        (4.0, "4.0", "4", "5"),
     ],
-)  # fmt: skip
+)
 def test_numbers_and_lists_are_answers(tmp_path, answer, text, correct, incorrect):
     source = open_source(_write_file(tmp_path, {"question": "q", "answer": answer}))
     assert source[0].answer == text and source.score(text, 0) == 1.0
@@ -95,9 +103,14 @@ def test_a_chat_stored_as_text_is_read_as_the_chat(write):
 
 
 @pytest.mark.parametrize(
-    "text", ['[{"role": "user", "content": "2+2="', "[{'role': 'user'} {'role': 'x'}]",
-             '{"role": "user", "content": "2+2="}', '[{"role": "user", "content": "a"}] what?'],
-)  # fmt: skip
+    "text",
+    [
+        '[{"role": "user", "content": "2+2="',
+        "[{'role': 'user'} {'role': 'x'}]",
+        '{"role": "user", "content": "2+2="}',
+        '[{"role": "user", "content": "a"}] what?',
+    ],
+)
 def test_a_text_that_looks_like_a_chat_and_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=r"a:1: prompt looks like a chat stored as text"):
         read_row("a:1", {"prompt": text, "answer": "4"}, answers=True)

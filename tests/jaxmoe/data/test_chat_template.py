@@ -22,9 +22,13 @@ TURNS = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"""
 CHAT = Row(
-    " 2+2= ", "4", earlier=(Message("user", "1+1="), Message("assistant", "2")), system="Brief.",
-    chat=True, location="a:3",
-)  # fmt: skip
+    " 2+2= ",
+    "4",
+    earlier=(Message("user", "1+1="), Message("assistant", "2")),
+    system="Brief.",
+    chat=True,
+    location="a:3",
+)
 
 
 def make_template(text, **changes):
@@ -85,9 +89,12 @@ def test_special_strings_of_a_row_stay_text(first_turn, question):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages[0].content.split('<|end|>')[0] }}", "{{ messages[0].content | length }}",
-     "{{ messages[0].content | upper }}"],
-)  # fmt: skip
+    [
+        "{{ messages[0].content.split('<|end|>')[0] }}",
+        "{{ messages[0].content | length }}",
+        "{{ messages[0].content | upper }}",
+    ],
+)
 def test_a_row_whose_special_strings_cannot_be_told_from_the_templates_is_refused(template):
     row = Row("a<|end|>b", "4", chat=True, location="a:1")
     with pytest.raises(ConfigError, match=r"a:1 holds <\|end\|>, which .* cannot be distinguished"):

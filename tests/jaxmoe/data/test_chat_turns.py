@@ -26,12 +26,17 @@ OPENAI = [
 HARMONY = [
     USER,
     {"role": "assistant", "content": "I multiply.", "channel": "commentary"},
-    {"role": "assistant", "content": '{"a": 69}', "channel": "commentary",
-     "recipient": "functions.mul", "content_type": "<|constrain|>json"},
+    {
+        "role": "assistant",
+        "content": '{"a": 69}',
+        "channel": "commentary",
+        "recipient": "functions.mul",
+        "content_type": "<|constrain|>json",
+    },
     {"role": "tool", "name": "functions.mul", "content": "4761"},
     {"role": "assistant", "content": "It is 4761.", "channel": "final"},
     LAST,
-]  # fmt: skip
+]
 
 
 def read_chat(chat):
@@ -43,11 +48,16 @@ def test_both_formats_are_the_same_messages():
     assert row.earlier == (
         Message("user", "69*69="),
         Message("assistant", "I multiply.", channel="commentary"),
-        Message("assistant", '{"a": 69}', channel="commentary", recipient="functions.mul",
-                content_type="json"),
+        Message(
+            "assistant",
+            '{"a": 69}',
+            channel="commentary",
+            recipient="functions.mul",
+            content_type="json",
+        ),
         Message("tool", "4761", name="functions.mul"),
         Message("assistant", "It is 4761."),
-    )  # fmt: skip
+    )
     assert row.question == "And 2+2=?" and row.columns["messages"] is OPENAI
     template = Template("harmony")
     text, tokens = template.render(row, BYTES)
@@ -60,8 +70,9 @@ def test_both_formats_are_the_same_messages():
 
 
 def test_several_calls_without_a_content_and_arguments_as_an_object_are_read():
-    calls = [{**CALL, "id": str(i), "function": {"name": "mul", "arguments": {"é": i}}}
-             for i in range(2)]  # fmt: skip
+    calls = [
+        {**CALL, "id": str(i), "function": {"name": "mul", "arguments": {"é": i}}} for i in range(2)
+    ]
     tool = {"role": "tool", "tool_call_id": "1", "content": ""}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, tool, LAST]
     _, first, second, reply = read_chat(chat).earlier
@@ -70,8 +81,13 @@ def test_several_calls_without_a_content_and_arguments_as_an_object_are_read():
 
 
 def test_python_is_called_by_its_own_name():
-    call = {"role": "assistant", "content": "1+1", "channel": "analysis", "recipient": "python",
-            "content_type": "code"}  # fmt: skip
+    call = {
+        "role": "assistant",
+        "content": "1+1",
+        "channel": "analysis",
+        "recipient": "python",
+        "content_type": "code",
+    }
     row = read_chat([USER, call, {"role": "tool", "name": "python", "content": "2"}, LAST])
     text, _ = Template("harmony").render(row, BYTES)
     assert "to=python<|channel|>analysis <|constrain|>code<|message|>1+1<|call|>" in text
@@ -81,8 +97,10 @@ def test_python_is_called_by_its_own_name():
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        ({"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
-         r"messages\[1\] must have tool_calls with names and arguments, got"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+            r"messages\[1\] must have tool_calls with names and arguments, got",
+        ),
         ({"role": "assistant", "content": "", "tool_calls": {"name": "f"}}, "must have tool_calls"),
         ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "no tool calls"),
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "no tool calls"),
@@ -92,7 +110,7 @@ def test_python_is_called_by_its_own_name():
         ({"role": "assistant", "content": "a", "recipient": 3}, "must have a text as recipient"),
         ({"role": "assistant", "content": ""}, "a content that is a non-empty text"),
     ],
-)  # fmt: skip
+)
 def test_a_turn_that_cannot_be_written_is_refused_in_one_line(turn, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_chat([USER, turn, LAST])

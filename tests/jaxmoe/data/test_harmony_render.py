@@ -32,9 +32,15 @@ def test_contents_and_names_are_never_marks():
     ids = write_messages([Message("user", hostile), Message("tool", hostile, name=hostile)], BYTES)
     assert hostile in BYTES.decode(ids)
     assert decode_specials(ids) == [
-        "<|start|>", "<|message|>", "<|end|>",
-        "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>",
-    ]  # fmt: skip
+        "<|start|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+    ]
 
 
 def test_a_tool_without_a_name_and_an_unknown_role_are_refused():
@@ -63,18 +69,21 @@ def test_a_turn_consists_of_the_assistants_messages():
 
 
 ASSISTANT = st.builds(
-    Message, st.just("assistant"), st.text(max_size=20) | st.just("<|end|>"),
+    Message,
+    st.just("assistant"),
+    st.text(max_size=20) | st.just("<|end|>"),
     channel=st.sampled_from(["", "analysis", "commentary", "final"]),
     recipient=st.sampled_from(["", "python", "functions.search"]),
-)  # fmt: skip
+)
 
 
 @given(st.lists(ASSISTANT, min_size=1, max_size=4), st.booleans())
 def test_what_a_turn_writes_is_read_from_it(messages, is_code):
     *others, last = messages
     if is_code and last.recipient:
-        last = Message("assistant", last.content, channel="analysis", recipient="python",
-                       content_type="code")  # fmt: skip
+        last = Message(
+            "assistant", last.content, channel="analysis", recipient="python", content_type="code"
+        )
     prompt = write_messages([Message("user", "q")], BYTES)
     turn = read_turn(prompt, write_turn([*others, last], BYTES), BYTES)
     assert turn.messages == (*others, last) and turn.problem == ""
@@ -89,14 +98,20 @@ replies = st.lists(
         st.builds(Message, st.sampled_from(["user", "system", "developer"]), st.text()),
         st.builds(
             lambda content, name, content_type: Message(
-                "tool", content, name=name, recipient="assistant", content_type=content_type,
+                "tool",
+                content,
+                name=name,
+                recipient="assistant",
+                content_type=content_type,
                 channel="commentary" if name.startswith("functions.") else "analysis",
             ),
-            st.text(), names | names.map("functions.{}".format), st.sampled_from(["", "json"]),
+            st.text(),
+            names | names.map("functions.{}".format),
+            st.sampled_from(["", "json"]),
         ),
     ),
     max_size=4,
-)  # fmt: skip
+)
 
 
 @given(replies)

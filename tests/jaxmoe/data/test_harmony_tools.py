@@ -14,11 +14,17 @@ from jaxmoe.data.harmony_tools import (
 from jaxmoe.data.rows import ToolDescription
 
 SEARCH = ToolDescription(
-    "search", "Searches the web.\nQuickly.",
-    {"type": "object", "properties": {"query": {"type": "string", "description": "The words."},
-                                      "limit": {"type": "integer", "default": 3}},
-     "required": ["query"]},
-)  # fmt: skip
+    "search",
+    "Searches the web.\nQuickly.",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "The words."},
+            "limit": {"type": "integer", "default": 3},
+        },
+        "required": ["query"],
+    },
+)
 PYTHON = ToolDescription("python", "", {})
 
 
@@ -54,9 +60,12 @@ def test_the_recipient_of_a_call_names_its_tool():
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [(["two words"], "letters, digits and underscores; got 'two words'"), ([""], "got ''"),
-     (["f", "f"], "must be unique; there are 2 named f")],
-)  # fmt: skip
+    [
+        (["two words"], "letters, digits and underscores; got 'two words'"),
+        ([""], "got ''"),
+        (["f", "f"], "must be unique; there are 2 named f"),
+    ],
+)
 def test_a_tool_that_cannot_be_called_is_refused(names, message):
     with pytest.raises(ConfigError, match=message):
         write_developer_text("", [ToolDescription(name, "", {}) for name in names])

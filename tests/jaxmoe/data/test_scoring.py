@@ -52,20 +52,54 @@ def test_the_final_answer_is_compared_with_the_gold(response, gold, score):
 @pytest.mark.parametrize(
     ("response", "gold"),
     [
-        (r"\boxed{\frac{1}{2}}", "2"), (r"\boxed{10^{5}}", "5"), (r"\boxed{2\sqrt{3}}", "3"),
-        ("5e6", "5"), ("The answer is 1e3", "1"), ("1,0000", "1000"), ("0x10", "0"), ("3²", "3"),
-        ("1/2/3", "3"), ("1 000", "0"), ("1 0000", "0"), ("10 / 5", "5"), ("2 + 3", "3"),
-        ("3 ^ 2", "2"), ("sqrt(3)", "3"), ("(3)^2", "3"), ("2 1/2", "1/2"), ("12:30", "30"),
-        ("5...", "5"), ("x_5", "5"), ("5_", "5"), ("٣", "3"), ("5 million", "5"),
-        ("5 and a half", "5"), ("2,3", "3"), ("5 !", "5"), ("1.5.2", "2"), ("5 6 7", "7"),
-        (r"\boxed{5 million}", "5"), (r"\boxed{5x}", "5"), (r"\boxed{5 x}", "5"),
-        (r"\boxed{5, 6}", "6"), (r"\boxed{5^2}", "5"), (r"\boxed{\sqrt{16}}", "16"),
-        (r"\boxed{2\frac{1}{2}}", "1/2"), (r"\boxed{5\text{0}}", "5"), ("#### 5!", "5"),
-        (r"\boxed{9\text{ or }10}", "9"), (r"\boxed{2112_6}", "6"), (r"\boxed{3:1}", "1"),
-        ("The answer is 5 or 6", "5"), ("The answer is 5, or 6", "5"), ("#### 5 or six", "5"),
-        ("The answer is 1, 2, 3", "1"), ("The answer is not 5", "5"), ("#### 1e999999999", "1"),
+        (r"\boxed{\frac{1}{2}}", "2"),
+        (r"\boxed{10^{5}}", "5"),
+        (r"\boxed{2\sqrt{3}}", "3"),
+        ("5e6", "5"),
+        ("The answer is 1e3", "1"),
+        ("1,0000", "1000"),
+        ("0x10", "0"),
+        ("3²", "3"),
+        ("1/2/3", "3"),
+        ("1 000", "0"),
+        ("1 0000", "0"),
+        ("10 / 5", "5"),
+        ("2 + 3", "3"),
+        ("3 ^ 2", "2"),
+        ("sqrt(3)", "3"),
+        ("(3)^2", "3"),
+        ("2 1/2", "1/2"),
+        ("12:30", "30"),
+        ("5...", "5"),
+        ("x_5", "5"),
+        ("5_", "5"),
+        ("٣", "3"),
+        ("5 million", "5"),
+        ("5 and a half", "5"),
+        ("2,3", "3"),
+        ("5 !", "5"),
+        ("1.5.2", "2"),
+        ("5 6 7", "7"),
+        (r"\boxed{5 million}", "5"),
+        (r"\boxed{5x}", "5"),
+        (r"\boxed{5 x}", "5"),
+        (r"\boxed{5, 6}", "6"),
+        (r"\boxed{5^2}", "5"),
+        (r"\boxed{\sqrt{16}}", "16"),
+        (r"\boxed{2\frac{1}{2}}", "1/2"),
+        (r"\boxed{5\text{0}}", "5"),
+        ("#### 5!", "5"),
+        (r"\boxed{9\text{ or }10}", "9"),
+        (r"\boxed{2112_6}", "6"),
+        (r"\boxed{3:1}", "1"),
+        ("The answer is 5 or 6", "5"),
+        ("The answer is 5, or 6", "5"),
+        ("#### 5 or six", "5"),
+        ("The answer is 1, 2, 3", "1"),
+        ("The answer is not 5", "5"),
+        ("#### 1e999999999", "1"),
     ],
-)  # fmt: skip
+)
 def test_a_part_of_a_larger_expression_is_not_paid(response, gold):
     assert score_text(response, gold) == 0.0
 
@@ -73,21 +107,42 @@ def test_a_part_of_a_larger_expression_is_not_paid(response, gold):
 @pytest.mark.parametrize(
     ("response", "gold"),
     [
-        (r"\boxed{\frac{1}{2}}", "1/2"), (r"\boxed{\frac{1}{2}}", "0.5"),
-        (r"\boxed{\dfrac12}", "0.5"), (r"\boxed{-\frac{3}{4}}", "-0.75"), ("1e3", "1000"),
-        ("1 000", "1000"), ("1,000", "1e3"), (r"\boxed{1{,}000}", "1000"), ("1\u202f000", "1000"),
-        (r"\boxed{1\,000}", "1,000"), (r"\boxed{10^{5}}", "100000"),
-        (r"\boxed{3 \times 10^{4}}", "30000"), (r"\boxed{2\frac{1}{2}}", "2.5"),
-        ("The answer is **$1,234.00**.", "1234"), ("**The answer is 5**", "5"),
-        ("Answer: 5 apples", "5"), ("The final answer is:\n\n5", "5"), ("**Answer:** $5.00", "5"),
-        (r"\boxed{5\text{ cm}^2}", "5"), (r"\boxed{5\%}", "5"), (r"so $\boxed{\$18}$", "18"),
-        ("#### 18 dollars per day", "18"), ("It is **72**.", "72"), ("It is 72!", "72"),
-        ("2+3=5", "5"), ("The answer is 2 + 3 = 5.", "5"), ("It costs $18 per day.", "18"),
-        ("the total (18)", "18"), (r"The answer is \(5\).", "5"), (r"\boxed{90^\circ}", "90"),
-        ("The answer is found by adding, giving 5", "5"), ("The answer is 72. It took 3 h.", "72"),
-        ("The answer is <<5=5>>5.", "5"), ("The answer is Paris.", "Paris"),
+        (r"\boxed{\frac{1}{2}}", "1/2"),
+        (r"\boxed{\frac{1}{2}}", "0.5"),
+        (r"\boxed{\dfrac12}", "0.5"),
+        (r"\boxed{-\frac{3}{4}}", "-0.75"),
+        ("1e3", "1000"),
+        ("1 000", "1000"),
+        ("1,000", "1e3"),
+        (r"\boxed{1{,}000}", "1000"),
+        ("1\u202f000", "1000"),
+        (r"\boxed{1\,000}", "1,000"),
+        (r"\boxed{10^{5}}", "100000"),
+        (r"\boxed{3 \times 10^{4}}", "30000"),
+        (r"\boxed{2\frac{1}{2}}", "2.5"),
+        ("The answer is **$1,234.00**.", "1234"),
+        ("**The answer is 5**", "5"),
+        ("Answer: 5 apples", "5"),
+        ("The final answer is:\n\n5", "5"),
+        ("**Answer:** $5.00", "5"),
+        (r"\boxed{5\text{ cm}^2}", "5"),
+        (r"\boxed{5\%}", "5"),
+        (r"so $\boxed{\$18}$", "18"),
+        ("#### 18 dollars per day", "18"),
+        ("It is **72**.", "72"),
+        ("It is 72!", "72"),
+        ("2+3=5", "5"),
+        ("The answer is 2 + 3 = 5.", "5"),
+        ("It costs $18 per day.", "18"),
+        ("the total (18)", "18"),
+        (r"The answer is \(5\).", "5"),
+        (r"\boxed{90^\circ}", "90"),
+        ("The answer is found by adding, giving 5", "5"),
+        ("The answer is 72. It took 3 h.", "72"),
+        ("The answer is <<5=5>>5.", "5"),
+        ("The answer is Paris.", "Paris"),
     ],
-)  # fmt: skip
+)
 def test_a_number_counts_however_it_is_written(response, gold):
     assert score_text(response, gold) == 1.0
 
@@ -110,31 +165,49 @@ def test_every_row_of_the_docs_table_is_read():
 @pytest.mark.parametrize(
     ("response", "gold", "score"),
     [
-        (r"\boxed{90}", r"90^\circ", 1.0), ("It is 15.", r"15\mbox{ cm}^2", 1.0),
-        (r"\boxed{15\text{ m}}", r"15\mbox{ cm}^2", 0.0), (r"\boxed{\boxed{7}}", "7", 1.0),
-        (r"\boxed{8} so \boxed{7}", "7", 1.0), (r"\boxed{\boxed{7}, 8}", "7", 0.0),
+        (r"\boxed{90}", r"90^\circ", 1.0),
+        ("It is 15.", r"15\mbox{ cm}^2", 1.0),
+        (r"\boxed{15\text{ m}}", r"15\mbox{ cm}^2", 0.0),
+        (r"\boxed{\boxed{7}}", "7", 1.0),
+        (r"\boxed{8} so \boxed{7}", "7", 1.0),
+        (r"\boxed{\boxed{7}, 8}", "7", 0.0),
         (r"\boxed{oops \boxed{7}", "7", 1.0),
     ],
-)  # fmt: skip
+)
 def test_units_of_stored_answers_may_be_left_out_and_the_outer_box_counts(response, gold, score):
     assert score_text(response, gold) == score
 
 
 @pytest.mark.parametrize(
     ("response", "is_several"),
-    [(r"\boxed{7} or \boxed{8}", True), ("#### 7\n#### 8", True), (r"\boxed{7} #### 8", True),
-     (r"\boxed{7}, so \boxed{7.0}", False), ("#### 7", False), ("7 or 8", False),
-     (r"\boxed{7" * 500, False)],
-)  # fmt: skip
+    [
+        (r"\boxed{7} or \boxed{8}", True),
+        ("#### 7\n#### 8", True),
+        (r"\boxed{7} #### 8", True),
+        (r"\boxed{7}, so \boxed{7.0}", False),
+        ("#### 7", False),
+        ("7 or 8", False),
+        (r"\boxed{7" * 500, False),
+    ],
+)
 def test_answers_that_mark_several_answers_are_counted(response, is_several):
     assert marks_several_answers(response) is is_several
 
 
 SENTENCES = (
-    "{}", "It is {}.", "#### {}", "#### ${}", r"\boxed{{{}}}", r"so $\boxed{{\$ {}}}$", "**{}**",
-    "The answer is {}.", "The answer is {} apples a day", "2 + 2 = {}", "1, 2 and\n{}",
+    "{}",
+    "It is {}.",
+    "#### {}",
+    "#### ${}",
+    r"\boxed{{{}}}",
+    r"so $\boxed{{\$ {}}}$",
+    "**{}**",
+    "The answer is {}.",
+    "The answer is {} apples a day",
+    "2 + 2 = {}",
+    "1, 2 and\n{}",
     r"\boxed{{x = {}\text{{ cm}}}}",
-)  # fmt: skip
+)
 NUMBERS = st.integers(-(10**12), 10**12)
 
 
@@ -157,9 +230,7 @@ def test_a_number_with_one_other_digit_is_wrong(value, sentence, data):
 CONTINUES = [*"^_/×*²³⁵½eExabz\\√0٣", "e5", "e-2", "^{2}", "_{2}", "/7", "\\pi", ".5", ",5", " 000"]
 
 
-@given(
-    st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(SENTENCES)
-)  # fmt: skip
+@given(st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(SENTENCES))
 def test_a_number_that_anything_continues_is_not_that_number(value, junk, after, sentence):
     if "cm" in sentence or (not after and junk[0] in ".,") or (junk == "0" and not after):
         return  # ".51" and "051" are numbers of their own; a unit's exponent is a unit's

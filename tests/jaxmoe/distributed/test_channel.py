@@ -18,10 +18,11 @@ def test_what_the_first_makes_is_everybodys_and_only_it_makes_it(monkeypatch):
             calls.append(channel.number)
             return data
 
-        return [channel.broadcast_from_first(make_data), channel.broadcast_from_first(lambda: b""),
-        channel.gather_values(
-            {"number": channel.number}
-        )]  # fmt: skip
+        return [
+            channel.broadcast_from_first(make_data),
+            channel.broadcast_from_first(lambda: b""),
+            channel.gather_values({"number": channel.number}),
+        ]
 
     expected = [{"number": i} for i in range(3)]
     assert as_processes(3, run_process, board) == 3 * [[bytes(range(256)), b"", expected]]

@@ -28,20 +28,31 @@ def test_without_a_limit_it_is_what_the_machine_has(tmp_path):
 @pytest.mark.parametrize("place", ["a/b", "a", ""])
 def test_the_least_of_all_groups_counts_and_cached_pages_are_free(tmp_path, place):
     top = f"sys/fs/cgroup/{place}".rstrip("/")
-    write_files(tmp_path, MACHINE | {
-        "proc/self/cgroup": "0::/a/b\n", f"{top}/memory.max": "30000\n",
-        f"{top}/memory.current": "28000\n", f"{top}/memory.stat": "anon 9\ninactive_file 500\n",
-    })  # fmt: skip
+    write_files(
+        tmp_path,
+        MACHINE
+        | {
+            "proc/self/cgroup": "0::/a/b\n",
+            f"{top}/memory.max": "30000\n",
+            f"{top}/memory.current": "28000\n",
+            f"{top}/memory.stat": "anon 9\ninactive_file 500\n",
+        },
+    )
     assert count_free_bytes(tmp_path) == 2500
 
 
 def test_the_first_version_of_groups_is_read_too(tmp_path):
     top = "sys/fs/cgroup/memory"  # in a container the path is the host's
-    write_files(tmp_path, MACHINE | {
-        "proc/self/cgroup": "9:cpu:/\n4:memory:/docker/c0ffee\n0::/\n",
-        f"{top}/memory.limit_in_bytes": "40000\n", f"{top}/memory.usage_in_bytes": "30000\n",
-        f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
-    })  # fmt: skip
+    write_files(
+        tmp_path,
+        MACHINE
+        | {
+            "proc/self/cgroup": "9:cpu:/\n4:memory:/docker/c0ffee\n0::/\n",
+            f"{top}/memory.limit_in_bytes": "40000\n",
+            f"{top}/memory.usage_in_bytes": "30000\n",
+            f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
+        },
+    )
     assert count_free_bytes(tmp_path) == 10_700
 
 

@@ -25,9 +25,7 @@ def test_two_processes_have_the_same_episodes_and_call_each_tool_once(tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        runs, ends = run_two(
-            folder / "run", mesh__fsdp=2, data__tools=counted_tool(folder)
-        )  # fmt: skip
+        runs, ends = run_two(folder / "run", mesh__fsdp=2, data__tools=counted_tool(folder))
         # gloo waits 30 s for the first collective, which is too short on a busy machine.
         if not any("Gloo context initialization failed" in output for _, output in ends):
             break

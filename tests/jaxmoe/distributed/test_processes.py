@@ -119,12 +119,21 @@ def test_an_error_in_one_process_ends_all(monkeypatch):
 
 
 SMALL = {
-    "model.d_model": 32, "model.d_expert": 24, "model.n_q_heads": 4, "model.n_kv_heads": 2,
-    "data.train_rows": 64, "data.held_out_rows": 6, "warmup.steps": 3,
-    "warmup.sequences_per_step": 16, "rollout.sequences_per_step": 16,
-    "rollout.samples_per_prompt": 4, "steps": 4, "eval.every_steps": 4, "save.every_steps": 1,
+    "model.d_model": 32,
+    "model.d_expert": 24,
+    "model.n_q_heads": 4,
+    "model.n_kv_heads": 2,
+    "data.train_rows": 64,
+    "data.held_out_rows": 6,
+    "warmup.steps": 3,
+    "warmup.sequences_per_step": 16,
+    "rollout.sequences_per_step": 16,
+    "rollout.samples_per_prompt": 4,
+    "steps": 4,
+    "eval.every_steps": 4,
+    "save.every_steps": 1,
     "data.rewards": "early_letters:share",
-}  # fmt: skip
+}
 # so few steps learn no task, and where all answers are scored alike a step changes nothing
 REWARD = """
 def share(prompt, response, row):
@@ -136,16 +145,26 @@ def start_processes(work, count, devices, module="train", options=(), **mesh):
     """The processes of one command, and where each writes."""
     changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()} | dict(options)
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    typed = [sys.executable, "-m", f"jaxmoe.{module}", "--config", "tiny.py",
-             "--workdir", str(work)]  # fmt: skip
+    typed = [
+        sys.executable,
+        "-m",
+        f"jaxmoe.{module}",
+        "--config",
+        "tiny.py",
+        "--workdir",
+        str(work),
+    ]
     address, started = f"127.0.0.1:{free_port()}", []
     (work.parent / "early_letters.py").write_text(REWARD)
     outputs = os.pathsep.join(filter(None, (str(work.parent), os.environ.get("PYTHONPATH"))))
     for number in range(count):
         env = {
-            **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
-            **make_environ(address, str(count), str(number)), "PYTHONPATH": outputs,
-        }  # fmt: skip
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            **make_environ(address, str(count), str(number)),
+            "PYTHONPATH": outputs,
+        }
         if count > 1:  # jax keeps programs for process 0 alone, which then waits 30 s for others
             env.pop("JAX_COMPILATION_CACHE_DIR", None)
         log = open(work.parent / f"{work.name}-{number}.txt", "a+")
@@ -233,8 +252,9 @@ def kill_and_resume(work, kill, want):
     assert rows.keys() == want.keys()
     differences = {
         (key, name): abs(value - pick_learned(want[key])[name]) / max(1.0, abs(value))
-        for key, row in rows.items() for name, value in pick_learned(row).items()
-    }  # fmt: skip
+        for key, row in rows.items()
+        for name, value in pick_learned(row).items()
+    }
     worst = max(differences, key=lambda x: differences[x])
     print(
         f"kill {kill}: process {victim}, {wait:.2f} s after {step}: off by "

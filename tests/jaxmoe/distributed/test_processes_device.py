@@ -35,11 +35,14 @@ def test_processes_leave_the_device_to_the_check_of_kernels(count):
     address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", BEFORE_THE_CHECK], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            [sys.executable, "-c", BEFORE_THE_CHECK],
+            cwd=ROOT,
+            text=True,
+            stderr=subprocess.PIPE,
             env=values | (make_environ(address, str(count), str(number)) if count > 1 else {}),
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
     for process in started:
         output = process.communicate(timeout=120)[1]
         assert process.returncode == 0, output

@@ -81,10 +81,17 @@ def sample(make_environment, *turns, samples=2, limit=4000, **settings):
     rows = Rows()
     prompts = [Prompt(i, rows[i].question, (1, 2), "42") for i in range(len(rows))]
     return sample_rollouts(
-        ScriptedEngine(*turns), prompts, SAMPLING, seed=3, samples=samples,
-        settings=EpisodeSettings(make_environment, **settings), source=rows,
-        template=Template(HARMONY), tokenizer=TOKENIZER, max_prompt_tokens=limit,
-    )  # fmt: skip
+        ScriptedEngine(*turns),
+        prompts,
+        SAMPLING,
+        seed=3,
+        samples=samples,
+        settings=EpisodeSettings(make_environment, **settings),
+        source=rows,
+        template=Template(HARMONY),
+        tokenizer=TOKENIZER,
+        max_prompt_tokens=limit,
+    )
 
 
 def with_python():

@@ -56,9 +56,19 @@ def run_episode(environment, *turns, row=ROW, seed=3):
 def module(monkeypatch):
     module = types.ModuleType(MODULE)
     for item in (
-        Guess, AsyncGuess, Counter, Silent, Undocumented, SkyGuess, GymGuess, TunixGuess, TunixText,
-        ToolOfVerl, make_guess, compute_score,
-    ):  # fmt: skip
+        Guess,
+        AsyncGuess,
+        Counter,
+        Silent,
+        Undocumented,
+        SkyGuess,
+        GymGuess,
+        TunixGuess,
+        TunixText,
+        ToolOfVerl,
+        make_guess,
+        compute_score,
+    ):
         setattr(module, item.__name__, item)
     module.BOTH, module.GUESS = {"count": Counter, "silent": Silent}, Guess()
     monkeypatch.setitem(sys.modules, MODULE, module)
@@ -92,9 +102,12 @@ def test_a_trl_environment_offers_its_methods_and_is_rewarded_at_the_end():
     environment = make("Counter(start=1)")
     call = {"channel": "commentary", "recipient": "functions.add"}
     messages, results, rewards = run_episode(
-        environment, say('{"amount": 2}', **call), say("", recipient="functions.double"),
-        say('{"amount": "x"}', **call), say("6", channel="final"),
-    )  # fmt: skip
+        environment,
+        say('{"amount": 2}', **call),
+        say("", recipient="functions.double"),
+        say('{"amount": "x"}', **call),
+        say("6", channel="final"),
+    )
     assert messages == (Message("user", "6 * 7 = (level 2)"),)
     assert [tool.name for tool in environment.tools] == ["add", "double"]
     assert [r.messages[0].content for r in results[:2]] == ["3", "6"]
@@ -156,9 +169,11 @@ def test_a_gymnasium_environment_asks_by_its_observation():
 def test_a_tunix_environment_gets_texts_and_calls():
     environment = make("TunixGuess(bonus=0.5)")
     messages, results, rewards = run_episode(
-        environment, say('{"x": 1}', channel="commentary", recipient="functions.look"),
-        say("{x", recipient="functions.look"), say("42"),
-    )  # fmt: skip
+        environment,
+        say('{"x": 1}', channel="commentary", recipient="functions.look"),
+        say("{x", recipient="functions.look"),
+        say("42"),
+    )
     assert messages == (Message("user", "6 * 7 = ?"),)
     assert [tool.name for tool in environment.tools] == ["look"]
     expected = Message("tool", "look {'x': 1}", "functions.look", "commentary", "assistant")
@@ -173,9 +188,11 @@ def test_a_verl_tool_has_an_instance_in_each_episode():
     (tool,) = read_tools(f"{MODULE}:ToolOfVerl(config={{'a': 1}}, tool_schema={SCHEMA})")
     assert tool.address == "functions.note"
     assert tool.description.parameters["required"] == ["word"]
-    row = Row("q", "", columns={
-        "extra_info": {"tools_kwargs": {"note": {"create_kwargs": {"secret": "s"}}}}
-    })  # fmt: skip
+    row = Row(
+        "q",
+        "",
+        columns={"extra_info": {"tools_kwargs": {"note": {"create_kwargs": {"secret": "s"}}}}},
+    )
     call = say('{"word": "x"}', channel="commentary", recipient="functions.note")
     for number in range(2):
         environment = read_environment("", tools=(tool,))()
@@ -192,9 +209,11 @@ def test_a_verl_tool_has_an_instance_in_each_episode():
 def test_tools_of_a_config_join_those_of_an_environment():
     environment = make("Counter", tools=read_tools("python"))
     _, results, _ = run_episode(
-        environment, say("2 + 2", recipient="python"),
-        say('{"amount": 2}', recipient="functions.add"), say("6"),
-    )  # fmt: skip
+        environment,
+        say("2 + 2", recipient="python"),
+        say('{"amount": 2}', recipient="functions.add"),
+        say("6"),
+    )
     assert [tool.name for tool in environment.tools] == ["python", "add", "double"]
     assert [r.messages[0].content for r in results[:2]] == ["4", "2"] and results[2].terminated
 
@@ -245,21 +264,26 @@ def test_an_openenv_server_is_named_by_its_url(monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("skyrll", "Did you mean skyrl:…?"), ("gsm8k", "Write module:name"),
-        (f"{MODULE}:Guesss", "can be imported"), ("nowhere:Env", "can be imported"),
+        ("skyrll", "Did you mean skyrl:…?"),
+        ("gsm8k", "Write module:name"),
+        (f"{MODULE}:Guesss", "can be imported"),
+        ("nowhere:Env", "can be imported"),
         (f"{MODULE}:Guess(limits=3)", "no option 'limits'. Did you mean limit?"),
-        (f"{MODULE}:Guess(3)", "literal keyword arguments"), (f"{MODULE}:GUESS", "got Guess"),
+        (f"{MODULE}:Guess(3)", "literal keyword arguments"),
+        (f"{MODULE}:GUESS", "got Guess"),
         (f"{MODULE}:ToolOfVerl", "Name it in data.tools"),
         (f"{MODULE}:Undocumented", "the method act must have a docstring"),
         ("collections:OrderedDict", "must have one of these forms"),
-        ("os:system", "must be a class"), (f"{MODULE}:compute_score", "Name it in data.rewards"),
+        ("os:system", "must be a class"),
+        (f"{MODULE}:compute_score", "Name it in data.rewards"),
         (f"{MODULE}:BOTH(a=1)", "takes no options"),
-        ("openenv:127.0.0.1:8000", "must have the URL"), ("openenv:", "must have the URL"),
+        ("openenv:127.0.0.1:8000", "must have the URL"),
+        ("openenv:", "must have the URL"),
         ("openenv:http://h:99999", "must have the URL"),
         ("openenv:http://a b", "must have the URL"),
         ("openenv:http://127.0.0.1:8000(feild='x')", "Did you mean field?"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_data_environment_is_one_line(text, message):
     with pytest.raises(ConfigError) as error:
         read_environment(text)
@@ -269,9 +293,11 @@ def test_a_mistake_in_data_environment_is_one_line(text, message):
 
 @pytest.mark.parametrize(
     "text, package",
-    [("skyrl:gsm8k", "pip install skyrl-gym"),
-     ("openenv:http://127.0.0.1:8000", "pip install openenv")],
-)  # fmt: skip
+    [
+        ("skyrl:gsm8k", "pip install skyrl-gym"),
+        ("openenv:http://127.0.0.1:8000", "pip install openenv"),
+    ],
+)
 def test_a_package_that_is_not_installed_is_named(monkeypatch, text, package):
     monkeypatch.setitem(sys.modules, "skyrl_gym", None)
     monkeypatch.setitem(sys.modules, "openenv.core", None)
@@ -282,11 +308,23 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, text, package):
 @pytest.mark.parametrize("form", [SkyGuess, GymGuess, TunixText])
 @pytest.mark.parametrize(
     "value",
-    [None, (), ("x",) * 7, "text", b"bytes", math.nan, {"observations": b"x", "reward": math.nan,
-     "done": "no"}, ("x", math.nan, False, {}), ("x", math.nan, False, False, {}),
-     (b"x", 0.0, False, {}), (b"x", 0.0, False, False, {}), ([3], "1", 1, {}),
-     ("x" * 10_000_000, 0.0, False, False, {}), ("x" * 10_000_000, 0.0, False, {})],
-)  # fmt: skip
+    [
+        None,
+        (),
+        ("x",) * 7,
+        "text",
+        b"bytes",
+        math.nan,
+        {"observations": b"x", "reward": math.nan, "done": "no"},
+        ("x", math.nan, False, {}),
+        ("x", math.nan, False, False, {}),
+        (b"x", 0.0, False, {}),
+        (b"x", 0.0, False, False, {}),
+        ([3], "1", 1, {}),
+        ("x" * 10_000_000, 0.0, False, False, {}),
+        ("x" * 10_000_000, 0.0, False, {}),
+    ],
+)
 def test_a_bad_result_of_any_form_is_a_fault(monkeypatch, form, value):
     environment = make(form.__name__)
     environment.reset(ROW, seed=0)

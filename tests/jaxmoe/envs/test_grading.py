@@ -162,10 +162,15 @@ def test_a_dry_run_refuses_a_row_without_tests(tmp_path):
     first_kind()
     file = tmp_path / "rows.jsonl"
     cfg = override(
-        load_config("tiny.py"), f"data.task={file}", "data.options={}", "data.train_rows=1",
-        "data.held_out_rows=1", "warmup.steps=0", "data.max_prompt_tokens=256",
+        load_config("tiny.py"),
+        f"data.task={file}",
+        "data.options={}",
+        "data.train_rows=1",
+        "data.held_out_rows=1",
+        "warmup.steps=0",
+        "data.max_prompt_tokens=256",
         "data.rewards=jaxmoe.envs.code_scorer:score_code",
-    )  # fmt: skip
+    )
     complete = {"test": TESTS, "entry_point": "f"}
     for columns in (complete, {"entry_point": "f"}):
         rows = [{"prompt": f"{PROMPT}    # {i}\n", **columns} for i in range(2)]

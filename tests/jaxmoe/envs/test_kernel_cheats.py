@@ -40,9 +40,14 @@ def measure(pool, code, timeout_s=20.0, repetitions=3):
     names = list_all_builtins()
     assert {"__import__", "getattr", "open"} <= set(names)
     return measure_kernel(
-        pool, code, SIZES, BOUND, repetitions=repetitions, timeout_s=timeout_s,
+        pool,
+        code,
+        SIZES,
+        BOUND,
+        repetitions=repetitions,
+        timeout_s=timeout_s,
         builtin_names=names,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +82,11 @@ def test_a_cheat_that_is_not_refused_gains_nothing(name, pool, honest):
     cheat = CHEATS[name]
     is_late = "timeout" in cheat.unrefused
     measured = measure(
-        pool, cheat.code, timeout_s=1.0 if is_late else 20.0,
+        pool,
+        cheat.code,
+        timeout_s=1.0 if is_late else 20.0,
         repetitions=3 if HONEST in cheat.unrefused else 1,
-    )  # fmt: skip
+    )
     if measured.status is KernelStatus.CORRECT:
         assert HONEST in cheat.unrefused
         assert measured.speedup < NO_FASTER * honest.speedup

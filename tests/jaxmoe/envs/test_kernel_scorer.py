@@ -91,13 +91,19 @@ def test_the_product_is_exact_and_holds_the_extremes():
 @pytest.mark.parametrize(
     "columns",
     [
-        {}, {"sizes": [4, 4, 4]}, {"sizes": [4, 4], "bound": 9}, {"sizes": "444", "bound": 9},
-        {"sizes": [4, 4, 1], "bound": 9}, {"sizes": [4, 4, True], "bound": 9},
-        {"sizes": [4, 4, 4.0], "bound": 9}, {"sizes": [4, 4, 4], "bound": 0},
-        {"sizes": [4, 4, 4], "bound": None}, {"sizes": [4, 4, 4], "bound": 2**32},
+        {},
+        {"sizes": [4, 4, 4]},
+        {"sizes": [4, 4], "bound": 9},
+        {"sizes": "444", "bound": 9},
+        {"sizes": [4, 4, 1], "bound": 9},
+        {"sizes": [4, 4, True], "bound": 9},
+        {"sizes": [4, 4, 4.0], "bound": 9},
+        {"sizes": [4, 4, 4], "bound": 0},
+        {"sizes": [4, 4, 4], "bound": None},
+        {"sizes": [4, 4, 4], "bound": 2**32},
         {"sizes": [400, 400, 400], "bound": 9},
     ],
-)  # fmt: skip
+)
 def test_rows_without_matrices_are_refused(columns):
     with pytest.raises(ConfigError, match="score_kernel needs .* Write rows such as"):
         read_matrices(columns)
@@ -108,11 +114,19 @@ def test_rows_without_matrices_are_refused(columns):
 @pytest.mark.parametrize(
     "option",
     [
-        {"repetitions": 0}, {"repetitions": 2.0}, {"repetitions": True}, {"timeout_s": 0},
-        {"timeout_s": math.inf}, {"timeout_s": math.nan}, {"timeout_s": "9"}, {"max_speedup": 1},
-        {"max_speedup": math.nan}, {"correct_share": 1.0}, {"correct_share": -0.1},
+        {"repetitions": 0},
+        {"repetitions": 2.0},
+        {"repetitions": True},
+        {"timeout_s": 0},
+        {"timeout_s": math.inf},
+        {"timeout_s": math.nan},
+        {"timeout_s": "9"},
+        {"max_speedup": 1},
+        {"max_speedup": math.nan},
+        {"correct_share": 1.0},
+        {"correct_share": -0.1},
     ],
-)  # fmt: skip
+)
 def test_options_by_which_nothing_is_measured_are_refused(option):
     with pytest.raises(ConfigError, match=rf"score_kernel\({next(iter(option))}=…\) must be"):
         check_kernel_task([], **option)

@@ -196,9 +196,11 @@ def test_a_reward_after_the_timeout_is_not_paid_and_its_environment_is_closed_la
         return [], 7.0, True, False, {}
 
     rollouts = sample(
-        make_echo(step=step, close=lambda self: events.append("closed")), FINAL, samples=1,
+        make_echo(step=step, close=lambda self: events.append("closed")),
+        FINAL,
+        samples=1,
         reply_timeout_s=0.1,
-    )  # fmt: skip
+    )
     assert {r.stop for r in rollouts} == {StopReason.ENV_TIMEOUT} and not events
     deadline = time.monotonic() + 5
     while len(events) < 6 and time.monotonic() < deadline:
@@ -226,9 +228,12 @@ def test_a_late_reward_is_not_paid():
         return [Message("user", "on")], 0.5, is_over, False, {"metrics": {"solved": 0.0}}
 
     rollouts = sample(
-        make_echo(reset=reset, step=step, close=lambda self: {}), FINAL, samples=1,
-        threads=threads, reply_timeout_s=1.0,
-    )  # fmt: skip
+        make_echo(reset=reset, step=step, close=lambda self: {}),
+        FINAL,
+        samples=1,
+        threads=threads,
+        reply_timeout_s=1.0,
+    )
     late = rollouts[1]
     assert returned.is_set() and late.stop is StopReason.ENV_TIMEOUT
     assert sum(late.env_rewards.values()) == 0.5
@@ -238,6 +243,8 @@ def test_a_late_reward_is_not_paid():
 def test_more_abandoned_threads_than_a_run_may_have_end_it():
     with pytest.raises(EngineError, match=r"rollout\.reply_threads"):
         sample(
-            make_echo(step=lambda self, messages: time.sleep(2)), FINAL,
-            threads=ReplyThreads(2), reply_timeout_s=0.05,
-        )  # fmt: skip
+            make_echo(step=lambda self, messages: time.sleep(2)),
+            FINAL,
+            threads=ReplyThreads(2),
+            reply_timeout_s=0.05,
+        )

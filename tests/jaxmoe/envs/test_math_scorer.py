@@ -64,7 +64,7 @@ def is_paid(response, gold):
         ("72", "9*8=<<9*8=72>>72\n#### 72"),
         (r"3^{2005}", "3^{2005}"),
     ],
-)  # fmt: skip
+)
 def test_a_right_answer_counts_in_any_form(answer, gold):
     assert is_paid(rf"so it is \boxed{{{answer}}}.", gold)
 

@@ -40,10 +40,15 @@ def make_group_rows(texts, samples, rewards):
         mask_BT[i, 3 : 3 + len(rollout.tokens)] = True
     logp_BT = np.where(mask_BT, -1.0 + 0.01 * np.arange(LENGTH), 99.0)
     return group_rows(
-        rollouts, np.array(rewards, np.float32), TASK, samples=samples, mask_BT=mask_BT,
+        rollouts,
+        np.array(rewards, np.float32),
+        TASK,
+        samples=samples,
+        mask_BT=mask_BT,
         advantages_BT=np.where(mask_BT, np.arange(len(rollouts))[:, None] - 1.5, 99.0),
-        logp_BT=logp_BT, rollout_logp_BT=np.where(mask_BT, -1.0, 77.0),
-    )  # fmt: skip
+        logp_BT=logp_BT,
+        rollout_logp_BT=np.where(mask_BT, -1.0, 77.0),
+    )
 
 
 def test_each_token_of_an_answer_stands_with_its_own_gap():
@@ -51,8 +56,10 @@ def test_each_token_of_an_answer_stands_with_its_own_gap():
     first, second = row["samples"]
     # byte 2 of é is the farther one: tokens 3 to 6 of the row have gaps of 0.03 to 0.06
     assert first["tokens"] == [
-        ["h", 0.03, 0.3679], ["é", 0.05, 0.1353], ["<|return|>", 0.06, 0.3679]
-    ]  # fmt: skip
+        ["h", 0.03, 0.3679],
+        ["é", 0.05, 0.1353],
+        ["<|return|>", 0.06, 0.3679],
+    ]
     assert (first["gap_mean"], first["gap_max"], first["length"]) == (0.045, 0.06, 4)
     assert (first["reward"], first["advantage"]) == (1.0, -1.5)
     assert (second["reward"], second["advantage"], second["response"]) == (None, -0.5, "no")
@@ -71,9 +78,15 @@ def test_a_samples_line_has_a_bound():
     shape = (64, 3 + len(rollouts[0].tokens))
     zeros, mask_BT = np.zeros(shape), np.ones(shape, bool)
     (row,) = group_rows(
-        rollouts, np.zeros(64), TASK, samples=64, mask_BT=mask_BT, advantages_BT=zeros,
-        logp_BT=zeros, rollout_logp_BT=zeros,
-    )  # fmt: skip
+        rollouts,
+        np.zeros(64),
+        TASK,
+        samples=64,
+        mask_BT=mask_BT,
+        advantages_BT=zeros,
+        logp_BT=zeros,
+        rollout_logp_BT=zeros,
+    )
     assert len(row["samples"][0]["tokens"]) <= MAX_TOKENS and len(json.dumps(row)) < 700_000
     assert row["samples"][0]["stop"] == "max_tokens" and row["samples"][0]["length"] == 100_000
 
@@ -125,9 +138,13 @@ def make_episode(turns, replies, stop=StopReason.MAX_TURNS):
     mask = np.array([p for p, _ in ids])
     prompt = Prompt(0, "ask", tuple(TASK.tokenizer.encode("ask")), "yes")
     return Rollout(
-        prompt, tokens, np.full(len(ids), -1.0), stop, np.zeros(len(ids), np.int32),
+        prompt,
+        tokens,
+        np.full(len(ids), -1.0),
+        stop,
+        np.zeros(len(ids), np.int32),
         policy_mask=mask,
-    )  # fmt: skip
+    )
 
 
 def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
@@ -136,10 +153,15 @@ def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
     mask_BT = np.zeros(shape, bool)
     mask_BT[0, 3:9] = episode.sampled_mask
     (row,) = group_rows(
-        [episode], np.ones(1), TASK, samples=1, mask_BT=mask_BT,
-        advantages_BT=np.where(mask_BT, 0.5, 0.0), logp_BT=np.where(mask_BT, -0.99, 99.0),
+        [episode],
+        np.ones(1),
+        TASK,
+        samples=1,
+        mask_BT=mask_BT,
+        advantages_BT=np.where(mask_BT, 0.5, 0.0),
+        logp_BT=np.where(mask_BT, -0.99, 99.0),
         rollout_logp_BT=np.where(mask_BT, -1.0, 0.0),
-    )  # fmt: skip
+    )
     (sample,) = row["samples"]
     assert (sample["gap_mean"], sample["gap_max"], sample["advantage"]) == (0.01, 0.01, 0.5)
     assert (sample["length"], sample["env_length"], sample["turns"]) == (3, 3, 2)
@@ -148,8 +170,10 @@ def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
     assert [len(t) for t in sample["tokens"]] == [3, 3, 1, 3]
     # This prompt opens no message in harmony format, so that there are only raw texts.
     assert sample["transcript"] == [
-        ["policy", "", "ab"], ["environment", "", "xyz"], ["policy", "", "c"]
-    ]  # fmt: skip
+        ["policy", "", "ab"],
+        ["environment", "", "xyz"],
+        ["policy", "", "c"],
+    ]
 
 
 @pytest.mark.slow

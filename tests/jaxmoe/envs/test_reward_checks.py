@@ -82,9 +82,12 @@ def open_with(tmp_path, monkeypatch):
         rows = rows or [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(N_ROWS)]
         (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
         data = DataConfig(
-            str(tmp_path / "q.jsonl"), train_rows=len(rows) - 1, held_out_rows=1,
-            max_prompt_tokens=32, **({"reward_timeout_s": 0.0, "swapped_share": 1.0} | fields),
-        )  # fmt: skip
+            str(tmp_path / "q.jsonl"),
+            train_rows=len(rows) - 1,
+            held_out_rows=1,
+            max_prompt_tokens=32,
+            **({"reward_timeout_s": 0.0, "swapped_share": 1.0} | fields),
+        )
         return open_task(replace(load_config("tiny.py"), data=data))
 
     yield open_rows
@@ -254,9 +257,10 @@ def test_processes_grade_their_share_against_rows_of_others(open_with, monkeypat
 
 def test_a_second_grader_disagrees_where_one_pays_and_the_other_does_not(open_with):
     task = open_with(
-        rewards="check_rewards:with_hole", second_grader="check_rewards:honest",
+        rewards="check_rewards:with_hole",
+        second_grader="check_rewards:honest",
         second_grader_share=1.0,
-    )  # fmt: skip
+    )
     _, metrics = check(task, right)
     assert metrics["reward/second_grader_disagrees"] == 0.0
     assert metrics["reward/second_grader_failed_frac"] == 0.0
@@ -269,8 +273,9 @@ def test_a_second_grader_disagrees_where_one_pays_and_the_other_does_not(open_wi
 def test_partial_rewards_agree_on_the_same_side_of_a_half(open_with):
     task = open_with(
         rewards="0.9 * check_rewards:honest + 0.1 * check_rewards:form",
-        second_grader="check_rewards:honest", second_grader_share=1.0,
-    )  # fmt: skip
+        second_grader="check_rewards:honest",
+        second_grader_share=1.0,
+    )
     _, metrics = check(task, lambda row, sample: row.answer if sample else "none")
     assert metrics["reward/second_grader_disagrees"] == 0.0
 
@@ -298,9 +303,10 @@ def test_exactly_a_half_is_not_paid_by_either_grader(open_with, first, second):
 )
 def test_faults_of_the_second_grader_are_counted_by_name(open_with, kind, name):
     task = open_with(
-        rewards="check_rewards:honest", second_grader_share=0.5,
+        rewards="check_rewards:honest",
+        second_grader_share=0.5,
         second_grader=f"check_rewards:fails(kind='{kind}')",
-    )  # fmt: skip
+    )
     scores, metrics = check(task, right)
     assert scores.rewards.tolist() == [1.0] * 16
     assert "reward/second_grader_disagrees" not in metrics
@@ -312,8 +318,10 @@ def test_faults_of_the_second_grader_are_counted_by_name(open_with, kind, name):
 
 def test_a_second_grader_that_hangs_is_late_and_costs_three_calls(open_with):
     task = open_with(
-        rewards="check_rewards:form", second_grader="check_rewards:hangs", reward_timeout_s=0.3,
-    )  # fmt: skip
+        rewards="check_rewards:form",
+        second_grader="check_rewards:hangs",
+        reward_timeout_s=0.3,
+    )
     _, metrics = check(task, right)
     assert metrics["reward/second_grader_late_frac"] == 1.0
     assert metrics["reward/form/mean"] == 1.0
@@ -343,19 +351,24 @@ def test_settings_that_cannot_work_are_refused_in_one_line(open_with, fields, me
 def test_shares_are_of_all_answers_though_only_some_batches_have_something_to_count(open_with):
     """The batches of a step, and the shares of processes, are scored one by one."""
     task = open_with(
-        rewards="check_rewards:strange", second_grader="check_rewards:strange",
+        rewards="check_rewards:strange",
+        second_grader="check_rewards:strange",
         second_grader_share=1.0,
-    )  # fmt: skip
+    )
     parts = []
     for odd in ("nan #### 1\n#### 2", "none", "ok", "ok"):
         scores, _ = check(task, lambda _, sample, odd=odd: odd if sample else "ok")
         parts += scores.parts
     metrics = mean_part_metrics(parts)
     eighths = (
-        "reward/faulty_frac", "reward/strange/bad_value_frac", "reward/strange/none_frac",
-        "hack/several_answers", "reward/swapped_failed_frac", "reward/second_grader_failed_frac",
+        "reward/faulty_frac",
+        "reward/strange/bad_value_frac",
+        "reward/strange/none_frac",
+        "hack/several_answers",
+        "reward/swapped_failed_frac",
+        "reward/second_grader_failed_frac",
         "reward/second_grader_bad_value_frac",
-    )  # fmt: skip
+    )
     assert {name: metrics[name] for name in eighths} == dict.fromkeys(eighths, 1 / 8)
     assert metrics["reward/left_out_frac"] == 2 / 8
     assert metrics["reward/second_grader_late_frac"] == 0.0

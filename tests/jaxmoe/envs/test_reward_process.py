@@ -353,10 +353,12 @@ def test_a_killed_trainer_leaves_no_function_running(tmp_path):
         run("f", "worker_rewards:hangs", {}, None, [{"response": "hang"}], ["row"])
     """)
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, text=True,
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        text=True,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-    )  # fmt: skip
+    )
     assert result.returncode == -9 and "Traceback" not in result.stderr
     deadline = time.monotonic() + 20.0
     while psutil.pid_exists(int(result.stdout)) and time.monotonic() < deadline:

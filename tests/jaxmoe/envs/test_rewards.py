@@ -36,15 +36,18 @@ def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
     assert "prompt" not in received
     np.testing.assert_array_equal(scores.rewards, np.array([2.0, np.nan], np.float32))
     assert mean_part_metrics(scores.parts) == {
-        "reward/trl/none_frac": 0.5, "reward/trl/mean": 2.0, "reward/left_out_frac": 0.5
-    }  # fmt: skip
+        "reward/trl/none_frac": 0.5,
+        "reward/trl/mean": 2.0,
+        "reward/left_out_frac": 0.5,
+    }
     assert score_texts("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
 
 
 def test_a_part_that_counts_a_trick_is_logged_under_its_own_name():
     assert mean_part_metrics(score_texts("some_rewards:counts_trick", "2").parts) == {
-        "reward/counts_trick/mean": 1.0, "hack/trick": 0.5
-    }  # fmt: skip
+        "reward/counts_trick/mean": 1.0,
+        "hack/trick": 0.5,
+    }
 
 
 def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged():
@@ -53,8 +56,10 @@ def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged()
     assert "num_turns" not in ROWS[1]["extra_info"], "a row must be the same each time it is read"
     assert scores.rewards.tolist() == [1.0, 0.0]
     assert mean_part_metrics(scores.parts) == {
-        "reward/verl/mean": 0.5, "reward/verl/acc/mean": 0.5, "reward/verl/half/mean": 0.5
-    }  # fmt: skip
+        "reward/verl/mean": 0.5,
+        "reward/verl/acc/mean": 0.5,
+        "reward/verl/half/mean": 0.5,
+    }
 
 
 def test_ours_gets_prompt_response_row_and_analysis():
@@ -96,17 +101,23 @@ def test_a_function_of_keywords_alone_is_called_with_all_that_trl_has():
 
 def test_a_function_that_asks_for_it_is_told_how_far_the_run_is():
     scores = score_samples(
-        read_rewards("some_rewards:of_trainer", COLUMNS), make_samples("2"),
+        read_rewards("some_rewards:of_trainer", COLUMNS),
+        make_samples("2"),
         state=types.SimpleNamespace(global_step=7),
-    )  # fmt: skip
+    )
     assert scores.rewards.tolist() == [7.0]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("constant", 2.0), ("constant(bonus=1.0)", 3.0), ("bound", 2.5), ("constant.method", 2.0),
-     ("waiting", 3.0)],
-)  # fmt: skip
+    [
+        ("constant", 2.0),
+        ("constant(bonus=1.0)", 3.0),
+        ("bound", 2.5),
+        ("constant.method", 2.0),
+        ("waiting", 3.0),
+    ],
+)
 def test_objects_that_can_be_called_are_functions(name, value):
     assert score_texts(f"some_rewards:{name}", "2").rewards.tolist() == [value]
 
@@ -123,8 +134,9 @@ def test_none_of_a_function_for_one_sample_leaves_it_out():
     scores = score_texts("some_rewards:returns", "2", "3")
     assert np.isnan(scores.rewards).all()
     assert mean_part_metrics(scores.parts) == {
-        "reward/returns/none_frac": 1.0, "reward/left_out_frac": 1.0
-    }  # fmt: skip
+        "reward/returns/none_frac": 1.0,
+        "reward/left_out_frac": 1.0,
+    }
 
 
 def test_verls_batch_convention_gets_lists():

@@ -49,10 +49,14 @@ def test_an_episode_keeps_its_variables_and_shares_none(tools, environment):
     [
         ("while True: pass", "took more than 1 s", "tool/sandbox_timeouts"),
         ("import os; os._exit(3)", "exit status 3", "tool/sandbox_crashes"),
-        ("import os\nfor i in range(3, 64):\n    try: os.write(i, b'x\\n')\n    except OSError: 0",
-         "own pipe", "hack/forged_reply"),
+        (
+            "import os\nfor i in range(3, 64):\n    try: os.write(i, b'x\\n')\n"
+            "    except OSError: 0",
+            "own pipe",
+            "hack/forged_reply",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_program_loses_its_interpreter_and_the_policy_reads_why(environment, code, text, metric):
     call_tool(environment, "x = 1")
     reply, metrics = call_tool(environment, code)

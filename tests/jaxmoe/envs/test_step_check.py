@@ -118,14 +118,22 @@ def test_any_other_step_is_a_fault_with_a_short_reason(result, reason):
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5)
-    | st.binary(max_size=5) | st.builds(Hostile) | st.just(REPLY)
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.builds(Hostile)
+    | st.just(REPLY)
     | st.builds(Message, st.sampled_from(["user", "x"]), st.text(max_size=5)),
-    lambda inner: st.lists(inner, max_size=5)
-    | st.lists(inner, min_size=5, max_size=5).map(tuple)
-    | st.dictionaries(st.sampled_from(["role", "content", "rewards", "metrics", "name"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, min_size=5, max_size=5).map(tuple)
+        | st.dictionaries(st.sampled_from(["role", "content", "rewards", "metrics", "name"]), inner)
+    ),
     max_leaves=10,
-)  # fmt: skip
+)
 
 
 @given(_VALUES | st.tuples(_VALUES, _VALUES, st.booleans(), st.booleans(), _VALUES))

@@ -58,10 +58,12 @@ def test_the_cheats_try_every_kind():
         ("from os import _exit as e\ne(0)", "exits"),
         ("def f():\n    raise SystemExit", "exits"),
         ("class A:\n    def __ne__(self, o): return False", "always_equal"),
-        ("class A:\n    def __eq__(self, o):\n        if o: return True\n        return 1",
-         "always_equal"),
+        (
+            "class A:\n    def __eq__(self, o):\n        if o: return True\n        return 1",
+            "always_equal",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_way_to_do_it_is_found(code, kind):
     assert kinds_of(code) == {kind}
 
@@ -101,20 +103,26 @@ HOSTILE = {
     "attributes": "a" + ".b" * 900 + " = 1",
     "many attributes": "os.x.y.z.w.q = 1\n" * 6000,
     "calls": "open(" * 90 + ")" * 90,
-    "flags": "os.open(1," * 90 + "+".join(["O_RDWR"] * 100) + ",[0" + ",0" * 40_000 + "]"
+    "flags": "os.open(1," * 90
+    + "+".join(["O_RDWR"] * 100)
+    + ",[0"
+    + ",0" * 40_000
+    + "]"
     + ")" * 90,
     "programs in texts": "exec('exec(1)');" * 6000,
     "dicts": "{'__eq__':" * 80 + "1" + "}" * 80,
     "classes": "\n".join(
         " " * 2 * i + "class A:\n" + " " * (2 * i + 1) + "def __eq__():" for i in range(45)
-    ) + "\n" + (" " * 95 + "a;" + "0;" * 400 + "\n") * 90,
+    )
+    + "\n"
+    + (" " * 95 + "a;" + "0;" * 400 + "\n") * 90,
     "minus": "-" * 100_000 + "1",
     "brackets": "(" * 100_000,
     "sum": "1+" * 50_000 + "1",
     "null": "\0" * 100_000,
     "surrogates": "'\ud800'\n" * 10_000,
     "text": "x = '" + "a" * 100_000 + "'",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -128,11 +136,39 @@ def test_a_hostile_text_neither_raises_nor_takes_long(name):
 
 
 PIECES = st.sampled_from(
-    [*"()[]{}:=,.@*\n", " ", "\n  ", "os", "sys", ".modules", "open", "'w'", "class A",
-     "def __eq__", "return True", "raise", "lambda", "if", "import ", "from ", "__import__", "exec",
-     "del ", "await ", "match x", "case ", "x", "1", "f''", "as ", "global ", "try", "except",
-     "with "]
-)  # fmt: skip
+    [
+        *"()[]{}:=,.@*\n",
+        " ",
+        "\n  ",
+        "os",
+        "sys",
+        ".modules",
+        "open",
+        "'w'",
+        "class A",
+        "def __eq__",
+        "return True",
+        "raise",
+        "lambda",
+        "if",
+        "import ",
+        "from ",
+        "__import__",
+        "exec",
+        "del ",
+        "await ",
+        "match x",
+        "case ",
+        "x",
+        "1",
+        "f''",
+        "as ",
+        "global ",
+        "try",
+        "except",
+        "with ",
+    ]
+)
 
 
 @given(st.lists(PIECES, max_size=40).map("".join))

@@ -139,10 +139,13 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     prompts = task.held_out_prompts()
     metrics, rollouts, rewards = evaluate_held_out(engine, prompts, task, version=3, samples=4)
     assert metrics == {
-        "eval/accuracy": 0.25, "eval/accuracy_greedy": 1.0,
-        "eval/pass@2": 0.5, "eval/pass@4": 1.0,
-        "eval/reward/swapped": 0.0, "eval/reward/swapped_share": 0.25,
-    }  # fmt: skip
+        "eval/accuracy": 0.25,
+        "eval/accuracy_greedy": 1.0,
+        "eval/pass@2": 0.5,
+        "eval/pass@4": 1.0,
+        "eval/reward/swapped": 0.0,
+        "eval/reward/swapped_share": 0.25,
+    }
     assert len(rollouts) == N_HELD_OUT and rewards.tolist() == [1.0] * N_HELD_OUT
     assert {(t, n) for t, n, _ in engine.requests} == {(0.0, 1), (1.0, 4)}
     first = list(engine.requests)
@@ -151,8 +154,10 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
 
 
 def test_accuracy_is_told_by_data_source_where_there_are_several(tmp_path):
-    rows = [{"question": f"{i}", "answer": f"{i}", "data_source": "odd/x" if i % 2 else "even"}
-            for i in range(14)]  # fmt: skip
+    rows = [
+        {"question": f"{i}", "answer": f"{i}", "data_source": "odd/x" if i % 2 else "even"}
+        for i in range(14)
+    ]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = open_task(make_config(tmp_path / "q.jsonl"))
     engine = Parrot(task.tokenizer, lambda p, i: p.answer if int(p.answer) % 2 else "no")

@@ -54,19 +54,27 @@ def test_a_function_describes_itself():
 @pytest.mark.parametrize(
     "hint, schema",
     [
-        (int, {"type": "integer"}), (float, {"type": "number"}), (dict, {"type": "object"}),
-        (list[int], {"type": "array", "items": {"type": "integer"}}), (list, {"type": "array"}),
+        (int, {"type": "integer"}),
+        (float, {"type": "number"}),
+        (dict, {"type": "object"}),
+        (list[int], {"type": "array", "items": {"type": "integer"}}),
+        (list, {"type": "array"}),
         (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}),
         (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045
-        (int | float, {"type": ["integer", "number"]}), (Any, {}),
-        (list[int] | str, {"anyOf": [{"type": "array", "items": {"type": "integer"}},
-                                     {"type": "string"}]}),
+        (int | float, {"type": ["integer", "number"]}),
+        (Any, {}),
+        (
+            list[int] | str,
+            {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]},
+        ),
         (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}),
-        (Literal[1, "b", None],
-         {"type": ["integer", "string"], "enum": [1, "b"], "nullable": True}),
+        (
+            Literal[1, "b", None],
+            {"type": ["integer", "string"], "enum": [1, "b"], "nullable": True},
+        ),
         (Unit, {"type": "string", "enum": ["m", "ft"]}),
     ],
-)  # fmt: skip
+)
 def test_each_type_has_its_schema(hint, schema):
     assert schema_of_type(hint, "x") == schema
 
@@ -118,12 +126,15 @@ def bad_choices(a: str):
 @pytest.mark.parametrize(
     "function, message",
     [
-        (no_docstring, "must have a docstring"), (no_types, "must have a type for a"),
-        (no_description, "must describe a in its docstring"), (star, "by name"),
-        (strange_type, "must have a type that JSON has"), (unknown_type, "can be resolved"),
+        (no_docstring, "must have a docstring"),
+        (no_types, "must have a type for a"),
+        (no_description, "must describe a in its docstring"),
+        (star, "by name"),
+        (strange_type, "must have a type that JSON has"),
+        (unknown_type, "can be resolved"),
         (bad_choices, "must be a JSON list"),
     ],
-)  # fmt: skip
+)
 def test_a_function_that_cannot_be_described_is_one_line(function, message):
     with pytest.raises(ConfigError, match=message) as error:
         describe_function(function, "data.tools: my_tools:f")
@@ -140,22 +151,28 @@ def test_choices_of_the_docstring_restrict_a_parameter():
 
     schema = describe_function(paint, "").parameters
     assert schema["properties"]["colour"] == {
-        "type": "string", "enum": ["red", "blue"], "description": "The colour.",
-    }  # fmt: skip
+        "type": "string",
+        "enum": ["red", "blue"],
+        "description": "The colour.",
+    }
     assert "one of" in (check_arguments({"colour": "green"}, schema) or "")
 
 
 @pytest.mark.parametrize(
     "arguments, fault",
     [
-        ({"query": "x"}, None), ({"query": "x", "k": 1, "exact": True}, None),
-        ({}, "'query' is missing"), ({"qeury": "x"}, "Did you mean query?"),
-        ({"query": "x", "zzz": 1}, "Known: query, k, exact"), ({"query": 3}, "of type string"),
+        ({"query": "x"}, None),
+        ({"query": "x", "k": 1, "exact": True}, None),
+        ({}, "'query' is missing"),
+        ({"qeury": "x"}, "Did you mean query?"),
+        ({"query": "x", "zzz": 1}, "Known: query, k, exact"),
+        ({"query": 3}, "of type string"),
         ({"query": "x", "k": "3"}, "of type integer"),
         ({"query": "x", "k": 3.0}, "of type integer"),
-        ({"query": "x", "k": True}, "of type integer"), ({"query": None}, "of type string"),
+        ({"query": "x", "k": True}, "of type integer"),
+        ({"query": None}, "of type string"),
     ],
-)  # fmt: skip
+)
 def test_arguments_must_fit_the_parameters(arguments, fault):
     reason = check_arguments(arguments, describe_function(search, "").parameters)
     assert reason is None if fault is None else fault in reason
@@ -164,12 +181,15 @@ def test_arguments_must_fit_the_parameters(arguments, fault):
 @pytest.mark.parametrize(
     "hint, good, bad",
     [
-        (list[int], [[], [1, 2]], [["1"], 3, {}, [None]]), (float, [1, 2.5], ["1", True]),
-        (dict[str, int], [{}, {"a": 1}], [{"a": "1"}, []]), (Any, [None, 1, "x", []], []),
-        (Optional[int], [None, 3], ["3"]), (list[int] | str, ["x", [1]], [1, ["x"]]),  # noqa: UP045
+        (list[int], [[], [1, 2]], [["1"], 3, {}, [None]]),
+        (float, [1, 2.5], ["1", True]),
+        (dict[str, int], [{}, {"a": 1}], [{"a": "1"}, []]),
+        (Any, [None, 1, "x", []], []),
+        (Optional[int], [None, 3], ["3"]),  # noqa: UP045
+        (list[int] | str, ["x", [1]], [1, ["x"]]),
         (Literal[1, 2], [1, 2], [3, "1", True, 1.0]),
     ],
-)  # fmt: skip
+)
 def test_values_are_checked_in_depth(hint, good, bad):
     schema = {"type": "object", "properties": {"x": schema_of_type(hint, "x")}}
     assert [check_arguments({"x": value}, schema) for value in good] == [None] * len(good)

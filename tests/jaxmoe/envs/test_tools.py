@@ -66,14 +66,18 @@ def test_a_config_names_tools_with_options():
     [
         ("pyhton", "there is no tool 'pyhton'. Did you mean python?"),
         ("search", "Known: python, python_sandbox; a tool of your own is module:function."),
-        ("python + python", "two tools of one name"), ("python(x=1)", "no option 'x'"),
+        ("python + python", "two tools of one name"),
+        ("python(x=1)", "no option 'x'"),
         ("tools_of_a_user:multiply(c=1)", "no option 'c'. Known: a, b"),
-        ("tools_of_a_user:multiplyy", "can be imported"), ("nowhere:f", "can be imported"),
-        ("tools_of_a_user:NUMBER", "got int"), ("tools_of_a_user:Plain", "got a class"),
-        ("os:system", "must be a function written in Python"), ("tools_of_a_user:", "must be"),
+        ("tools_of_a_user:multiplyy", "can be imported"),
+        ("nowhere:f", "can be imported"),
+        ("tools_of_a_user:NUMBER", "got int"),
+        ("tools_of_a_user:Plain", "got a class"),
+        ("os:system", "must be a function written in Python"),
+        ("tools_of_a_user:", "must be"),
         ("tools_of_a_user:TOOL(a=1)", "takes no options"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_data_tools_is_one_line(text, message):
     with pytest.raises(ConfigError) as error:
         read_tools(text)
@@ -124,14 +128,20 @@ def test_async_tools_and_enums_are_called_as_they_are_written():
 @pytest.mark.parametrize(
     "content, text",
     [
-        ("", "'a' is missing"), ("{", "must be a JSON object"), ("[1]", "must be a JSON object"),
-        ('{"a": NaN}', "NaN is not a JSON value"), ('{"a": 1e999}', "of type integer"),
-        ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "JSON object"),
-        ('{"a": "1"}', "of type integer"), ('{"aa": 1}', "Did you mean a?"),
+        ("", "'a' is missing"),
+        ("{", "must be a JSON object"),
+        ("[1]", "must be a JSON object"),
+        ('{"a": NaN}', "NaN is not a JSON value"),
+        ('{"a": 1e999}', "of type integer"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "JSON object"),
+        ('{"a": "1"}', "of type integer"),
+        ('{"aa": 1}', "Did you mean a?"),
         ("null", "JSON object"),
-        ('{"a": 1}\ud800', "JSON object"), ('{"a": 1, "self": 2}', "no argument 'self'"),
+        ('{"a": 1}\ud800', "JSON object"),
+        ('{"a": 1, "self": 2}', "no argument 'self'"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_become_an_error_text(content, text):
     environment = ToolEnvironment([tool_from_function(multiply)])
     environment.reset(ROW, seed=0)
@@ -145,14 +155,20 @@ def test_bad_arguments_become_an_error_text(content, text):
 @pytest.mark.parametrize(
     "kind, text, is_error",
     [
-        ("raise", "Error: OSError: disk\nfull", True), ("exit", "Error: SystemExit: 3", True),
+        ("raise", "Error: OSError: disk\nfull", True),
+        ("exit", "Error: SystemExit: 3", True),
         ("cancel", "Error: CancelledError", True),
         ("bytes", "Error: the tool returned bytes", True),
-        ("cycle", "Error: ValueError", True), ("object", "Error: KeyError", True),
-        ("nan", "nan", False), ("none", "None", False), ("surrogate", "a?", False),
-        ("hello", "hello", False), ("pair", '["a", 1.0]', False), ("long", "xxx", False),
+        ("cycle", "Error: ValueError", True),
+        ("object", "Error: KeyError", True),
+        ("nan", "nan", False),
+        ("none", "None", False),
+        ("surrogate", "a?", False),
+        ("hello", "hello", False),
+        ("pair", '["a", 1.0]', False),
+        ("long", "xxx", False),
     ],
-)  # fmt: skip
+)
 def test_whatever_a_tool_does_the_policy_gets_a_short_text(kind, text, is_error):
     start = time.perf_counter()
     result = call_tool(tool_from_function(fail), f'{{"kind": "{kind}"}}')
@@ -335,10 +351,12 @@ def test_every_tool_is_closed_even_if_another_one_fails_to():
         raise OSError("gone")
 
     description = ToolDescription("a", "", {})
-    environment = ToolEnvironment([
-        Tool(description, print, close=raise_error),
-        Tool(description, print, recipient="b", close=lambda: log.append("closed")),
-    ])  # fmt: skip
+    environment = ToolEnvironment(
+        [
+            Tool(description, print, close=raise_error),
+            Tool(description, print, recipient="b", close=lambda: log.append("closed")),
+        ]
+    )
     environment.reset(ROW, seed=0)
     with pytest.raises(OSError, match="gone"):
         environment.close()

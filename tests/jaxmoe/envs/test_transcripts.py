@@ -33,9 +33,13 @@ def make_rollout(*parts, stop=StopReason.STOP_TOKEN):
         mask += [is_policy] * len(written)
     prompt = tuple(write_messages([Message("user", "69*69")], TOKENIZER))
     return Rollout(
-        Prompt(0, "69*69", prompt, "4761"), np.array(ids, np.int32), np.zeros(len(ids)), stop,
-        np.zeros(len(ids), np.int32), policy_mask=None if all(mask) else np.array(mask),
-    )  # fmt: skip
+        Prompt(0, "69*69", prompt, "4761"),
+        np.array(ids, np.int32),
+        np.zeros(len(ids)),
+        stop,
+        np.zeros(len(ids), np.int32),
+        policy_mask=None if all(mask) else np.array(mask),
+    )
 
 
 def test_a_message_has_its_author_and_its_recipient():
@@ -57,8 +61,9 @@ def test_a_message_has_its_author_and_its_recipient():
 def test_an_answer_of_one_turn_has_its_messages_too():
     rollout = make_rollout([THOUGHT, FINAL])
     assert [entry.speaker for entry in make_transcript(rollout, TOKENIZER)] == [
-        "assistant (analysis)", "assistant"
-    ]  # fmt: skip
+        "assistant (analysis)",
+        "assistant",
+    ]
 
 
 def test_a_message_that_is_cut_off_is_shown_like_others():
@@ -87,9 +92,13 @@ def test_a_call_that_names_no_tool_is_marked():
 
 @pytest.mark.parametrize(
     "reply",
-    ["4761", "<|start|>python<|message|>4761<|end|>", "<|start|>a<|end|><|start|>assistant",
-     "<|start|>a<|channel|><|message|>x<|end|><|start|>assistant"],
-)  # fmt: skip
+    [
+        "4761",
+        "<|start|>python<|message|>4761<|end|>",
+        "<|start|>a<|end|><|start|>assistant",
+        "<|start|>a<|channel|><|message|>x<|end|><|start|>assistant",
+    ],
+)
 def test_a_reply_that_is_not_in_harmony_format_is_its_raw_text(reply):
     rollout = make_rollout([CALL], reply, "x")
     assert make_transcript(rollout, TOKENIZER)[1] == ("environment", "", reply)

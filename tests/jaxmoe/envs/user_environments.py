@@ -212,10 +212,14 @@ class ToolOfVerl:
 
 
 WORD = {"word": {"type": "string", "description": "A word."}}
-SCHEMA = {"type": "function", "function": {
-    "name": "note", "description": "Note a word.",
-    "parameters": {"type": "object", "properties": WORD, "required": ["word"]},
-}}  # fmt: skip
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Note a word.",
+        "parameters": {"type": "object", "properties": WORD, "required": ["word"]},
+    },
+}
 
 
 def make_guess(limit=1):

@@ -29,9 +29,11 @@ def formula(logp, old, advantages, mask, low=0.2, high=0.28):
 def test_hand_worked_tokens():
     # ρ = 1.5, 0.5, 1.5, 0.5 with A = 2, 2, -2, -2: clipped, free, free, clipped
     logp, old, adv, mask = arrays(
-        np.log([[1.5, 0.5, 1.5, 0.5]]), np.zeros((1, 4)), [[2.0, 2.0, -2.0, -2.0]],
+        np.log([[1.5, 0.5, 1.5, 0.5]]),
+        np.zeros((1, 4)),
+        [[2.0, 2.0, -2.0, -2.0]],
         np.ones((1, 4), bool),
-    )  # fmt: skip
+    )
     loss, metrics = grpo_loss(logp, old, adv, mask, clip_low=0.2, clip_high=0.28)
     want = -(1.28 * 2 + 0.5 * 2 - 1.5 * 2 - 0.8 * 2) / 4
     # three roundings a term, terms at most 3, four sums
@@ -114,7 +116,7 @@ def test_pieces_with_the_same_total_add_up():
 def test_no_true_token_gives_zero_and_zero_gradient():
     logp, old, adv = arrays(*np.ones((3, B, T)))
     nothing = jnp.zeros((B, T), bool)
-    (loss, _), grad = jax.value_and_grad(
-        lambda x: grpo_loss(x, old, adv, nothing), has_aux=True
-    )(logp)  # fmt: skip
+    (loss, _), grad = jax.value_and_grad(lambda x: grpo_loss(x, old, adv, nothing), has_aux=True)(
+        logp
+    )
     assert float(loss) == 0.0 and not np.any(np.asarray(grad))

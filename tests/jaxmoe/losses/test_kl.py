@@ -92,8 +92,12 @@ def test_k3_is_held_at_ten_as_verls_is():
     want = [np.exp(2.5) - 3.5, 10.0, 10.0, np.exp(-9.0) + 8, 10.0]
     np.testing.assert_allclose(value[0], want, rtol=8 * EPS)
     assert (np.asarray(pull(jnp.ones_like(logq))[0])[0] != 0).tolist() == [
-        True, False, False, True, False
-    ]  # fmt: skip
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     np.testing.assert_allclose(
         k3_from_log_ratio(logq)[0, 1], np.exp(3.0) - 4, rtol=8 * EPS
     )  # a measurement

@@ -69,9 +69,15 @@ def test_weights_of_sequences_are_counted_as_verl_counts_them():
     did = sequence_is(log_ratio, mask, high=2.0)
     metrics = weight_metrics(did.weights_BT, did.ratio_BT, did.above_BT, mask)
     want = {
-        "mean": (4 * 2 + 0.5 + 1) / 6, "seq_mean": (2 + 0.5 + 1) / 3, "ratio_fraction_high": 1 / 3,
-        "max": 8.0, "min": 0.5, "seq_max": 2.0, "seq_min": 0.5, "oob_ratio": 0.0,
-    }  # fmt: skip
+        "mean": (4 * 2 + 0.5 + 1) / 6,
+        "seq_mean": (2 + 0.5 + 1) / 3,
+        "ratio_fraction_high": 1 / 3,
+        "max": 8.0,
+        "min": 0.5,
+        "seq_max": 2.0,
+        "seq_min": 0.5,
+        "oob_ratio": 0.0,
+    }
     for name, value in want.items():
         assert float(metrics[f"rollout_corr/rollout_is_{name}"]) == pytest.approx(
             value, rel=1e-5

@@ -263,8 +263,10 @@ def test_microbatches_cut_from_whole_weights_add_up(pieces):
     terms = jnp.asarray(rng.integers(-8, 8, (4, 6)), jnp.float32)
     mask = jnp.asarray(rng.random((4, 6)) < 0.5).at[3].set(False)  # and an empty row
     for weights in (
-        token_mean(mask), seq_mean_token_mean(mask), seq_mean_token_sum_norm(mask, length=8)
-    ):  # fmt: skip
+        token_mean(mask),
+        seq_mean_token_mean(mask),
+        seq_mean_token_sum_norm(mask, length=8),
+    ):
         parts = [
             float(masked_sum(t * w, m))
             for t, w, m in zip(*(jnp.split(x, pieces) for x in (terms, weights, mask)), strict=True)
@@ -275,7 +277,8 @@ def test_microbatches_cut_from_whole_weights_add_up(pieces):
 def test_no_true_token_weighs_nothing():
     nothing = jnp.zeros((2, 3), bool)
     for weights in (
-        token_mean(nothing), seq_mean_token_mean(nothing),
+        token_mean(nothing),
+        seq_mean_token_mean(nothing),
         seq_mean_token_sum_norm(nothing, length=3),
-    ):  # fmt: skip
+    ):
         assert not np.asarray(weights).any()

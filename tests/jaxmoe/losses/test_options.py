@@ -36,8 +36,11 @@ DRIFT = partial(losses.drift_mask, X, X, MASK)
 VALUE = partial(losses.clipped_value_loss, X, X, X, MASK)
 NEGATIVE, NOT_POSITIVE = (-0.1, NAN), (0.0, -1.0, NAN)
 REFUSED = [
-    *((TERMS[n], o, NEGATIVE) for n in ("ppo_clip", "gspo", "cispo")
-      for o in ("clip_low", "clip_high")),
+    *(
+        (TERMS[n], o, NEGATIVE)
+        for n in ("ppo_clip", "gspo", "cispo")
+        for o in ("clip_low", "clip_high")
+    ),
     (TERMS["ppo_clip"], "dual_clip", (1.0, 0.5, -3.0, NAN)),
     *((TERMS["sapo"], o, NOT_POSITIVE) for o in ("tau_positive", "tau_negative")),
     (TERMS["dppo_tv"], "delta", NEGATIVE),
@@ -50,7 +53,7 @@ REFUSED = [
     (partial(losses.whiten, X, MASK), "eps", NOT_POSITIVE),
     (partial(losses.seq_mean_token_sum_norm, MASK), "length", (0, -1)),
     (VALUE, "clip", NOT_POSITIVE),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("function", "name", "values"), REFUSED)

@@ -10,9 +10,7 @@ from jaxmoe.losses import overlong_penalty, token_rewards
 
 EPS = float(np.finfo(np.float32).eps)
 # two turns with a tool's output between them; one true token; none; all
-MASK = jnp.asarray(
-    [[0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0], [0] * 7, [1] * 7], bool
-)  # fmt: skip
+MASK = jnp.asarray([[0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0], [0] * 7, [1] * 7], bool)
 LAST = [5, 2, None, 6]
 REWARDS = jnp.asarray([1.0, -2.0, 4.0, 8.0])
 

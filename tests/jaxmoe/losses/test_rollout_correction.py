@@ -59,11 +59,18 @@ def test_icepop_zeroes_what_is_out_of_bounds_and_drops_nothing():
 
 # bounds of verl tests/trainer/ppo/test_rollout_corr.py, test_each_supported_rollout_rs_option
 VERL = {
-    "token_k1": (0.5, 1.5), "token_k2": (0.0, 2.0), "token_k3": (0.0, 2.0),
-    "seq_sum_k1": (0.6, 1.4), "seq_sum_k2": (0.0, 2.5), "seq_sum_k3": (0.0, 2.5),
-    "seq_mean_k1": (0.5, 1.5), "seq_mean_k2": (0.0, 2.0), "seq_mean_k3": (0.0, 2.0),
-    "seq_max_k2": (0.0, 2.0), "seq_max_k3": (0.0, 2.0),
-}  # fmt: skip
+    "token_k1": (0.5, 1.5),
+    "token_k2": (0.0, 2.0),
+    "token_k3": (0.0, 2.0),
+    "seq_sum_k1": (0.6, 1.4),
+    "seq_sum_k2": (0.0, 2.5),
+    "seq_sum_k3": (0.0, 2.5),
+    "seq_mean_k1": (0.5, 1.5),
+    "seq_mean_k2": (0.0, 2.0),
+    "seq_mean_k3": (0.0, 2.0),
+    "seq_max_k2": (0.0, 2.0),
+    "seq_max_k3": (0.0, 2.0),
+}
 
 
 def statistic64(name, x, mask):
@@ -154,8 +161,10 @@ def test_each_level_weighs_by_its_ratio_up_to_the_cap():
 def test_a_cap_left_out_is_two():
     log_ratio, mask = ratios([1.0, 0.5], [0.0, 0.0])
     for result in (
-        token_is(log_ratio), sequence_is(log_ratio, mask), geometric_is(log_ratio, mask),
-    ):  # fmt: skip
+        token_is(log_ratio),
+        sequence_is(log_ratio, mask),
+        geometric_is(log_ratio, mask),
+    ):
         assert float(result.weights_BT[0, 0]) == 2.0
 
 

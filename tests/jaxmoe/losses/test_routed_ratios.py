@@ -40,22 +40,31 @@ def make_arrays(seed):
 
     logits = rounded(rng.normal(size=(B, T, L, E)))
     return {
-        "logp": rounded(-rng.random((B, T))), "old": rounded(-rng.random((B, T))),
-        "a": rounded(rng.normal(size=(B, T)) * 2), "logits": logits,
+        "logp": rounded(-rng.random((B, T))),
+        "old": rounded(-rng.random((B, T))),
+        "a": rounded(rng.normal(size=(B, T)) * 2),
+        "logits": logits,
         "old_logits": rounded(logits + 0.3 * rng.normal(size=logits.shape)),
-        "experts": choose(), "old_experts": choose(), "switched": rng.random((B, T)) < 0.5,
-    }  # fmt: skip
+        "experts": choose(),
+        "old_experts": choose(),
+        "switched": rng.random((B, T)) < 0.5,
+    }
 
 
 def call_objective(name, x, mask=MASK, **options):
     """Call an objective on float64 arrays, or on jax arrays as they are."""
-    x = {n: v if isinstance(v, jax.Array) or v.dtype.kind != "f" else jnp.asarray(v, jnp.float32)
-         for n, v in x.items()}  # fmt: skip
+    x = {
+        n: v if isinstance(v, jax.Array) or v.dtype.kind != "f" else jnp.asarray(v, jnp.float32)
+        for n, v in x.items()
+    }
     x = {n: jnp.asarray(v) for n, v in x.items()}
     first = (x["logp"], x["old"], x["a"], jnp.asarray(mask))
     return {
         "rspo": lambda: rspo(
-            *first, x["logits"], x["old_logits"], x["old_experts"],
+            *first,
+            x["logits"],
+            x["old_logits"],
+            x["old_experts"],
             **{"clip_high": 0.28, "dual_clip": 3.0} | options,
         ),
         "erpo": lambda: erpo(
@@ -67,7 +76,7 @@ def call_objective(name, x, mask=MASK, **options):
         "length_scaled_clip": lambda: length_scaled_clip(
             *first, **{"dual_clip": 3.0, "length": 3} | options
         ),
-    }[name]()  # fmt: skip
+    }[name]()
 
 
 def clipped64(r, a, low, high, dual=np.inf):
@@ -87,9 +96,7 @@ def pool64(log_ratio, experts, mask):
         means = []
         for layer in range(L):
             for e in experts[b, t - 1, layer]:
-                group = [
-                    u for u in range(T) if mask[b, u] and e in experts[b, u - 1, layer]
-                ]  # fmt: skip
+                group = [u for u in range(T) if mask[b, u] and e in experts[b, u - 1, layer]]
                 means.append(np.mean([log_ratio[b, u] for u in group]))
         pooled[b, t] = np.mean(means)
     return pooled
@@ -192,8 +199,10 @@ def test_on_policy_with_the_same_routing_each_has_the_policy_gradient(name):
 
 
 def test_only_the_log_prob_has_a_gradient():
-    x = {n: jnp.asarray(v, jnp.float32 if v.dtype.kind == "f" else v.dtype)
-         for n, v in make_arrays(8).items()}  # fmt: skip
+    x = {
+        n: jnp.asarray(v, jnp.float32 if v.dtype.kind == "f" else v.dtype)
+        for n, v in make_arrays(8).items()
+    }
     for array in ("old", "a", "logits", "old_logits"):
         for name in NAMES:
             grad = jax.grad(lambda v, n=name, k=array: call_objective(n, x | {k: v}).sum())(
@@ -211,8 +220,9 @@ def test_rspo_by_hand():
     logp = jnp.zeros((1, 2))
     for advantage, floor, expected in (
         (1.0, 0.2, -0.5),  # γ = exp(−log 2) = 1/2, and the ratio 1/2 is not clipped
-        (1.0, 0.75, -0.75), (-1.0, 0.2, 0.8),  # the floor; for A < 0 the clip at 1 − 0.2
-    ):  # fmt: skip
+        (1.0, 0.75, -0.75),
+        (-1.0, 0.2, 0.8),  # the floor; for A < 0 the clip at 1 − 0.2
+    ):
         terms = rspo(
             logp, logp, jnp.full((1, 2), advantage), mask, logits, old_logits, experts, floor=floor
         )
@@ -226,8 +236,16 @@ def test_erpo_by_hand():
     log_ratio = jnp.asarray([[0.0, 0.1, 0.3, -0.2]])
     pooled = pool_by_expert(log_ratio, mask, experts, jnp.arange(2))
     np.testing.assert_allclose(pooled, [[0.0, 0.2, 0.2, -0.2]], rtol=4 * EPS)
-    terms = erpo(log_ratio, jnp.zeros((1, 4)), jnp.ones((1, 4)), mask, experts, jnp.arange(2),
-                 clip_low=0.5, clip_high=0.5)  # fmt: skip
+    terms = erpo(
+        log_ratio,
+        jnp.zeros((1, 4)),
+        jnp.ones((1, 4)),
+        mask,
+        experts,
+        jnp.arange(2),
+        clip_low=0.5,
+        clip_high=0.5,
+    )
     np.testing.assert_allclose(terms[0, 1:], -np.exp([0.2, 0.2, -0.2]), rtol=4 * EPS)
 
 
@@ -242,9 +260,7 @@ def test_erpo_with_one_group_is_gspo_and_with_a_group_for_each_token_is_ppo_clip
     # All experts of a token, as with soft routing, form one group in each row.
     soft = jnp.broadcast_to(jnp.arange(E), (B, T, L, E))
     own = jnp.broadcast_to(jnp.arange(T)[None, :, None, None], (B, T, L, 1))
-    for experts, numbers, other in (
-        (soft, jnp.arange(E), gspo), (own, jnp.arange(T), ppo_clip)
-    ):  # fmt: skip
+    for experts, numbers, other in ((soft, jnp.arange(E), gspo), (own, jnp.arange(T), ppo_clip)):
         value, grad = value_and_gradient(
             lambda v, e=experts, n=numbers: erpo(v, old, a, mask, e, n, **options)
         )
@@ -323,6 +339,7 @@ def test_rspo_weighs_the_ratio_by_at_most_one_and_at_least_the_floor(seed, floor
 def test_an_array_moves_one_token_to_the_right_in_its_row():
     x = jnp.arange(12).reshape(2, 3, 2)
     assert move_to_next_token(x).tolist() == [
-        [[0, 0], [0, 1], [2, 3]], [[0, 0], [6, 7], [8, 9]],
-    ]  # fmt: skip
+        [[0, 0], [0, 1], [2, 3]],
+        [[0, 0], [6, 7], [8, 9]],
+    ]
     assert move_to_next_token(jnp.asarray([[True, True, False]])).tolist() == [[False, True, True]]

@@ -26,8 +26,9 @@ def make_arrays(seed, scale=2.0):
 
 def call_term(name, logits, old, load, mask=MASK, n_tokens=N_TOKENS):
     # Numbers of the tests are float64; a jax array keeps its dtype.
-    logits, old = (x if isinstance(x, jax.Array) else jnp.asarray(x, jnp.float32)
-                   for x in (logits, old))  # fmt: skip
+    logits, old = (
+        x if isinstance(x, jax.Array) else jnp.asarray(x, jnp.float32) for x in (logits, old)
+    )
     mask = jnp.asarray(mask)
     return {
         "load_balance": lambda: load_balance(logits, mask, n_tokens, jnp.asarray(load)),
@@ -69,8 +70,9 @@ def test_values_and_gradients_are_those_of_float64_differences(name, seed):
     step, expected_grad = 1e-5, np.zeros_like(logits)
     # A token's value depends on its own logits alone, so one difference per expert is enough.
     for e in range(E):
-        up, down = (token_values64(name, logits + d * np.eye(E)[e], old, load)
-                    for d in (step, -step))  # fmt: skip
+        up, down = (
+            token_values64(name, logits + d * np.eye(E)[e], old, load) for d in (step, -step)
+        )
         expected_grad[..., e] = (up - down) / (2 * step)
     expected_grad *= MASK[:, :, None, None] / (MASK.sum() * L)
     scale = np.abs(expected_grad).max()
@@ -82,9 +84,9 @@ def test_parts_of_a_batch_add_up_to_it(name):
     logits, old, load = make_arrays(5)
 
     def value_and_gradient(rows):
-        return jax.value_and_grad(
-            lambda x: call_term(name, x, old[rows], load, mask=MASK[rows])
-        )(jnp.asarray(logits[rows], jnp.float32))  # fmt: skip
+        return jax.value_and_grad(lambda x: call_term(name, x, old[rows], load, mask=MASK[rows]))(
+            jnp.asarray(logits[rows], jnp.float32)
+        )
 
     value, grad = value_and_gradient(slice(None))
     for parts in (2, 4):

@@ -16,9 +16,11 @@ OBJECTIVES = CHOICES["objective"]
 ROUTING = {
     "router_logits_BTLE": jnp.zeros((B, T, 2, 4)),
     "old_router_logits_BTLE": jnp.zeros((B, T, 2, 4)),
-    "old_experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32), "experts_E": jnp.arange(4),
-    "experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32), "old_switched_BT": MASK,
-}  # fmt: skip
+    "old_experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32),
+    "experts_E": jnp.arange(4),
+    "experts_BTLA": jnp.zeros((B, T, 2, 1), jnp.int32),
+    "old_switched_BT": MASK,
+}
 BAD_SHAPES = [jnp.ones(T), jnp.ones((B, 1)), jnp.ones((1, T)), jnp.ones(())]
 
 
@@ -49,12 +51,21 @@ def test_grpo_loss_refuses_any_array_of_another_shape(place):
     assert float(loss) == 1.0
 
 
-@pytest.mark.parametrize("function, arrays", [
-    (losses.kl_k1, (X, X)), (losses.kl_k2, (X, X)), (losses.kl_k3, (X, X)),
-    (losses.kl_k3_importance, (X, X, X)), (losses.kl_k3_with_k2_gradient, (X, X)),
-    (losses.masked_mean, (X, MASK)), (losses.masked_sum, (X, MASK)),
-    (losses.clipped_value_loss, (X, X, X, MASK)), (losses.mismatch_metrics, (X, X, MASK)),
-], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    "function, arrays",
+    [
+        (losses.kl_k1, (X, X)),
+        (losses.kl_k2, (X, X)),
+        (losses.kl_k3, (X, X)),
+        (losses.kl_k3_importance, (X, X, X)),
+        (losses.kl_k3_with_k2_gradient, (X, X)),
+        (losses.masked_mean, (X, MASK)),
+        (losses.masked_sum, (X, MASK)),
+        (losses.clipped_value_loss, (X, X, X, MASK)),
+        (losses.mismatch_metrics, (X, X, MASK)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_other_losses_refuse_each_array_of_another_shape(function, arrays):
     function(*arrays)
     for place in range(len(arrays)):

@@ -20,9 +20,17 @@ TEMPERATURE = 0.7  # whose reciprocal is no float
 def small_config(**changes: Any) -> Any:
     """A model of pairwise distinct sizes."""
     sizes = dict(
-        vocab_size=61, d_model=40, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=8, n_experts=5,
-        experts_per_token=3, d_expert=24, sliding_window=9,
-    )  # fmt: skip
+        vocab_size=61,
+        d_model=40,
+        n_layers=2,
+        n_q_heads=6,
+        n_kv_heads=2,
+        head_dim=8,
+        n_experts=5,
+        experts_per_token=3,
+        d_expert=24,
+        sliding_window=9,
+    )
     return tiny(**(sizes | changes))
 
 
@@ -67,9 +75,14 @@ class Readings:
             params: Any, tokens_BT: Any, positions_BT: Any, segments_BT: Any, cache: Any
         ) -> Any:
             hidden_BTD, cache, recorded = forward(
-                params, tokens_BT, cfg, ops, positions_BT=positions_BT,
-                segment_ids_BT=segments_BT, cache=cache,
-            )  # fmt: skip
+                params,
+                tokens_BT,
+                cfg,
+                ops,
+                positions_BT=positions_BT,
+                segment_ids_BT=segments_BT,
+                cache=cache,
+            )
             return hidden_BTD, jnp.moveaxis(recorded["experts_BTA"], 0, 2), cache
 
         self.step = jax.jit(step)
@@ -108,8 +121,10 @@ class Readings:
             positions[0, columns] = np.arange(len(row))
             start += len(row) + gap
         fields = self.read(self.params, tokens, positions_BT=positions, segment_ids_BT=segments)
-        return [{n: np.asarray(x)[0][segments[0] == i + 1] for n, x in fields.items()}
-                for i in range(len(rows))]  # fmt: skip
+        return [
+            {n: np.asarray(x)[0][segments[0] == i + 1] for n, x in fields.items()}
+            for i in range(len(rows))
+        ]
 
     def read_sampled(self, rows: Sequence[np.ndarray], prompt: int, room: int, slots: int) -> Any:
         """Read as the engine does: `prompt` tokens at once, padded to `room`, then one by one."""
@@ -125,9 +140,12 @@ class Readings:
             alive = np.array([t < len(row) for row in rows])
             token = np.array([row[t] if t < len(row) else 0 for row in rows], np.int32)
             hidden, experts, cache = self.step(
-                self.params, token[:, None], np.full((len(rows), 1), t, np.int32),
-                alive[:, None].astype(np.int32), cache,
-            )  # fmt: skip
+                self.params,
+                token[:, None],
+                np.full((len(rows), 1), t, np.int32),
+                alive[:, None].astype(np.int32),
+                cache,
+            )
             for i in np.flatnonzero(alive):
                 decoded[i].append(np.asarray(hidden)[i])
                 sent[i].append(np.asarray(experts)[i])

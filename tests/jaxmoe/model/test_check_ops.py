@@ -64,11 +64,14 @@ def test_a_router_whose_arrays_do_not_fit_is_named_when_traced(router):
         trace_forward(replace(OPS, router=router))
 
 
-@pytest.mark.parametrize("router, message", [
-    (shift_experts, "experts from 0 to 4 .* got 1 to 5"),
-    (twice_the_same, "2 different experts"),
-    (not_finite, "finite weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "router, message",
+    [
+        (shift_experts, "experts from 0 to 4 .* got 1 to 5"),
+        (twice_the_same, "2 different experts"),
+        (not_finite, "finite weights"),
+    ],
+)
 def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, message):
     with pytest.raises(ConfigError, match=rf"ops.router: {router.__name__} must return {message}"):
         check_router(router, CFG)

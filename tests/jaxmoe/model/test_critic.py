@@ -12,9 +12,18 @@ from jaxmoe.model.head import shift_right
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
-    experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
-)  # fmt: skip
+    vocab_size=29,
+    d_model=24,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=8,
+    n_experts=5,
+    experts_per_token=2,
+    d_expert=20,
+    sliding_window=5,
+    dtype="float32",
+)
 B, T = 3, 9
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 29, (B, T)), jnp.int32)
 POLICY = init_params(jax.random.key(0), CFG)
@@ -62,9 +71,10 @@ def test_an_own_backbone_is_the_policys_without_its_head():
     critic = init_critic(POLICY, CFG, "float32", own_backbone=True)
     assert critic["backbone"].keys() == POLICY.keys() - {"head"}
     jax.tree.map(
-        np.testing.assert_array_equal, critic["backbone"],
+        np.testing.assert_array_equal,
+        critic["backbone"],
         {name: leaf for name, leaf in POLICY.items() if name != "head"},
-    )  # fmt: skip
+    )
 
 
 def test_an_own_backbone_outlives_the_policy_it_was_copied_from():

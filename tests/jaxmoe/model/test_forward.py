@@ -19,9 +19,18 @@ from tests.jaxmoe.random_weights import noisy_params
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+)
 B, T = 2, 24
 
 
@@ -126,9 +135,13 @@ def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
     parts = []
     for t in range(10):
         hidden, cache, _ = RUN(
-            params, answers[:, t : t + 1], CFG, OPS, cache=cache,
+            params,
+            answers[:, t : t + 1],
+            CFG,
+            OPS,
+            cache=cache,
             positions_BT=jnp.asarray(lengths + t, jnp.int32)[:, None],
-        )  # fmt: skip
+        )
         parts.append(hidden)
     decoded = jnp.concatenate(parts, axis=1)
     for b, n in enumerate(lengths):
@@ -178,9 +191,10 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
     """The backward of the two layers in a scanned pair asks for their forwards only where all is
     recomputed; counted in the gradient's program by a function of its own."""
     module, part = {
-        "xla": (xla, "_forward_blocks"), "mosaic_tpu": (pallas_tpu, "attention_forward_tpu"),
+        "xla": (xla, "_forward_blocks"),
+        "mosaic_tpu": (pallas_tpu, "attention_forward_tpu"),
         "mosaic_gpu": (pallas_gpu, "attention_forward_gpu"),
-    }[name]  # fmt: skip
+    }[name]
     inner = getattr(module, part)
 
     def count_calls(*args, **options):

@@ -82,9 +82,14 @@ def test_undoing_one_piece_is_seen(name):
 def draw_composition(draw):
     lengths = draw(st.lists(st.integers(2, 30), min_size=4, max_size=4))
     return (
-        lengths, draw(st.integers(0, 2**16)), draw(st.booleans()), draw(st.integers(0, 9)),
-        draw(st.integers(0, 2)), draw(st.integers(1, 8)), draw(st.permutations(range(4))),
-    )  # fmt: skip
+        lengths,
+        draw(st.integers(0, 2**16)),
+        draw(st.booleans()),
+        draw(st.integers(0, 9)),
+        draw(st.integers(0, 2)),
+        draw(st.integers(1, 8)),
+        draw(st.permutations(range(4))),
+    )
 
 
 @pytest.mark.slow
@@ -92,10 +97,12 @@ def draw_composition(draw):
     "dtype, cases",
     [
         ("float32", 200),
-        *(pytest.param(*options, marks=LONG)
-          for options in (("bfloat16", 200), ("float32", 2000), ("bfloat16", 2000))),
+        *(
+            pytest.param(*options, marks=LONG)
+            for options in (("bfloat16", 200), ("float32", 2000), ("bfloat16", 2000))
+        ),
     ],
-)  # fmt: skip
+)
 def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype, cases):
     read = make_readings(dtype)
 

@@ -16,9 +16,16 @@ from jaxmoe.model.ops import invariant_ops
 # of the whole model test_invariant.py says it, and CI runs that
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 CFG = tiny(
-    vocab_size=2001, d_model=2880, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=4,
-    experts_per_token=4, d_expert=720, rope_theta=150000.0,
-)  # fmt: skip
+    vocab_size=2001,
+    d_model=2880,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=4,
+    experts_per_token=4,
+    d_expert=720,
+    rope_theta=150000.0,
+)
 ROWS, FEWER = 301, (1, 3, 33)
 SIDES = {"plain": plain_ops(), "exact": invariant_ops(plain_ops())}
 
@@ -30,11 +37,13 @@ def draw_normal(seed, *shape, dtype=jnp.float32):
 def make_layer(dtype):
     D, E, F = CFG.d_model, CFG.n_experts, CFG.d_expert
     return {
-        "w_router": draw_normal(1, D, E), "b_router": draw_normal(2, E),
+        "w_router": draw_normal(1, D, E),
+        "b_router": draw_normal(2, E),
         "w_gate_up": 0.05 * draw_normal(3, E, D, 2 * F, dtype=dtype),
         "b_gate_up": draw_normal(4, E, 2 * F),
-        "w_down": 0.05 * draw_normal(5, E, F, D, dtype=dtype), "b_down": draw_normal(6, E, D),
-    }  # fmt: skip
+        "w_down": 0.05 * draw_normal(5, E, F, D, dtype=dtype),
+        "b_down": draw_normal(6, E, D),
+    }
 
 
 def make_ops_cases(ops, dtype):

@@ -102,9 +102,11 @@ def test_gradients_of_linear_are_those_of_the_plain_product(dtype):
     for actual, expected in zip(sums(linear), sums(plain), strict=True):
         assert actual.dtype == expected.dtype
         np.testing.assert_allclose(
-            np.asarray(actual, np.float64), np.asarray(expected, np.float64),
-            rtol=2 * float(jnp.finfo(dtype).eps), atol=2 * float(jnp.finfo(dtype).eps),
-        )  # fmt: skip
+            np.asarray(actual, np.float64),
+            np.asarray(expected, np.float64),
+            rtol=2 * float(jnp.finfo(dtype).eps),
+            atol=2 * float(jnp.finfo(dtype).eps),
+        )
 
 
 def test_the_backward_of_linear_multiplies_arrays_of_16_bits():

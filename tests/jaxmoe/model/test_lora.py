@@ -73,9 +73,13 @@ def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
     wrong_logps = [
         {"layers": {kind: swap_halves(layer) for kind, layer in layers.items()}},
         {"layers": {"sliding": layers["full"], "full": layers["sliding"]}},
-        {"layers": {kind: layer | {"w_q": Pair(layer["w_o"].b[..., :128], layer["w_q"].b)}
-                    for kind, layer in layers.items()}},
-    ]  # fmt: skip
+        {
+            "layers": {
+                kind: layer | {"w_q": Pair(layer["w_o"].b[..., :128], layer["w_q"].b)}
+                for kind, layer in layers.items()
+            }
+        },
+    ]
     assert min(map(gap_to_expected, wrong_logps)) > 1e-2
     assert gap_to_expected(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
 
@@ -110,10 +114,10 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
             return w + scale * jnp.einsum("...ri,...ro->...io", *pair, precision="highest")
 
         layers = {
-            kind: layer | {n: merge_pair(layer[n], p, LORA.scales[n])
-                           for n, p in tree["layers"][kind].items()}
+            kind: layer
+            | {n: merge_pair(layer[n], p, LORA.scales[n]) for n, p in tree["layers"][kind].items()}
             for kind, layer in base["layers"].items()
-        }  # fmt: skip
+        }
         return base | {"layers": layers}
 
     actual = score_tree(lambda tree: with_adapters(base, tree, LORA.scales), cfg)

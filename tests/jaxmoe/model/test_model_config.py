@@ -11,11 +11,26 @@ from jaxmoe.model import gpt_oss_20b, gpt_oss_120b
 from jaxmoe.model.config import find_unread_fields, from_hf, read_hf_config, to_hf
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, rope_theta=1e4, rope_factor=8.0,
-    rope_original_context=64, rope_beta_fast=16.0, rope_beta_slow=2.0, rope_truncate=True,
-    rms_eps=1e-6, swiglu_limit=5.0, max_context=512,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=6,
+    n_q_heads=15,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    rope_theta=1e4,
+    rope_factor=8.0,
+    rope_original_context=64,
+    rope_beta_fast=16.0,
+    rope_beta_slow=2.0,
+    rope_truncate=True,
+    rms_eps=1e-6,
+    swiglu_limit=5.0,
+    max_context=512,
+)
 
 
 @pytest.mark.parametrize("cfg", [CFG, gpt_oss_20b(), gpt_oss_120b()])
@@ -78,21 +93,44 @@ def test_a_file_that_is_not_whole_is_named(tmp_path):
 
 
 SPOILT = [
-    ("hidden_size", "48"), ("hidden_size", -48), ("hidden_size", 48.0), ("hidden_size", True),
-    ("vocab_size", 0), ("vocab_size", 10**12), ("num_hidden_layers", None), ("head_dim", []),
-    ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("swiglu_limit", float("inf")),
-    ("swiglu_alpha", -1.0), ("rope_theta", 0), ("max_position_embeddings", 1.5),
-    ("sliding_window", None), ("attention_bias", False), ("attention_bias", "yes"),
-    ("attention_dropout", 0.1), ("hidden_act", "gelu"), ("tie_word_embeddings", True),
-    ("layer_types", "all"), ("layer_types", 3), ("quantization_config", {"quant_method": "awq"}),
-    ("quantization_config", "fp8"), ("rope_scaling", "yarn"), ("rope_scaling", {"type": "linear"}),
-    ("rope_scaling", {"rope_type": "yarn", "factor": "8"}), ("experts_per_token", 2),
-    ("rope_scaling", {"rope_type": "yarn", "attention_factor": 1.5}), ("dtype", "int8"),
+    ("hidden_size", "48"),
+    ("hidden_size", -48),
+    ("hidden_size", 48.0),
+    ("hidden_size", True),
+    ("vocab_size", 0),
+    ("vocab_size", 10**12),
+    ("num_hidden_layers", None),
+    ("head_dim", []),
+    ("rms_norm_eps", float("nan")),
+    ("rms_norm_eps", "1e-5"),
+    ("swiglu_limit", float("inf")),
+    ("swiglu_alpha", -1.0),
+    ("rope_theta", 0),
+    ("max_position_embeddings", 1.5),
+    ("sliding_window", None),
+    ("attention_bias", False),
+    ("attention_bias", "yes"),
+    ("attention_dropout", 0.1),
+    ("hidden_act", "gelu"),
+    ("tie_word_embeddings", True),
+    ("layer_types", "all"),
+    ("layer_types", 3),
+    ("quantization_config", {"quant_method": "awq"}),
+    ("quantization_config", "fp8"),
+    ("rope_scaling", "yarn"),
+    ("rope_scaling", {"type": "linear"}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": "8"}),
+    ("experts_per_token", 2),
+    ("rope_scaling", {"rope_type": "yarn", "attention_factor": 1.5}),
+    ("dtype", "int8"),
     ("rope_scaling", {"rope_type": "yarn", "truncate": "no"}),
-    ("num_hidden_layers", 1_000_000_000), ("num_hidden_layers", 1026),
-    ("num_local_experts", 10**6), ("hidden_size", 2**30), ("vocab_size", 2**30),
+    ("num_hidden_layers", 1_000_000_000),
+    ("num_hidden_layers", 1026),
+    ("num_local_experts", 10**6),
+    ("hidden_size", 2**30),
+    ("vocab_size", 2**30),
     ("rope_theta", 10**400),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value"), SPOILT, ids=[f"{n}={v}" for n, v in SPOILT])

@@ -18,9 +18,19 @@ from jaxmoe.model.router import route_top_k
 from tests.pallas_kernels.three_way import three_way
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", swiglu_limit=1.5,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    swiglu_limit=1.5,
+)
 M, D, E, A, F = 29, 48, 7, 4, 40
 EPS = float(np.finfo(np.float32).eps)
 
@@ -28,9 +38,14 @@ EPS = float(np.finfo(np.float32).eps)
 def layer(seed=0):
     rng = np.random.default_rng(seed)
     shapes = dict(
-        moe_norm=(D,), w_router=(D, E), b_router=(E,), w_gate_up=(E, D, 2 * F),
-        b_gate_up=(E, 2 * F), w_down=(E, F, D), b_down=(E, D),
-    )  # fmt: skip
+        moe_norm=(D,),
+        w_router=(D, E),
+        b_router=(E,),
+        w_gate_up=(E, D, 2 * F),
+        b_gate_up=(E, 2 * F),
+        w_down=(E, F, D),
+        b_down=(E, D),
+    )
     return {n: jnp.asarray(rng.normal(0, 0.3, s), jnp.float32) for n, s in shapes.items()}
 
 

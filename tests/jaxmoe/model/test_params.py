@@ -21,9 +21,18 @@ from jaxmoe.model import (
 from jaxmoe.model.params import Spec, cast_for_forward, map_specs, param_specs
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, vocab_multiple=64,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=6,
+    n_q_heads=15,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    vocab_multiple=64,
+)
 
 
 def list_specs(cfg):
@@ -52,11 +61,17 @@ def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("w_q", (3, 48, 240)), ("w_k", (3, 48, 48)), ("w_o", (3, 240, 48)), ("sinks", (3, 15)),
-        ("w_router", (3, 48, 7)), ("w_gate_up", (3, 7, 48, 80)), ("b_gate_up", (3, 7, 80)),
-        ("w_down", (3, 7, 40, 48)), ("b_down", (3, 7, 48)),
+        ("w_q", (3, 48, 240)),
+        ("w_k", (3, 48, 48)),
+        ("w_o", (3, 240, 48)),
+        ("sinks", (3, 15)),
+        ("w_router", (3, 48, 7)),
+        ("w_gate_up", (3, 7, 48, 80)),
+        ("b_gate_up", (3, 7, 80)),
+        ("w_down", (3, 7, 40, 48)),
+        ("b_down", (3, 7, 48)),
     ],
-)  # fmt: skip
+)
 def test_shapes_by_hand(name, shape):
     assert param_specs(CFG)["layers"]["sliding"][name].shape == shape
 

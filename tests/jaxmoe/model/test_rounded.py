@@ -84,8 +84,9 @@ def test_trainer_engine_and_decoded_weights_have_the_same_log_probs(weights):
     packed, ops = round_experts(params), plain_ops()
     decoded = jax.tree.map(
         lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
-        packed, is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
-    )  # fmt: skip
+        packed,
+        is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
+    )
     run = jax.jit(lambda p: log_probs(p, tokens_BT, ops))
     trainer, engine, dense = run(with_rounded(params, packed)), run(packed), run(decoded)
     np.testing.assert_allclose(trainer, dense, atol=2e-6, rtol=0)
@@ -103,8 +104,9 @@ def test_gradients_of_the_masters_are_those_of_the_decoded_weights_except_where_
     masters = jax.jit(jax.grad(lambda p: loss(with_rounded(p, packed))))(params)
     decoded = jax.tree.map(
         lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
-        packed, is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
-    )  # fmt: skip
+        packed,
+        is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
+    )
     expected = jax.jit(jax.grad(loss))(decoded)
     for kind in ("sliding", "full"):
         for name in MATRICES:
@@ -143,8 +145,9 @@ def test_an_expert_that_no_token_takes_has_no_gradient(weights):
     params, tokens_BT = weights
     packed, ops = round_experts(params), plain_ops()
     biased = params["layers"]["full"]["b_router"].at[:, 2].set(-1e4)
-    params = params | {"layers": params["layers"] | {
-        "full": params["layers"]["full"] | {"b_router": biased}}}  # fmt: skip
+    params = params | {
+        "layers": params["layers"] | {"full": params["layers"]["full"] | {"b_router": biased}}
+    }
     grads = jax.jit(jax.grad(lambda p: log_probs(with_rounded(p, packed), tokens_BT, ops).sum()))(
         params
     )

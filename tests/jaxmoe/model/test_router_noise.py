@@ -27,7 +27,7 @@ def layer_of(rng, scale=1.0):
     return {
         "w_router": jnp.asarray(rng.normal(size=(D, E)) * scale, jnp.float32),
         "b_router": jnp.asarray(rng.normal(size=E) * scale, jnp.float32),
-    }  # fmt: skip
+    }
 
 
 def hidden(n=N, seed=1):
@@ -64,7 +64,7 @@ def test_tokens_experts_layers_steps_and_seeds_have_independent_noise():
         "another layer": hash_uniform(h_BTD, E, (5, 3, 3)),
         "another seed": hash_uniform(h_BTD, E, (5, 2, 4)),
         "another bit": hash_uniform(nudged_BTD, E, (5, 2, 3)),
-    }  # fmt: skip
+    }
     bound = 4.5 / np.sqrt(N * E)
     for name, uniform in others.items():
         other = np.asarray(normal_noise(uniform))[0]

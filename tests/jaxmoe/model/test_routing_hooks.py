@@ -15,9 +15,18 @@ from jaxmoe.model.router import record_experts, replay_routing, route_top_k, rou
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 13)), jnp.int32)
 
 
@@ -77,9 +86,10 @@ def test_gradients_of_replayed_weights_are_those_of_float64_differences():
     rng = np.random.default_rng(5)
     tokens, width, n_experts, active = 7, 10, 6, 3
     values = {
-        "h": rng.normal(size=(tokens, width)), "w_router": rng.normal(size=(width, n_experts)),
+        "h": rng.normal(size=(tokens, width)),
+        "w_router": rng.normal(size=(width, n_experts)),
         "b_router": rng.normal(size=n_experts),
-    }  # fmt: skip
+    }
     experts = rng.random((tokens, n_experts)).argsort(-1)[:, :active]
     experts_MA = np.where(np.arange(tokens)[:, None] == 2, -1, experts)  # token 2 is unknown
     effect_ME = rng.normal(size=(tokens, n_experts))  # of each expert's output on the loss

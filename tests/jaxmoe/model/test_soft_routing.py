@@ -20,9 +20,19 @@ from tests.jaxmoe.random_weights import noisy_params
 
 B, T, D, E, A = 2, 5, 11, 7, 3
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=8,
-    experts_per_token=3, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=8,
+    experts_per_token=3,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=64,
+)
 STEPS = 4
 ANNEALED = partial(route_annealed, steps=STEPS)
 ROUTERS = {"soft": route_softly, "annealed": ANNEALED, "straight-through": route_straight_through}
@@ -33,7 +43,7 @@ def random_layer(seed=0):
     return {
         "w_router": jnp.asarray(rng.normal(size=(D, E)), jnp.float32),
         "b_router": jnp.asarray(rng.normal(size=E), jnp.float32),
-    }  # fmt: skip
+    }
 
 
 def hidden(seed=1):
@@ -129,10 +139,12 @@ def test_gradients_agree_with_central_differences_in_float64(name, step):
     values_E = np.random.default_rng(5).normal(size=E)
     gradient = jax.grad(
         lambda w: total(
-            select(ROUTERS[name], step), h_BTD, layer | {"w_router": w},
+            select(ROUTERS[name], step),
+            h_BTD,
+            layer | {"w_router": w},
             jnp.asarray(values_E, jnp.float32),
         )
-    )(layer["w_router"])  # fmt: skip
+    )(layer["w_router"])
     share = 1.0 if name == "soft" else max(0.0, 1 - step / STEPS)
     top = np.argsort(-logits64(h_BTD, layer), axis=-1)[..., :A]
 

@@ -14,7 +14,7 @@ from jaxmoe.model.trainable import count_trained, merge_params, policy_specs, sp
 PARAMS = {
     "embed": np.arange(4.0),
     "layers": {"full": {"w_q": np.ones(2), "w_router": np.ones(3)}, "sliding": {"w_q": Pair(1, 2)}},
-}  # fmt: skip
+}
 TINY = load_config("tiny.py")
 
 
@@ -27,11 +27,13 @@ def paths_of(tree):
     ("trainable", "expected"),
     [
         ("embed", {"embed"}),
-        ("(?!.*router).*", {"embed", "layers/full/w_q", "layers/sliding/w_q/a",
-                            "layers/sliding/w_q/b"}),
+        (
+            "(?!.*router).*",
+            {"embed", "layers/full/w_q", "layers/sliding/w_q/a", "layers/sliding/w_q/b"},
+        ),
         (".*/b|.*router", {"layers/sliding/w_q/b", "layers/full/w_router"}),
     ],
-)  # fmt: skip
+)
 def test_the_expression_matches_complete_paths_and_both_parts_merge_again(trainable, expected):
     trained, frozen = split_params(PARAMS, trainable)
     assert paths_of(trained) == expected

@@ -95,8 +95,9 @@ def test_only_what_is_out_of_bounds_and_was_measured_is_told():
     healthy = {case[0]: case[1] for case in CASES} | {"loss": 1e9}
     assert alerts_of(healthy) == {} and alerts_of({}) == {}
     assert list(alerts_of(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
-        "policy/clip_frac", "gate/closed",
-    ]  # fmt: skip
+        "policy/clip_frac",
+        "gate/closed",
+    ]
 
 
 @pytest.mark.parametrize(

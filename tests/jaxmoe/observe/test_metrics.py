@@ -166,8 +166,11 @@ def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
 
 
 def test_the_last_lines_tell_the_first_accuracy_and_the_last():
-    rows = [{"step": 0, "eval/accuracy": 0.15, "eval/accuracy_greedy": 0.35}, {"step": 1},
-            {"step": 8, "eval/accuracy": 0.71, "eval/accuracy_greedy": 0.72}]  # fmt: skip
+    rows = [
+        {"step": 0, "eval/accuracy": 0.15, "eval/accuracy_greedy": 0.35},
+        {"step": 1},
+        {"step": 8, "eval/accuracy": 0.71, "eval/accuracy_greedy": 0.72},
+    ]
     assert metrics.format_accuracy(rows) == (
         "0.150 -> 0.710 sampled, 0.350 -> 0.720 greedy, on the held-out rows (steps 0 -> 8)"
     )

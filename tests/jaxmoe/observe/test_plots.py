@@ -14,25 +14,38 @@ from jaxmoe.observe.plots import PANELS, plot_run, smooth_values
 def _rows(count: int) -> list[dict]:
     return [
         {
-            "stage": "rl", "step": n, "reward/mean": n / 60, "policy/entropy": 1.0,
+            "stage": "rl",
+            "step": n,
+            "reward/mean": n / 60,
+            "policy/entropy": 1.0,
             "grad/norm": 0.3,
-            "eval/accuracy": None if n % 5 else n / 60, "train_rollout_logprob_abs_diff": 0.0,
+            "eval/accuracy": None if n % 5 else n / 60,
+            "train_rollout_logprob_abs_diff": 0.0,
             "train_rollout_logprob_abs_diff_max": 0.0,
-            "reward/zero_std_groups_frac": 0.5, "stop/max_tokens_frac": 0.2,
-            "response_len/mean": 5.0, "response_len/max": 6, "policy/clip_frac": 0.1,
-            "policy/clip_frac_high": 0.06, "policy/clip_frac_low": 0.04, "policy/kl_ref": 0.01,
-            "eval/pass@2": 0.5, "eval/pass@8": 0.9, "time/step_s": 1.5, "time/rollout_s": 1.0,
+            "reward/zero_std_groups_frac": 0.5,
+            "stop/max_tokens_frac": 0.2,
+            "response_len/mean": 5.0,
+            "response_len/max": 6,
+            "policy/clip_frac": 0.1,
+            "policy/clip_frac_high": 0.06,
+            "policy/clip_frac_low": 0.04,
+            "policy/kl_ref": 0.01,
+            "eval/pass@2": 0.5,
+            "eval/pass@8": 0.9,
+            "time/step_s": 1.5,
+            "time/rollout_s": 1.0,
             "time/train_s": 0.5,
         }
         for n in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rows", [[], [{"stage": "rl", "step": 1}], _rows(1), _rows(60)],
+    "rows",
+    [[], [{"stage": "rl", "step": 1}], _rows(1), _rows(60)],
     ids=["empty", "no metrics", "one step", "sixty steps"],
-)  # fmt: skip
+)
 def test_every_panel_is_a_picture(tmp_path, rows):
     plot_run(rows, tmp_path)
     names = {path.name for path in (tmp_path / "plots").iterdir()}
@@ -42,15 +55,17 @@ def test_every_panel_is_a_picture(tmp_path, rows):
 
 
 @pytest.mark.parametrize(
-    "values", [[-0.9, -0.5, -0.25], [3.0, 9.0, 25.0], [-40.0, 0.5, 12.0], [0.1, 0.5, 0.9]],
+    "values",
+    [[-0.9, -0.5, -0.25], [3.0, 9.0, 25.0], [-40.0, 0.5, 12.0], [0.1, 0.5, 0.9]],
     ids=["negative", "sums", "both", "0 to 1"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("panel", ["reward", "accuracy"])
 def test_every_reward_is_inside_its_picture(panel, values):
     names = {"reward": ["reward/mean"], "accuracy": ["eval/accuracy", "eval/accuracy_greedy"]}
     axes = Figure().subplots()
-    rows = [{"stage": "rl", "step": n, **dict.fromkeys(names[panel], x)}
-            for n, x in enumerate(values)]  # fmt: skip
+    rows = [
+        {"stage": "rl", "step": n, **dict.fromkeys(names[panel], x)} for n, x in enumerate(values)
+    ]
     PANELS[panel](axes, rows)
     low, high = axes.get_ylim()
     assert low < min(0, *values) and high > max(1, *values)
@@ -59,8 +74,10 @@ def test_every_reward_is_inside_its_picture(panel, values):
 
 def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
     axes = Figure().subplots()
-    rows = [{"stage": "rl", "step": n, "reward/mean": 0.1, "reward/after_penalty_mean": -0.6}
-            for n in range(5)]  # fmt: skip
+    rows = [
+        {"stage": "rl", "step": n, "reward/mean": 0.1, "reward/after_penalty_mean": -0.6}
+        for n in range(5)
+    ]
     plots._draw_panel(axes, PANELS["reward"], rows)
     assert axes.get_ylim()[0] < -0.6
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with overlong penalty"]
@@ -68,9 +85,11 @@ def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
 
 def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, *_: titles.extend(
-        axes.get_title() for axes in figure.axes
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        plots,
+        "save_figure",
+        lambda figure, *_: titles.extend(axes.get_title() for axes in figure.axes),
+    )
     plot_run(_rows(6), tmp_path, panels=False)
     assert "held-out accuracy (step 0: before RL)" in titles
     plot_run(_rows(6), tmp_path, panels=False, score="mean reward")

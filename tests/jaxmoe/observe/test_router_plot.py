@@ -20,9 +20,10 @@ def make_rows(steps, layers=3):
 
 
 @pytest.mark.parametrize(
-    "rows", [[], make_rows([1]), make_rows(range(1, 30)), make_rows([2, 5])],
+    "rows",
+    [[], make_rows([1]), make_rows(range(1, 30)), make_rows([2, 5])],
     ids=["empty", "one step", "many steps", "steps apart"],
-)  # fmt: skip
+)
 def test_the_heat_map_is_a_picture(tmp_path, rows):
     plot_router(rows, tmp_path)
     image = imread(tmp_path / "plots" / "router.png")

@@ -28,9 +28,11 @@ sys.exit(status.code)
 
 def train(run, limit):
     return subprocess.run(
-        [sys.executable, "-c", TRAINS, str(run), str(limit), "m"], capture_output=True, text=True,
+        [sys.executable, "-c", TRAINS, str(run), str(limit), "m"],
+        capture_output=True,
+        text=True,
         timeout=60,
-    )  # fmt: skip
+    )
 
 
 def test_a_disk_that_fills_ends_a_run_of_300_metrics_in_one_line(tmp_path):

@@ -156,13 +156,19 @@ def test_the_real_one_takes_a_run_and_its_resume_without_a_network(tmp_path, nam
     if find_spec(name) is None:
         pytest.skip(f"pip install {name}")
     env = os.environ | {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    }
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, str(tmp_path / "run")], env=env, cwd=Path.cwd(),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT, name, str(tmp_path / "run")],
+        env=env,
+        cwd=Path.cwd(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0 and "no more metrics" not in result.stderr, result.stderr
     folder = tmp_path / ("run/wandb" if name == "wandb" else "trackio")
     content = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())

@@ -6,9 +6,13 @@ import re
 from functools import cache
 
 KINDS = (
-    "all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all", "all-to-all",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "ragged-all-to-all",
+    "all-to-all",
     "collective-permute",
-)  # fmt: skip
+)
 BYTES = {"pred": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 _DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ", re.M)
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")

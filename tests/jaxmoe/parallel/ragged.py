@@ -7,7 +7,7 @@ from jax import lax
 
 def emulate_ragged(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):  # fmt: skip
+):
     """Emulate jax.lax.ragged_all_to_all with one slice per device; NaN if the two sides' sizes
     differ."""
     n_devices, gathered = lax.axis_index(axis_name), lax.all_gather(operand, axis_name)

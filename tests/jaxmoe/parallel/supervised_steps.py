@@ -47,9 +47,11 @@ def main(steps: int, axis: str, *changes: str) -> None:
     for _ in range(steps):
         prompts = next(data)
         batch = supervised_batch(
-            prompts, [answer_tokens(p, task) for p in prompts], length=cfg.context,
+            prompts,
+            [answer_tokens(p, task) for p in prompts],
+            length=cfg.context,
             pad_id=task.tokenizer.pad_id,
-        )  # fmt: skip
+        )
         state, metrics = step(state, shard_batch(batch, mesh))
         losses.append([float(metrics[name]) for name in ("loss", "grad/norm")])
     if jax.process_index() == 0:

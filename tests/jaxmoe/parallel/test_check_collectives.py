@@ -97,15 +97,18 @@ def run_check(mode, times):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         env |= dict(zip(PROCESS_VARIABLES, (address, "2", number), strict=True))
         env.pop("JAX_COMPILATION_CACHE_DIR", None)  # jax keeps programs for process 0 alone
-        started.append(subprocess.Popen(
-            [sys.executable, "-c", CHECKED, mode, str(times)], cwd=ROOT, env=env, text=True,
-            stderr=subprocess.PIPE,
-        ))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", CHECKED, mode, str(times)],
+                cwd=ROOT,
+                env=env,
+                text=True,
+                stderr=subprocess.PIPE,
+            )
+        )
     message = [process.communicate(timeout=300)[1] for process in started]
     assert all(process.returncode in (0, 1) for process in started), message
-    return [
-        "\n".join(line for line in text.splitlines() if "Gloo" not in line) for text in message
-    ]  # fmt: skip
+    return ["\n".join(line for line in text.splitlines() if "Gloo" not in line) for text in message]
 
 
 @pytest.mark.slow

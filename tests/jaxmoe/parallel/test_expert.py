@@ -25,9 +25,19 @@ from tests.jaxmoe.parallel.ragged import emulate_ragged
 from tests.pallas_kernels.three_way import three_way
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=20, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=14, n_experts=16,
-    experts_per_token=3, d_expert=12, sliding_window=9, dtype="float32", swiglu_limit=1.5,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=20,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=14,
+    n_experts=16,
+    experts_per_token=3,
+    d_expert=12,
+    sliding_window=9,
+    dtype="float32",
+    swiglu_limit=1.5,
+)
 B, T, D, E, A, F = 8, 7, 20, 16, 3, 12
 MESHES = {  # rows of the buffer, bytes of gathered tokens
     "expert 8": (dict(expert=8), 5, 2**29),  # of at most 112 rows: up to 23 rounds
@@ -103,9 +113,12 @@ def run_on_mesh(mesh, dispatch, **options):
         return dispatch(h, indices, weights, layer, CFG, **options)
 
     return jax.shard_map(
-        run_shard, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
+        run_shard,
+        mesh=mesh,
+        in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS),
+        out_specs=TOKENS,
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 def check_agreement(actual, naive, exact, names=NAMES):
@@ -114,17 +127,21 @@ def check_agreement(actual, naive, exact, names=NAMES):
 
 
 # each mesh and each dispatch once; the others are slow
-QUICK = [("expert 8", "gathered"), ("expert 4, tensor 2", "exchanged"),
-         ("data 2, expert 2, tensor 2", "gathered")]  # fmt: skip
+QUICK = [
+    ("expert 8", "gathered"),
+    ("expert 4, tensor 2", "exchanged"),
+    ("data 2, expert 2, tensor 2", "gathered"),
+]
 
 
 @pytest.mark.parametrize(
     ("mesh", "dispatch"),
     [
         pytest.param(mesh, dispatch, marks=[] if (mesh, dispatch) in QUICK else pytest.mark.slow)
-        for mesh in MESHES for dispatch in DISPATCHES
+        for mesh in MESHES
+        for dispatch in DISPATCHES
     ],
-)  # fmt: skip
+)
 def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(
     mesh, dispatch, monkeypatch
 ):
@@ -157,11 +174,13 @@ def without_one(y_CD, weights_NA, arguments):
 FAULTS = {
     "the sum over tensor is forgotten": (expert, "_psum_over", lambda x, _: x),
     "a device takes its neighbour's experts": (
-        expert, "device_index", lambda names: exchange.device_index(names) ^ 1,
+        expert,
+        "device_index",
+        lambda names: exchange.device_index(names) ^ 1,
     ),
     "what does not fit is dropped": (expert, "sum_rounds", first_alone),
     "a row is dropped": (expert, "combine_rows_of_pairs", without_one),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -214,14 +233,22 @@ def test_a_sampler_sends_tokens_over_every_axis_that_cuts_experts():
 def test_the_emulated_exchange_is_the_documented_one():
     """The example of jax.lax.ragged_all_to_all's documentation."""
     arguments = (
-        [1, 2, 2, 3, 4, 0], [0] * 8, [0, 1, 0, 1], [1, 2, 1, 1], [0, 0, 1, 2], [1, 1, 2, 1],
-    )  # fmt: skip
+        [1, 2, 2, 3, 4, 0],
+        [0] * 8,
+        [0, 1, 0, 1],
+        [1, 2, 1, 1],
+        [0, 0, 1, 2],
+        [1, 1, 2, 1],
+    )
     operand, output, *slices = (jnp.asarray(x, jnp.int32) for x in arguments)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
     run = jax.shard_map(
-        partial(emulate_ragged, axis_name="x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        partial(emulate_ragged, axis_name="x"),
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
         check_vma=False,
-    )  # fmt: skip
+    )
     actual = jax.jit(run)(
         operand.astype(jnp.float32)[:, None], output.astype(jnp.float32)[:, None], *slices
     )

@@ -33,9 +33,17 @@ pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
 D, F, E, A = 256, 192, 16, 4
 CFG = ModelConfig(
-    vocab_size=97, d_model=D, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=64, n_experts=E,
-    experts_per_token=A, d_expert=F, sliding_window=128,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=D,
+    n_layers=2,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=64,
+    n_experts=E,
+    experts_per_token=A,
+    d_expert=F,
+    sliding_window=128,
+)
 ROWS = 256  # tokens of a device
 TOKENS, EXPERTS = P(("data", "fsdp", "expert", "sequence")), P(("expert", "tensor"))
 
@@ -68,9 +76,12 @@ def compile_dispatch(mesh, chip, dispatch, backward=True):
         return dispatch(h, indices, weights, layer, CFG, experts=inner)
 
     run = jax.shard_map(
-        run_shard, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
+        run_shard,
+        mesh=mesh,
+        in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS),
+        out_specs=TOKENS,
         check_vma=False,
-    )  # fmt: skip
+    )
 
     def run_both(h, indices, weights, layer):
         y, pull = jax.vjp(lambda h, w, layer: run(h, indices, w, layer), h, weights, layer)
@@ -87,10 +98,11 @@ def compile_dispatch(mesh, chip, dispatch, backward=True):
         ).items()
     }
     args = (
-        abstract_array(TOKENS, jnp.bfloat16, rows, ROWS, D), abstract_array(TOKENS, jnp.int32, rows,
-        ROWS, A),
-        abstract_array(TOKENS, jnp.float32, rows, ROWS, A), layer,
-    )  # fmt: skip
+        abstract_array(TOKENS, jnp.bfloat16, rows, ROWS, D),
+        abstract_array(TOKENS, jnp.int32, rows, ROWS, A),
+        abstract_array(TOKENS, jnp.float32, rows, ROWS, A),
+        layer,
+    )
     platform = "cuda" if chip in GPUS else "tpu"
     with jax.set_mesh(mesh), _without_compilation_cache():
         traced = jax.jit(run_both if backward else run).trace(*args)

@@ -24,11 +24,12 @@ TINY = load_config("tiny.py")  # heads 4 and 2, experts 8, rows 64
         (["mesh.fsdp=48"], 48, r"\(48\) must divide the rows of a microbatch"),
         (["mesh.fsdp=8", "warmup.sequences_per_step=12"], 8, r"warmup.sequences_per_step / optim"),
         (
-            ["mesh.fsdp=8", "optim.tokens_per_microbatch=2000"], 8,
+            ["mesh.fsdp=8", "optim.tokens_per_microbatch=2000"],
+            8,
             r"must fit a multiple of mesh.data \* mesh.fsdp \* mesh.expert \(8\) rows",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, message):
     with pytest.raises(ConfigError, match=message) as error:
         check_mesh(override(TINY, *changes), devices)
@@ -53,8 +54,9 @@ def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="they give 1"):
         check_mesh(TINY, 2)  # or each would train a run of its own in one folder
-    ahead = override(TINY, "mesh.fsdp=2", "rollout.max_staleness=1",
-                     "loss.rollout_correction=token_is(high=2.0)")  # fmt: skip
+    ahead = override(
+        TINY, "mesh.fsdp=2", "rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)"
+    )
     with pytest.raises(ConfigError, match=r"rollout.max_staleness \(1\) must be 0 with several"):
         check_mesh(ahead, 2)
     vllm = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm")

@@ -38,9 +38,19 @@ from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 CFG = ModelConfig(
-    vocab_size=250, vocab_multiple=16, d_model=48, n_layers=2, n_q_heads=16, n_kv_heads=8,
-    head_dim=16, n_experts=8, experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=250,
+    vocab_multiple=16,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=16,
+    n_kv_heads=8,
+    head_dim=16,
+    n_experts=8,
+    experts_per_token=2,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+)
 B, T = 16, 40
 # by a smaller eps Adam makes whole steps of gradients that are rounding alone, and experts switch
 TX = make_optimizer(OptimConfig(lr=1e-3, eps=1e-5), steps=100)
@@ -111,8 +121,9 @@ def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, route
     scorer = Scorer(CFG, ops, critic=a.critic, replay=replay)
     step = jax.jit(
         partial(rl_step, tx=TX, algorithm=a, scorer=scorer),
-        donate_argnums=0, **pins,
-    )  # fmt: skip
+        donate_argnums=0,
+        **pins,
+    )
     # a program made ahead refuses what another step would need: other shapes, other places
     step = step.lower(state, shard_batch(batch(0), mesh)).compile()
     if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/distributed/host.py
@@ -154,8 +165,9 @@ def compile_step(sizes, rows=8, length=1600):
     batch = jax.tree.map(abstract_row, make_batch(0))
     step = jax.jit(
         partial(rl_step, tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops)),
-        donate_argnums=0, **pins,
-    )  # fmt: skip
+        donate_argnums=0,
+        **pins,
+    )
     # as on chips, and at real widths: a ring's turns are a loop, and tokens that a CPU gathers more
     # than GATHERED, so that they come in parts
     with (

@@ -39,9 +39,11 @@ def params():
 def own_experts():
     """The experts of a forward on one device, before the updates."""
     batch = jax.tree.map(jnp.asarray, bigram.make_batch())
-    recorded = jax.jit(lambda policy: forward(
-        policy, batch.tokens_BT, CFG, plain_ops(), segment_ids_BT=batch.segment_ids_BT
-    )[2]["experts_BTA"])(params())  # fmt: skip
+    recorded = jax.jit(
+        lambda policy: forward(
+            policy, batch.tokens_BT, CFG, plain_ops(), segment_ids_BT=batch.segment_ids_BT
+        )[2]["experts_BTA"]
+    )(params())
     return np.moveaxis(np.asarray(recorded), 0, 2)
 
 

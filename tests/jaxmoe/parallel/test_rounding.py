@@ -35,19 +35,35 @@ from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 CFG = ModelConfig(
-    vocab_size=120, vocab_multiple=16, d_model=192, n_layers=4, n_q_heads=4, n_kv_heads=2,
-    head_dim=16, n_experts=4, experts_per_token=2, d_expert=64, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=120,
+    vocab_multiple=16,
+    d_model=192,
+    n_layers=4,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    n_experts=4,
+    experts_per_token=2,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+)
 KINDS = "sliding", "full"
 # Of 192 rows a device of eight has 24, which cuts groups of 32.
 MESHES = [
-    {"fsdp": 8}, {"fsdp": 4, "sequence": 2}, {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 8},
+    {"fsdp": 4, "sequence": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
     {"data": 4, "expert": 2},
-]  # fmt: skip
+]
 round_otherwise = partial(
-    round_experts, encode=partial(encode_mxfp4, choose_exponent=choose_least_error_exponent,
-                                  round_magnitude=round_stochastically),
-)  # fmt: skip
+    round_experts,
+    encode=partial(
+        encode_mxfp4,
+        choose_exponent=choose_least_error_exponent,
+        round_magnitude=round_stochastically,
+    ),
+)
 RULES = "nearest", "least_error_stochastic"
 
 
@@ -159,9 +175,13 @@ TWO = replace(CFG, n_layers=2)
 N_VALUES = 2 * CFG.n_experts * 3 * CFG.d_model * CFG.d_expert
 KL = Algorithm(old_logp="recomputed", terms=(kl_term(0.1),))
 METRICS = (
-    "loss", "policy/entropy", "grad/norm", "quant/moved_frac", "quant/saturated_frac",
+    "loss",
+    "policy/entropy",
+    "grad/norm",
+    "quant/moved_frac",
+    "quant/saturated_frac",
     "quant/relative_error",
-)  # fmt: skip
+)
 
 
 def make_batch(seed):
@@ -192,9 +212,11 @@ def run_steps(sizes, steps, round_params):
         state, pins = jax.device_put(state, shardings), {"out_shardings": (shardings, None, None)}
         place = partial(exchange_rows_for_columns, cfg=TWO, mesh=mesh)
     scorer = Scorer(
-        TWO, sharded_ops(plain_ops(), mesh, TWO), place_masters=place,
+        TWO,
+        sharded_ops(plain_ops(), mesh, TWO),
+        place_masters=place,
         round_params=shard_rounding(round_params, TWO, mesh),
-    )  # fmt: skip
+    )
     step = jax.jit(partial(rl_step, tx=tx, algorithm=KL, scorer=scorer), donate_argnums=0, **pins)
     step = step.lower(state, shard_batch(make_batch(0), mesh)).compile()
     rows, sent = [], []

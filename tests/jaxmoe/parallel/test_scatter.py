@@ -53,10 +53,15 @@ def test_a_gathered_parameters_gradient_goes_the_same_way(monkeypatch):
     results = []
     for gloo in (False, True):
         monkeypatch.setattr(scatter, "_uses_gloo", lambda gloo=gloo: gloo)
-        run = jax.jit(jax.shard_map(
-            compute_gradient, mesh=mesh, in_specs=(cut, P(("data", *NAMES))),
-            out_specs=P(("data", "fsdp"), "tensor"), check_vma=False,
-        ))  # fmt: skip
+        run = jax.jit(
+            jax.shard_map(
+                compute_gradient,
+                mesh=mesh,
+                in_specs=(cut, P(("data", *NAMES))),
+                out_specs=P(("data", "fsdp"), "tensor"),
+                check_vma=False,
+            )
+        )
         results.append(np.asarray(run(w, x)))
     np.testing.assert_array_equal(results[0], x.reshape(2, 4, 12, 20).sum(1).reshape(24, 20))
     np.testing.assert_array_equal(results[1], results[0])

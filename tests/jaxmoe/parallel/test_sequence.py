@@ -51,8 +51,11 @@ def check_case(attend_fn, case):
 
 
 QUICK = (  # windows: none, within the next shard, over three
-    ("ring", 4, 0, 2), ("zigzag", 4, 9, 2), ("ulysses", 8, 0, 2), ("halo", 4, 30, 2),
-)  # fmt: skip
+    ("ring", 4, 0, 2),
+    ("zigzag", 4, 9, 2),
+    ("ulysses", 8, 0, 2),
+    ("halo", 4, 30, 2),
+)
 
 
 @pytest.mark.slow
@@ -99,10 +102,10 @@ def test_rows_and_heads_may_be_cut_too():
         def run_shard(q, k, v, sink, *places):
             layout = dict(zip(PLACES, places, strict=True))
             pairs = zip(
-                ring.ring_attention(q, k, v, sink, **layout), ulysses.ulysses_attention(q, k, v,
-                sink, **layout),
+                ring.ring_attention(q, k, v, sink, **layout),
+                ulysses.ulysses_attention(q, k, v, sink, **layout),
                 strict=True,
-            )  # fmt: skip
+            )
             return tuple((a + b) / 2 for a, b in pairs)
 
         ins = heads, heads, heads, P("tensor"), *[tokens] * 4
@@ -158,9 +161,12 @@ def sinks_of_the_first_device(patch):
 
 
 FAULTS = (
-    ("ring", sink_in_every_part), ("ring", a_visitor_unread), ("ring", gradients_left_behind),
-    ("halo", one_neighbour_less), ("ulysses", sinks_of_the_first_device),
-)  # fmt: skip
+    ("ring", sink_in_every_part),
+    ("ring", a_visitor_unread),
+    ("ring", gradients_left_behind),
+    ("halo", one_neighbour_less),
+    ("ulysses", sinks_of_the_first_device),
+)
 
 
 @pytest.mark.parametrize("method, fault", FAULTS, ids=lambda x: getattr(x, "__name__", x))

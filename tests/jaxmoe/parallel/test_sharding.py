@@ -61,8 +61,11 @@ def test_an_axis_of_the_mesh_cuts_a_parameter_once_and_only_where_it_divides():
     )
     assert partition_axes(("pair", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
     assert partition_axes(("pair", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
-        (), ("expert", "tensor"), ("fsdp",), (),
-    )  # fmt: skip
+        (),
+        ("expert", "tensor"),
+        ("fsdp",),
+        (),
+    )
     assert partition_axes(("pair", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
     assert partition_axes(("pair", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
 

@@ -31,9 +31,19 @@ from tests.pallas_kernels.three_way import three_way
 
 B, T, D, V = 8, 6, 24, 2400
 CFG = ModelConfig(
-    vocab_size=V - 5, vocab_multiple=100, d_model=D, n_layers=2, n_q_heads=6, n_kv_heads=3,
-    head_dim=16, n_experts=7, experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=V - 5,
+    vocab_multiple=100,
+    d_model=D,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+)
 TEMPERATURE = 0.7
 FSDP = MeshConfig(fsdp=8)
 EXPERT = MeshConfig(fsdp=2, expert=2, tensor=2)
@@ -95,9 +105,15 @@ def run_streamed(mesh, tokens, axes, vocab_size, **options):
 
     def run_shard(hidden, head, targets, temperature):
         return vocabulary.target_logprobs_sharded(
-            hidden, head, targets, temperature=temperature, vocab_size=vocab_size, axes=axes,
-            impl="xla", **options,
-        )  # fmt: skip
+            hidden,
+            head,
+            targets,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            axes=axes,
+            impl="xla",
+            **options,
+        )
 
     specs = tokens, mesh_spec((), axes), tokens
     run_ops = jax.shard_map(
@@ -110,9 +126,13 @@ def run_streamed(mesh, tokens, axes, vocab_size, **options):
 def on_mesh(config, vocab_size, dtype="float32"):
     mesh, tokens = make_mesh(config), P(TRAINING.rows, TRAINING.time)
     run_ops, _ = run_streamed(
-        mesh, tokens, head_axes(mesh), vocab_size, sequence_axis="sequence",
+        mesh,
+        tokens,
+        head_axes(mesh),
+        vocab_size,
+        sequence_axis="sequence",
         copies=replica_axes(mesh, (*TRAINING.rows, *TRAINING.time)),
-    )  # fmt: skip
+    )
     f = partial(values_and_gradients, lambda *x, temperature: run_ops(*x, temperature))
     return jax.jit(f)(*draw_arrays(jnp.dtype(dtype)))
 
@@ -185,9 +205,12 @@ def test_an_embedding_cut_on_its_width_is_the_plain_one_bit_for_bit(config):
     assert len(axes) == (1 if config is FSDP else 3 if config is BETWEEN else 2)
     spec = P(TRAINING.rows, TRAINING.time)
     cut = jax.shard_map(
-        partial(vocabulary.embed_sharded, dtype="bfloat16", axes=axes), mesh=mesh,
-        in_specs=(spec, mesh_spec((), axes)), out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        partial(vocabulary.embed_sharded, dtype="bfloat16", axes=axes),
+        mesh=mesh,
+        in_specs=(spec, mesh_spec((), axes)),
+        out_specs=spec,
+        check_vma=False,
+    )
 
     @partial(jax.jit, static_argnums=0)
     def run_ops(f, w):
@@ -209,11 +232,14 @@ def test_logits_of_a_cut_head_are_those_of_the_whole(config):
     rows = P(TRAINING.rows)
     axes = head_axes(mesh)
     run_ops = jax.shard_map(
-        partial(vocabulary.head_logits_sharded, axes=axes, copies=replica_axes(mesh,
-        TRAINING.rows)),
+        partial(
+            vocabulary.head_logits_sharded, axes=axes, copies=replica_axes(mesh, TRAINING.rows)
+        ),
         mesh=mesh,
-        in_specs=(rows, mesh_spec((), axes)), out_specs=rows, check_vma=False,
-    )  # fmt: skip
+        in_specs=(rows, mesh_spec((), axes)),
+        out_specs=rows,
+        check_vma=False,
+    )
     rows_BD = hidden[:, 0]
     actual, plain = jax.jit(run_ops)(rows_BD, head), layers.head_logits(rows_BD, head)
     three_way(
@@ -240,8 +266,10 @@ def test_chunks_without_words_are_left_out():
     """Shards have 300 columns; the last two and half of the third last are padding."""
     chunks = vocabulary.head_chunks(D, 300, 8, 1650)
     assert [tuple(chunk) for chunk in chunks] == [
-        (0, 128, 6 * 128), (128, 128, 5 * 128 + 22), (256, 44, 5 * 44),
-    ]  # fmt: skip
+        (0, 128, 6 * 128),
+        (128, 128, 5 * 128 + 22),
+        (256, 44, 5 * 44),
+    ]
     assert [tuple(chunk) for chunk in vocabulary.head_chunks(D, 300, 8, 100)] == [(0, 128, 100)]
 
 
@@ -263,10 +291,12 @@ def test_eight_devices_take_an_eighth_of_the_memory_and_move_no_head(monkeypatch
             return sum(jnp.where(jnp.isnan(x), 0.0, x).sum() for x in f(*args))
 
         run_ops = jax.jit(jax.grad(weighted_sum, (0, 1)), out_shardings=shardings and shardings[:2])
-        return run_ops.lower(*(
-            jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
-            for (shape, dtype), spec in zip(shapes, shardings or (None,) * 3, strict=True)
-        )).compile()  # fmt: skip
+        return run_ops.lower(
+            *(
+                jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
+                for (shape, dtype), spec in zip(shapes, shardings or (None,) * 3, strict=True)
+            )
+        ).compile()
 
     run_ops, specs = run_streamed(mesh, P("fsdp"), ("fsdp",), words)
     actual = compile_fn(
@@ -320,8 +350,9 @@ def test_the_pieces_of_a_run_are_these_and_who_brings_ones_own_has_the_whole_hea
     expected = jax.jit(partial(run_ops, plain))(*arguments)
     for ops, is_full in ((plain, False), (custom_ops, True)):
         lowered = jax.jit(partial(run_ops, sharded_ops(ops, mesh, CFG, rules))).lower(*arguments)
-        assert is_full == (f"tensor<{D}x{V}xf32>" in "".join(
-            line for line in lowered.as_text().splitlines() if "all_gather" in line
-        ))  # fmt: skip
+        assert is_full == (
+            f"tensor<{D}x{V}xf32>"
+            in "".join(line for line in lowered.as_text().splitlines() if "all_gather" in line)
+        )
         for value, expected_value in zip(lowered.compile()(*arguments), expected, strict=True):
             np.testing.assert_allclose(value, expected_value, rtol=1e-5, atol=1e-5)

@@ -59,9 +59,10 @@ def test_loops_multiply_and_bytes_are_those_of_a_ring(mesh):
     text = text_of(mesh, nested)
     once, often = count_collectives(text, 8), count_collectives(text, 8, unknown=7)
     known = {
-        "all-reduce": [(PIECE, 4, 15)], "all-gather": [(PIECE, 2, 5)],
+        "all-reduce": [(PIECE, 4, 15)],
+        "all-gather": [(PIECE, 2, 5)],
         "reduce-scatter": [(2 * PIECE, 2, 5)],
-    }  # fmt: skip
+    }
     assert {k: v for k, v in by_kind(+once).items() if k in known} == known
     ring = 15 * 2 * 3 / 4 * PIECE + 5 * PIECE + 5 * 2 * PIECE / 2
     assert sent_bytes(once) == ring

@@ -39,9 +39,13 @@ def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_las
 def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
     rungs = list(memory_settings(override(CFG, "optim.remat=False"), half=True))
     assert rungs[-1] == [
-        "optim.remat=True", SMALLEST, "rollout.max_parallel_sequences=8",
-        "optim.remat_inputs=host", "optim.moments=host", "optim.param_dtype=bfloat16",
-    ]  # fmt: skip
+        "optim.remat=True",
+        SMALLEST,
+        "rollout.max_parallel_sequences=8",
+        "optim.remat_inputs=host",
+        "optim.moments=host",
+        "optim.param_dtype=bfloat16",
+    ]
     assert rungs == [rungs[-1][:n] for n in range(7)]
 
 

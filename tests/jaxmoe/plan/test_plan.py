@@ -143,12 +143,16 @@ def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
 
 
 def test_libtpu_that_finds_no_place_is_read():
-    said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory " \
-           "space hbm. Used 22.88G of 15.75G hbm. Exceeded hbm capacity by 7.13G."  # fmt: skip
+    said = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+        "space hbm. Used 22.88G of 15.75G hbm. Exceeded hbm capacity by 7.13G."
+    )
     found = parse_too_large(said, 10**9, 2.0)
     assert found == TooLarge(round(22.88 * 2**30), round(15.75 * 2**30), 2.0)
-    part = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO " \
-           "temporaries (46.48G) exceeds available HBM (31.24G). HLO module: jit."  # fmt: skip
+    part = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (46.48G) exceeds available HBM (31.24G). HLO module: jit."
+    )
     beside = parse_too_large(part, 10**9, 2.0)
     assert beside == TooLarge(round(46.48 * 2**30) + 10**9, round(31.24 * 2**30), 2.0)
     assert parse_too_large("INTERNAL: something else", 0, 2.0) is None
@@ -333,8 +337,9 @@ def test_the_scoring_pass_of_a_step_is_told():
     recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
     told = [report.describe_scoring(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
     assert told == [
-        "it needs no scoring pass", "it includes a scoring pass of the policy and the reference"
-    ]  # fmt: skip
+        "it needs no scoring pass",
+        "it includes a scoring pass of the policy and the reference",
+    ]
 
 
 @pytest.mark.aot
@@ -345,8 +350,15 @@ def test_the_scoring_pass_of_a_step_is_told():
 def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     if reason := compiler_unavailable(topology.partition(":")[0]):
         pytest.skip(reason)
-    small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla",
-             "optim.remat=True", f"optim.remat_inputs={at}", f"optim.moments={at}"]  # fmt: skip
+    small = [
+        "rollout.sequences_per_step=16",
+        "mesh.fsdp=4",
+        "mesh.expert=2",
+        "kernels=xla",
+        "optim.remat=True",
+        f"optim.remat_inputs={at}",
+        f"optim.moments={at}",
+    ]
     with jax.numpy_dtype_promotion("standard"):
         code = run("--topology", topology, *(x for one in small for x in ("--set", one)))
     out, lines = capsys.readouterr().out, {}

@@ -20,9 +20,12 @@ from pallas_kernels.bench import loop_counts
 from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts, TpuSchedule
 
 LONG = override(
-    load_config("gptoss20b.py"), "data.max_prompt_tokens=8192", "rollout.max_new_tokens=16384",
-    "rollout.sequences_per_step=64", "optim.tokens_per_microbatch=196608",
-)  # fmt: skip
+    load_config("gptoss20b.py"),
+    "data.max_prompt_tokens=8192",
+    "rollout.max_new_tokens=16384",
+    "rollout.sequences_per_step=64",
+    "optim.tokens_per_microbatch=196608",
+)
 M = LONG.model
 TEXT = """
 %pair (p: (s32[], bf16[3])) -> (s32[], bf16[3]) {
@@ -51,11 +54,17 @@ def plain_turns(monkeypatch):
         return {name: LoopCounts((case[1] // 1000,)) for name in names}
 
     names = [
-        "sink_attention_forward", "sink_attention_forward_window",
-        "sink_attention_backward_window", "sink_attention_backward_keys0",
-        "sink_attention_backward_keys16384", "grouped_swiglu", "grouped_matmul", "grouped_dlhs",
-        "grouped_drhs", "token_logprobs",
-    ]  # fmt: skip
+        "sink_attention_forward",
+        "sink_attention_forward_window",
+        "sink_attention_backward_window",
+        "sink_attention_backward_keys0",
+        "sink_attention_backward_keys16384",
+        "grouped_swiglu",
+        "grouped_matmul",
+        "grouped_dlhs",
+        "grouped_drhs",
+        "token_logprobs",
+    ]
     asked = []
     monkeypatch.setattr(loop_counts, "attention_counts", lambda case: of("attention", case[1:]))
     monkeypatch.setattr(loop_counts, "count_loops", of)
@@ -72,10 +81,11 @@ PAIRS = T * (T + 1) // 2
 CALLS = {  # with the floating-point operations of each
     call("sink_attention_forward.20", (1, 8, 8, 64, T)): 4 * 64 * 64 * PAIRS,
     call("jvp_sink_attention_forward_window_.3"): 4 * 64 * 64 * (128 * T - 128 * 127 // 2),
-    call("transpose_sink_attention_backward_window_.3"):
-        10 * 64 * 64 * (128 * T - 128 * 127 // 2),
-    call("sink_attention_backward_keys0.1"):
-        10 * 64 * 64 * (16384 * 16385 // 2 + (T - 16384) * 16384),
+    call("transpose_sink_attention_backward_window_.3"): 10 * 64 * 64 * (128 * T - 128 * 127 // 2),
+    call("sink_attention_backward_keys0.1"): 10
+    * 64
+    * 64
+    * (16384 * 16385 // 2 + (T - 16384) * 16384),
     call("sink_attention_backward_keys16384.1"): 10 * 64 * 64 * (T - 16384) * (T - 16383) // 2,
     call("jvp_grouped_swiglu_.16", (2 * ASKED, D), (8, D, 2 * F)): 4 * ASKED * D * F,
     call("grouped_swiglu.4.refs_0_", (2 * ASKED, D), (8, D, 2 * F)): 4 * ASKED * D * F,
@@ -83,7 +93,7 @@ CALLS = {  # with the floating-point operations of each
     call("transpose_jvp_grouped_dlhs__.4", (2 * ASKED, 2 * F), (8, D, 2 * F)): 4 * ASKED * D * F,
     call("transpose_jvp_grouped_drhs__.4", (2 * ASKED, F), (2 * ASKED, D)): 2 * ASKED * D * F,
     call("token_logprobs.4", (T - 1, D), (D, 5888)): 2 * (T - 1) * D * 5888,
-}  # fmt: skip
+}
 
 
 def test_a_call_is_known_by_its_name_and_shapes(plain_turns):
@@ -125,9 +135,11 @@ def test_seconds_are_cycles_times_turns_times_calls_and_never_above_the_peak(
     plain_turns, monkeypatch, tmp_path
 ):
     one, quick, unread, other = (
-        call("token_logprobs.4", (3000, D), (D, 5888)), call("token_logprobs.5", (2000, D), (D, 7)),
-        call("token_logprobs.6", (2000, D), (D, 7)), call("token_logprobs_dlogits.4"),
-    )  # fmt: skip
+        call("token_logprobs.4", (3000, D), (D, 5888)),
+        call("token_logprobs.5", (2000, D), (D, 7)),
+        call("token_logprobs.6", (2000, D), (D, 7)),
+        call("token_logprobs_dlogits.4"),
+    )
     found = [schedule("token_logprobs.4", 350_000), schedule("token_logprobs.5", 1)]
     monkeypatch.setattr(module, "read_tpu_schedules", lambda folder: found)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("chip",))

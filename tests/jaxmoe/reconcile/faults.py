@@ -28,10 +28,21 @@ from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
-    swiglu_limit=1.5, max_context=4096,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=64,
+    swiglu_limit=1.5,
+    max_context=4096,
+)
 HALF = replace(CFG, dtype="bfloat16")
 START = 5  # the token an engine may put before a prompt
 COOL = Sampling(40, (), temperature=0.7)
@@ -70,8 +81,9 @@ def make_older_weights(seed: int):
     """The version before: a fifth of the way to other weights."""
     return jax.tree.map(
         lambda a, b: jnp.asarray(0.8 * np.asarray(a) + 0.2 * np.asarray(b)),
-        make_weights(seed), make_weights(seed + 50),
-    )  # fmt: skip
+        make_weights(seed),
+        make_weights(seed + 50),
+    )
 
 
 def replace_stale(seed: int, groups: tuple[str, ...], layer: int | None = None):
@@ -265,12 +277,17 @@ def make_rollouts(fault: Fault, seed: int, dtype="float32", count=7, length=33):
         logp = np.take_along_axis(log_softmax(z_TV), tokens[:, None], 1)[:, 0]
         experts = peer.experts[: CFG.n_layers]
         silent = fault.prompt or fault.top_k or fault.peer.active
-        rollouts_made.append(Rollout(
-            Prompt(i, "", tuple(prompt.tolist()), None), tokens.astype(np.int32),
-            (fault.change_logp(logp) if fault.change_logp else logp).astype(np.float32),
-            StopReason.MAX_TOKENS,
-            np.zeros(length, np.int32), None, None if silent else np.stack(experts, axis=1)[:-1],
-        ))  # fmt: skip
+        rollouts_made.append(
+            Rollout(
+                Prompt(i, "", tuple(prompt.tolist()), None),
+                tokens.astype(np.int32),
+                (fault.change_logp(logp) if fault.change_logp else logp).astype(np.float32),
+                StopReason.MAX_TOKENS,
+                np.zeros(length, np.int32),
+                None,
+                None if silent else np.stack(experts, axis=1)[:-1],
+            )
+        )
     return rollouts_made
 
 
@@ -303,8 +320,9 @@ def print_matrix(title, matrix):
     print(f"\n{title}")
     for fault, r in matrix.items():
         v, unit = r.verdict, r.rounding.unit
-        description = " + ".join(f.name + (f" {f.value:.5g} ± {f.spread:.0e}" if f.spread else "")
-                           for f in v.faults)  # fmt: skip
+        description = " + ".join(
+            f.name + (f" {f.value:.5g} ± {f.spread:.0e}" if f.spread else "") for f in v.faults
+        )
         print(
             f"  {fault!s:38} {v.kind:11} {description:44} gap {v.gap:.1e}  left {v.remaining:.1e} "
             f"({v.remaining / unit:.1f} × rounding){' also ' if v.also else ''}{', '.join(v.also)}"

@@ -13,9 +13,12 @@ from jaxmoe.records import Prompt, Rollout, StopReason
 def make_answer(tokens, logp):
     n = len(tokens)
     return Rollout(
-        Prompt(0, "", (1,), None), np.array(tokens, np.int32), np.array(logp, np.float32),
-        StopReason.STOP_TOKEN, np.zeros(n, np.int32),
-    )  # fmt: skip
+        Prompt(0, "", (1,), None),
+        np.array(tokens, np.int32),
+        np.array(logp, np.float32),
+        StopReason.STOP_TOKEN,
+        np.zeros(n, np.int32),
+    )
 
 
 def test_what_is_compared_ends_where_another_token_was_drawn(capsys):

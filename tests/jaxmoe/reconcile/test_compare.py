@@ -232,12 +232,14 @@ def make_episodes():
     garbage = np.resize(np.array([np.nan, 7.0, -1e30], np.float32), 33)
     return [
         replace(
-            r, policy_mask=mask, rollout_logp=np.where(mask, r.rollout_logp, garbage),
+            r,
+            policy_mask=mask,
+            rollout_logp=np.where(mask, r.rollout_logp, garbage),
             log_kept=np.where(mask, np.float32(0), garbage),
             weight_versions=np.where(mask, 0, -5).astype(np.int32),
         )
         for r in ROLLOUTS
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow

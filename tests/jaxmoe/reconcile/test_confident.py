@@ -30,10 +30,15 @@ def confident_rollouts(sharper, peer):
             len(prompt) - 1 : -1
         ]
         logp = log_softmax(z_TV.astype(np.float64))[np.arange(16), tokens]
-        rollouts_made.append(Rollout(
-            Prompt(i, "", tuple(prompt.tolist()), None), tokens.astype(np.int32),
-            logp.astype(np.float32), StopReason.MAX_TOKENS, np.zeros(16, np.int32),
-        ))  # fmt: skip
+        rollouts_made.append(
+            Rollout(
+                Prompt(i, "", tuple(prompt.tolist()), None),
+                tokens.astype(np.int32),
+                logp.astype(np.float32),
+                StopReason.MAX_TOKENS,
+                np.zeros(16, np.int32),
+            )
+        )
     return explain_gap(rollouts_made, params, CFG, Sampling(40, ()), run=PROGRAMS)
 
 

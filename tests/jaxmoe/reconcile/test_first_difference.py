@@ -13,9 +13,16 @@ from jaxmoe.model.router import route_top_k
 from jaxmoe.reconcile.first_difference import find_first_difference
 
 CFG = tiny(
-    vocab_size=61, d_model=40, n_q_heads=6, n_kv_heads=2, head_dim=8, n_experts=5,
-    experts_per_token=3, d_expert=24, sliding_window=9,
-)  # fmt: skip
+    vocab_size=61,
+    d_model=40,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=8,
+    n_experts=5,
+    experts_per_token=3,
+    d_expert=24,
+    sliding_window=9,
+)
 PARAMS = init_params(jax.random.key(0), CFG)
 TOKENS = np.random.default_rng(0).integers(0, 61, 19).astype(np.int32)
 EXACT = invariant_ops(plain_ops())

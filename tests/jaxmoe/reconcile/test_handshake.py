@@ -17,8 +17,13 @@ from jaxmoe.reconcile.handshake import (
 from jaxmoe.reconcile.hypotheses import list_hypotheses
 
 HF_CONFIG = to_hf(CFG, dtype="float32")
-WORKER = {"model": HF_CONFIG, "logprobs_mode": "processed_logprobs", "label": "v3", "stale": [],
-          "unreadable": []}  # fmt: skip
+WORKER = {
+    "model": HF_CONFIG,
+    "logprobs_mode": "processed_logprobs",
+    "label": "v3",
+    "stale": [],
+    "unreadable": [],
+}
 
 
 def test_its_own_config_is_not_unlike():
@@ -34,12 +39,15 @@ def test_its_own_config_is_not_unlike():
 @pytest.mark.parametrize(
     "field, key, value",
     [
-        ("vocab_size", "vocab_size", 128), ("d_model", "hidden_size", 64),
-        ("experts_per_token", "num_experts_per_tok", 2), ("sliding_window", "sliding_window", 8),
-        ("swiglu_limit", "swiglu_limit", 7.0), ("rms_eps", "rms_norm_eps", 1e-6),
+        ("vocab_size", "vocab_size", 128),
+        ("d_model", "hidden_size", 64),
+        ("experts_per_token", "num_experts_per_tok", 2),
+        ("sliding_window", "sliding_window", 8),
+        ("swiglu_limit", "swiglu_limit", 7.0),
+        ("rms_eps", "rms_norm_eps", 1e-6),
         ("rope_theta", "rope_theta", 1e4),
     ],
-)  # fmt: skip
+)
 def test_each_field_that_differs_is_found(field, key, value):
     assert find_config_differences(HF_CONFIG | {key: value}, CFG) == {field: value}
     finding = config_finding({field: value}, CFG)
@@ -62,9 +70,10 @@ def test_what_it_vouches_for_is_out():
             handshake=read_handshake([WORKER | worker], CFG),
         )
         return {
-            h.name for stage in list_hypotheses(CFG, replace(COOL, top_k=9),
-            **options) for h in stage
-        }  # fmt: skip
+            h.name
+            for stage in list_hypotheses(CFG, replace(COOL, top_k=9), **options)
+            for h in stage
+        }
 
     dtypes = {name for name in list_tried({"model": {}}) if name.startswith("all_")}
     assert dtypes and not dtypes & list_tried({})

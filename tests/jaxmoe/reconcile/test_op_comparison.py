@@ -22,9 +22,17 @@ from jaxmoe.reconcile.op_comparison import (
 from jaxmoe.reconcile.printed import print_op_comparison
 
 CFG = tiny(
-    vocab_size=61, d_model=40, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=8, n_experts=5,
-    experts_per_token=3, d_expert=24, sliding_window=9,
-)  # fmt: skip
+    vocab_size=61,
+    d_model=40,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=8,
+    n_experts=5,
+    experts_per_token=3,
+    d_expert=24,
+    sliding_window=9,
+)
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 33)).astype(np.int32)
 WEIGHTS = random_weights(CFG, 0)
 OPS = plain_ops()
@@ -66,10 +74,15 @@ def perturb_op(fn):
 
 
 OP_OF_FIELD = {
-    "norms": "norm", "q, k, v": "linear", "RoPE's cos and sin": "rotary", "rotation": "rotate",
-    "attention": "attend", "output of attention": "output", "experts": "experts",
+    "norms": "norm",
+    "q, k, v": "linear",
+    "RoPE's cos and sin": "rotary",
+    "rotation": "rotate",
+    "attention": "attend",
+    "output of attention": "output",
+    "experts": "experts",
     "head": "logprobs",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("op", "name"), OP_OF_FIELD.items())

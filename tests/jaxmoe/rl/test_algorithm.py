@@ -36,13 +36,21 @@ def test_the_default_config_is_the_default_algorithm():
 def test_a_config_s_fields_reach_the_algorithm():
     algorithm = algorithm_from_config(
         config(
-            samples=4, critic="own", objective="gspo(clip_high=4e-4)",
-            advantages="gae(trace=0.9)", aggregation="seq_mean_token_mean", kl="kl_k2",
-            kl_coef=0.25, kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2,
+            samples=4,
+            critic="own",
+            objective="gspo(clip_high=4e-4)",
+            advantages="gae(trace=0.9)",
+            aggregation="seq_mean_token_mean",
+            kl="kl_k2",
+            kl_coef=0.25,
+            kl_in="reward",
+            entropy_coef=0.125,
+            old_logp="recomputed",
+            epochs=2,
             minibatches=4,
             rollout_correction="veto + token_is(high=3.0)",
         )
-    )  # fmt: skip
+    )
     assert algorithm.objective.func is losses.gspo
     assert algorithm.objective.keywords == {"clip_high": 4e-4}
     assert (
@@ -78,49 +86,87 @@ def test_the_batch_is_scored_first_only_where_something_needs_it(fields, scores)
 # --- what is refused, and what is not
 
 REFUSED = [
-    ({"advantages": "gae"}, "gae takes values_BT, and there is no critic. Try --set critic."
-     "backbone=own."),
-    ({"critic": "own"}, "critic.backbone=own needs advantages that take values_BT; "
-     "group_advantages does not. Try --set loss.advantages=gae, or --set critic.backbone=none."),
+    (
+        {"advantages": "gae"},
+        "gae takes values_BT, and there is no critic. Try --set critic.backbone=own.",
+    ),
+    (
+        {"critic": "own"},
+        "critic.backbone=own needs advantages that take values_BT; "
+        "group_advantages does not. Try --set loss.advantages=gae, or --set critic.backbone=none.",
+    ),
     ({"critic": "shared", "advantages": "rloo_advantages"}, "rloo_advantages does not."),
     ({"epochs": 2}, "loss.old_logp=detached needs one update per batch, got 2 epochs of 1 "),
-    ({"minibatches": 4}, "got 1 epochs of 4 minibatches: after the first update the batch is "
-     "off-policy and its ratio is not 1. Try --set loss.old_logp=recomputed."),
-    ({"samples": 1}, "group_advantages compares the samples of a prompt, and "
-     "rollout.samples_per_prompt is 1. Try --set rollout.samples_per_prompt=8."),
+    (
+        {"minibatches": 4},
+        "got 1 epochs of 4 minibatches: after the first update the batch is "
+        "off-policy and its ratio is not 1. Try --set loss.old_logp=recomputed.",
+    ),
+    (
+        {"samples": 1},
+        "group_advantages compares the samples of a prompt, and "
+        "rollout.samples_per_prompt is 1. Try --set rollout.samples_per_prompt=8.",
+    ),
     ({"samples": 1, "advantages": "rloo_advantages"}, "rloo_advantages compares the samples"),
     ({"samples": 1, "advantages": "reinforce_pp_baseline_advantages"}, "compares the samples"),
-    ({"old_logp": "rollout", CORR: "token_is"}, "loss.old_logp=rollout and importance "
-     "weights in loss.rollout_correction correct the same mismatch twice. Try --set "
-     "loss.old_logp=recomputed, or a rejection alone."),
+    (
+        {"old_logp": "rollout", CORR: "token_is"},
+        "loss.old_logp=rollout and importance "
+        "weights in loss.rollout_correction correct the same mismatch twice. Try --set "
+        "loss.old_logp=recomputed, or a rejection alone.",
+    ),
     ({"old_logp": "rollout", CORR: "veto + sequence_icepop"}, "the same mismatch twice"),
-    ({CORR: "token_is + sequence_is"}, "loss.rollout_correction: sequence_is would weight tokens "
-     "that already have weights, and correct twice. Leave one out."),
+    (
+        {CORR: "token_is + sequence_is"},
+        "loss.rollout_correction: sequence_is would weight tokens "
+        "that already have weights, and correct twice. Leave one out.",
+    ),
     ({CORR: "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
-    ({CORR: "normalize", "old_logp": "recomputed"}, "normalize takes weights_BT, and "
-     'no correction before it sets them. Try --set "loss.rollout_correction=token_is(high=2.0) + '
-     'normalize".'),
-    ({CORR: "token_is + normalize"}, "normalize takes batch_mask_BT, which is known before "
-     "the gradient only if the batch is scored first. Try --set "
-     "loss.old_logp=recomputed."),
-    ({"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
-     "value_loss returns a scalar, and loss.aggregation rescales the complete loss"),
-    ({CORR: "token_mean"}, "loss.rollout_correction: token_mean must return a "
-     "Correction, as token_is does."),
-    ({CORR: "rejection(statistic='token_k4', high=2.0)"},
-     "statistic must be one of token_k1, token_k2"),
+    (
+        {CORR: "normalize", "old_logp": "recomputed"},
+        "normalize takes weights_BT, and "
+        'no correction before it sets them. Try --set "loss.rollout_correction=token_is(high=2.0) '
+        '+ normalize".',
+    ),
+    (
+        {CORR: "token_is + normalize"},
+        "normalize takes batch_mask_BT, which is known before "
+        "the gradient only if the batch is scored first. Try --set "
+        "loss.old_logp=recomputed.",
+    ),
+    (
+        {"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
+        "value_loss returns a scalar, and loss.aggregation rescales the complete loss",
+    ),
+    (
+        {CORR: "token_mean"},
+        "loss.rollout_correction: token_mean must return a Correction, as token_is does.",
+    ),
+    (
+        {CORR: "rejection(statistic='token_k4', high=2.0)"},
+        "statistic must be one of token_k1, token_k2",
+    ),
     ({CORR: "token_icepop(low=2.0, high=0.5)"}, "loss: low must be 0 <= low <= high, which is 0.5"),
     ({CORR: "token_is(high=-1.0)"}, "loss: high must be above 0, got -1.0. Try high=1.0."),
     ({"objective": "ppo_clip(dual_clip=0.5)"}, "dual_clip must be above 1, got 0.5."),
     ({"objective": "sapo(tau_positive=0.0)"}, "tau_positive must be above 0, got 0.0."),
     ({"advantages": "group_advantages(eps=-1.0)"}, "eps must be above 0, got -1.0."),
-    ({"kl": "kl_k1", "kl_coef": 0.1}, "loss.kl=kl_k1 has an expected gradient of 0, so it does "
-     "not act in the loss. Try --set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward."),
-    ({"objective": "reinforce", "epochs": 2}, "reinforce has no ratio, and there are "
-     "2 epochs of 1 minibatches: after the first update nothing corrects for tokens of an "
-     "older policy. Try --set loss.objective=ppo_clip"),
-    ({"objective": "reinforce", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
-     "reinforce has no ratio"),
+    (
+        {"kl": "kl_k1", "kl_coef": 0.1},
+        "loss.kl=kl_k1 has an expected gradient of 0, so it does "
+        "not act in the loss. Try --set loss.kl=kl_k3_with_k2_gradient, "
+        "or --set loss.kl_in=reward.",
+    ),
+    (
+        {"objective": "reinforce", "epochs": 2},
+        "reinforce has no ratio, and there are "
+        "2 epochs of 1 minibatches: after the first update nothing corrects for tokens of an "
+        "older policy. Try --set loss.objective=ppo_clip",
+    ),
+    (
+        {"objective": "reinforce", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
+        "reinforce has no ratio",
+    ),
     ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
     ({"objective": "cross_entropy"}, "loss: cross_entropy must return [B, T]"),
     ({"objective": "ppo_clip(clip_low='a')"}, "loss: "),
@@ -129,10 +175,12 @@ REFUSED = [
     ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages takes rewards_PR"),
     ({"kl": "ppo_clip"}, "loss.kl: ppo_clip takes advantages_BT"),
     ({CORR: "whiten"}, "loss.rollout_correction: whiten takes x_BT"),
-    ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
-     "you mean decoupled_token_is?"),
+    (
+        {"preset": "decoupled_tokn_is"},
+        "loss.preset: there is no preset 'decoupled_tokn_is'. Did you mean decoupled_token_is?",
+    ),
     ({"preset": "zzz"}, "there is no preset 'zzz'. Known: disabled, decoupled_token_is"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "answer"), REFUSED)
@@ -210,11 +258,13 @@ def stale(max_staleness, **loss):
 @pytest.mark.parametrize(
     "loss",
     [
-        {}, {"old_logp": "recomputed", "epochs": 2}, {"preset": "disabled"},
+        {},
+        {"old_logp": "recomputed", "epochs": 2},
+        {"preset": "disabled"},
         {"objective": "reinforce"},
         {"objective": "reinforce", "old_logp": "rollout"},  # takes no ratio
     ],
-)  # fmt: skip
+)
 def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
     algorithm_from_config(stale(0, **loss))
     with pytest.raises(ConfigError, match="rollout.max_staleness=2 trains on tokens of older"):
@@ -252,9 +302,16 @@ def gradient_on_stale_tokens(**loss):
     mask = jnp.ones((4, 1), bool)
     rollout_logp, advantages = jnp.log(jnp.asarray(MU))[DRAWN][:, None], GAINS[:, None]
     batch = Batch(
-        None, None, mask.astype(jnp.int32), mask, rollout_logp, None, advantages_BT=advantages,
-        loss_weights_BT=jnp.full(mask.shape, 1 / 4), shared={"total": jnp.float32(4)},
-    )  # fmt: skip
+        None,
+        None,
+        mask.astype(jnp.int32),
+        mask,
+        rollout_logp,
+        None,
+        advantages_BT=advantages,
+        loss_weights_BT=jnp.full(mask.shape, 1 / 4),
+        shared={"total": jnp.float32(4)},
+    )
 
     def loss_at(logits):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]

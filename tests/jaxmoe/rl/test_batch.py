@@ -14,10 +14,12 @@ from jaxmoe.rl.minibatches import pack_batch
 
 def rollout(prompt, tokens, logp, version=7, number=41):
     return Rollout(
-        prompt=Prompt(number, "?", tuple(prompt), None), tokens=np.array(tokens, np.int32),
-        rollout_logp=np.array(logp, np.float32), stop=StopReason.STOP_TOKEN,
+        prompt=Prompt(number, "?", tuple(prompt), None),
+        tokens=np.array(tokens, np.int32),
+        rollout_logp=np.array(logp, np.float32),
+        stop=StopReason.STOP_TOKEN,
         weight_versions=np.full(len(tokens), version, np.int32),
-    )  # fmt: skip
+    )
 
 
 def batch_of(*rollouts, length=6, samples=1):
@@ -118,8 +120,9 @@ def test_the_engines_experts_come_along_where_they_are_asked_for():
     batch = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
     assert batch.routed_experts_BTLA.dtype == np.int8
     assert batch.routed_experts_BTLA[:, :, 0].tolist() == [
-        [[0, 1], [2, 3], NONE, NONE, NONE], [[4, 0], [3, 1], [2, 1], NONE, NONE]
-    ]  # fmt: skip
+        [[0, 1], [2, 3], NONE, NONE, NONE],
+        [[4, 0], [3, 1], [2, 1], NONE, NONE],
+    ]
     wide = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=129)
     assert wide.routed_experts_BTLA.dtype == np.int16
     assert rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0).routed_experts_BTLA is None

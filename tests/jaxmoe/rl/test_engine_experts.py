@@ -33,9 +33,13 @@ def rollout(*zeros):
     experts, tokens = routed(), np.arange(READ + 1 - PROMPT, dtype=np.int32)
     experts[list(zeros)] = 0
     return Rollout(
-        Prompt(0, "", tuple(range(PROMPT)), None), tokens, -np.ones(len(tokens), np.float32),
-        StopReason.MAX_TOKENS, tokens, routed_experts=experts,
-    )  # fmt: skip
+        Prompt(0, "", tuple(range(PROMPT)), None),
+        tokens,
+        -np.ones(len(tokens), np.float32),
+        StopReason.MAX_TOKENS,
+        tokens,
+        routed_experts=experts,
+    )
 
 
 def batch_of(*rollouts, n_experts=N):

@@ -29,17 +29,23 @@ from jaxmoe.rollout.staleness import check_versions
 LENGTH, SAMPLES = 24, 4
 REWARDS = np.random.default_rng(9).normal(size=2 * SAMPLES).astype(np.float32)
 OF_KNOWN_EXPERTS = (
-    "router/load_max_over_mean", "router/load_cv", "router/unused_experts",
+    "router/load_max_over_mean",
+    "router/load_cv",
+    "router/unused_experts",
     "router/expert_switches",
-)  # fmt: skip
+)
 assert VOCAB == CFG.vocab_size and EXPERTS == CFG.n_experts
 
 
 def batch_of(rollouts, n_experts=None):
     return rollout_batch(
-        rollouts, REWARDS[: len(rollouts)], samples=SAMPLES, length=LENGTH, pad_id=0,
+        rollouts,
+        REWARDS[: len(rollouts)],
+        samples=SAMPLES,
+        length=LENGTH,
+        pad_id=0,
         n_experts=n_experts,
-    )  # fmt: skip
+    )
 
 
 def clean_and_garbage(**options):
@@ -62,8 +68,9 @@ def test_trained_ids_and_positions_are_those_that_the_engine_sampled(seed):
         n = int(batch.segment_ids_BT[row].sum())
         assert batch.tokens_BT[row, :n].tolist() == heard.ids
         positions = np.flatnonzero(batch.loss_mask_BT[row])
-        trained = list(zip(positions.tolist(), batch.tokens_BT[row, positions].tolist(),
-                           strict=True))  # fmt: skip
+        trained = list(
+            zip(positions.tolist(), batch.tokens_BT[row, positions].tolist(), strict=True)
+        )
         assert trained == heard.sampled
         assert batch.positions_BT[row, positions].tolist() == positions.tolist()
         logp = batch.rollout_logp_BT[row]
@@ -78,12 +85,14 @@ def test_trained_ids_and_positions_are_those_that_the_engine_sampled(seed):
     [
         {"old_logp": "rollout"},
         {
-            "advantages": whitened_bootstrapped_gae, "critic": "shared", "terms": (value_term(),),
+            "advantages": whitened_bootstrapped_gae,
+            "critic": "shared",
+            "terms": (value_term(),),
             "old_logp": "recomputed",
         },
     ],
     ids=["grpo", "ppo"],
-)  # fmt: skip
+)
 def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
     a = algorithm(**fields)
     step, results = step_of(a), []
@@ -149,12 +158,21 @@ def test_the_value_after_a_truncated_episode_is_that_behind_the_last_sampled_tok
     assert np.asarray(bootstrap_values(batch, jnp.asarray(values_BT))).tolist() == expected
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda mask: mask[:-1], r"bool \(\d+,\), one entry per token, got bool"),
-    (lambda mask: mask.astype(np.int8), "one entry per token, got int8"),
-    (lambda mask: np.append(mask[:-1], False), r"the first and the last token, got \[True, False"),
-    (lambda mask: np.append(False, mask[1:]), r"the first and the last token, got \[False, True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda mask: mask[:-1], r"bool \(\d+,\), one entry per token, got bool"),
+        (lambda mask: mask.astype(np.int8), "one entry per token, got int8"),
+        (
+            lambda mask: np.append(mask[:-1], False),
+            r"the first and the last token, got \[True, False",
+        ),
+        (
+            lambda mask: np.append(False, mask[1:]),
+            r"the first and the last token, got \[False, True",
+        ),
+    ],
+)
 def test_a_mask_that_no_episode_can_have_is_refused(change, message):
     rollouts = draw_groups(np.random.default_rng(5), 1, SAMPLES, max_turn=9)
     rollouts[2] = replace(rollouts[2], policy_mask=change(rollouts[2].policy_mask))

@@ -38,14 +38,25 @@ def example(name, cut, experts=None):
         length = 2 * batch.tokens_BT.shape[1]
         batch, _ = split_minibatches(batch, GRPO, seed=(0,), tokens_per_microbatch=length)
     names = dict(
-        jax=jax, jnp=jnp, replace=replace, partial=partial, Scorer=Scorer, rl_step=rl_step,
-        sink_attention=sink_attention, route_top_k=route_top_k, router_logits=router_logits,
-        make_ops=lambda _cfg: plain_ops(), a=GRPO, experts=experts, tx=SGD, batch=batch,
+        jax=jax,
+        jnp=jnp,
+        replace=replace,
+        partial=partial,
+        Scorer=Scorer,
+        rl_step=rl_step,
+        sink_attention=sink_attention,
+        route_top_k=route_top_k,
+        router_logits=router_logits,
+        make_ops=lambda _cfg: plain_ops(),
+        a=GRPO,
+        experts=experts,
+        tx=SGD,
+        batch=batch,
         cfg=SimpleNamespace(
             model=CFG, optim=SimpleNamespace(microbatches=2 if cut == "cut" else 1)
         ),
         state=init_state(Trained(MODEL), SGD),
-    )  # fmt: skip
+    )
     exec(compile(code, "docs/extending.md", "exec"), names)
     return names
 
@@ -63,10 +74,12 @@ def plain_step():
     """The step on the whole batch by the router that ships, and one with other experts."""
     step = jax.jit(
         partial(
-            rl_step, tx=SGD, algorithm=GRPO,
+            rl_step,
+            tx=SGD,
+            algorithm=GRPO,
             scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3"),
         )
-    )  # fmt: skip
+    )
     batch = routed_batch()
     other_experts = (batch.routed_experts_BTLA + 1) % CFG.n_experts
     batches = (batch, replace(batch, routed_experts_BTLA=other_experts))

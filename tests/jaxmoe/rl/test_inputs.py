@@ -38,9 +38,7 @@ def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
     scorer, state = scorer or Bigram(CFG, OPS), state or start(Algorithm())
 
     def traced(state, batch, minibatches):
-        return rl_step(
-            state, batch, minibatches, tx=SGD, algorithm=a, scorer=scorer, **options
-        )[:2]  # fmt: skip
+        return rl_step(state, batch, minibatches, tx=SGD, algorithm=a, scorer=scorer, **options)[:2]
 
     return jax.jit(traced)(state, batch, minibatches)
 
@@ -56,23 +54,27 @@ def test_an_objective_of_ones_own_trains_on_the_groups_of_the_batch():
 TOKENS = BATCH.tokens_BT
 MINIBATCHES = Minibatches(np.zeros((3, 2), np.int32))
 INVALID = {
-    "one sequence": (
-        dict(tokens_BT=TOKENS[0]), {}, r"tokens_BT must be .B, T., got shape \(12,\)"
-    ),
+    "one sequence": (dict(tokens_BT=TOKENS[0]), {}, r"tokens_BT must be .B, T., got shape \(12,\)"),
     "rewards of tokens": (
-        dict(rewards_B=np.zeros((B, T), np.float32)), {},
+        dict(rewards_B=np.zeros((B, T), np.float32)),
+        {},
         r"rewards_B must have shape \(8,\), got \(8, 12\)",
     ),
     "one reward": (dict(rewards_B=np.float32(1)), {}, r"rewards_B must have shape \(8,\), got"),
     "one log-prob a row": (
-        dict(rollout_logp_BT=np.zeros(B, np.float32)), {},
+        dict(rollout_logp_BT=np.zeros(B, np.float32)),
+        {},
         r"rollout_logp_BT must have shape \(8, 12\), got \(8,\)",
     ),
     "a mask of numbers": (
-        dict(loss_mask_BT=BATCH.loss_mask_BT.astype(np.float32)), {}, "must be bool, got float32",
+        dict(loss_mask_BT=BATCH.loss_mask_BT.astype(np.float32)),
+        {},
+        "must be bool, got float32",
     ),
     "groups that do not fit": (
-        dict(samples_per_prompt=3), {}, r"groups of .* \(3\) rows, got 8",
+        dict(samples_per_prompt=3),
+        {},
+        r"groups of .* \(3\) rows, got 8",
     ),
     "no minibatches": ({}, dict(a=MINI), "1 epochs of 2 minibatches need as many .*, got none"),
     "others' minibatches": ({}, dict(a=MINI, minibatches=MINIBATCHES), "got 3"),
@@ -80,9 +82,11 @@ INVALID = {
     "microbatches": ({}, dict(microbatches=3), r"microbatches \(3\) must divide the batch's 8"),
     "no reference": ({}, dict(a=WITH_KL), "takes ref_logp_BT needs a reference"),
     "no critic": (
-        {}, dict(a=PPO), "critic=own needs a critic's param",
+        {},
+        dict(a=PPO),
+        "critic=own needs a critic's param",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", INVALID)
@@ -99,9 +103,12 @@ def test_an_id_past_the_vocabulary_is_seen_in_host_arrays(bad):
     tokens[3, 5] = bad
     with pytest.raises(ConfigError, match=rf"ids from 0 to 28 .*, got {bad} at \[3, 5\]"):
         rl_step(
-            start(MINI), replace(BATCH, tokens_BT=tokens), tx=SGD, algorithm=Algorithm(),
+            start(MINI),
+            replace(BATCH, tokens_BT=tokens),
+            tx=SGD,
+            algorithm=Algorithm(),
             scorer=Bigram(CFG, OPS),
-        )  # fmt: skip
+        )
 
 
 def test_parameters_of_another_config_are_named():

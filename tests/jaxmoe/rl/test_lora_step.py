@@ -94,8 +94,10 @@ def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count)
     shapes = [x.shape for x in jax.tree.leaves(fresh().params)]
     assert [x.shape for x in jax.tree.leaves(state.params)] == shapes
     assert sorted(x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim) == sorted(2 * shapes)
-    moved = [float(jnp.abs(a - b).max()) for a, b in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(fresh().params), strict=True)]  # fmt: skip
+    moved = [
+        float(jnp.abs(a - b).max())
+        for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(fresh().params), strict=True)
+    ]
     assert min(moved) > 0
     assert results[0]["policy/kl_ref"] < 1e-12  # the reference is the base: nothing has changed yet
     assert results[-1]["policy/kl_ref"] > 1e-6

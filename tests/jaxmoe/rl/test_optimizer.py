@@ -66,14 +66,16 @@ def test_weight_decay_shrinks_matrices_alone():
         out, _ = tx.update(zero, tx.init(params), params)
     shrunk = {
         jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1]
-        for path, x in jax.tree_util.tree_leaves_with_path(out) if np.asarray(x).any()
-    }  # fmt: skip
+        for path, x in jax.tree_util.tree_leaves_with_path(out)
+        if np.asarray(x).any()
+    }
     assert shrunk == {"embed", "head", "w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down"}
     np.testing.assert_allclose(out["head"], -0.25 * np.asarray(params["head"]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name, decay", [("a", True), ("b", True), ("w_value", True),
-                                         ("b_value", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, decay", [("a", True), ("b", True), ("w_value", True), ("b_value", False)]
+)
 def test_adapters_and_a_value_head_decay_where_they_are_matrices(name, decay):
     assert weight_decay_mask({"layers": {"full": {"w_q": {name: jnp.ones((2, 3))}}}}) == {
         "layers": {"full": {"w_q": {name: decay}}}
@@ -82,10 +84,15 @@ def test_adapters_and_a_value_head_decay_where_they_are_matrices(name, decay):
 
 def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fraction():
     cfg = override(
-        load_config("tiny.py"), "steps=7", "optim.lr=0.01", "optim.lr_end_fraction=0.1",
-        "optim.lr_warmup_steps=0", "loss.advantages=gae", "critic.backbone=own",
+        load_config("tiny.py"),
+        "steps=7",
+        "optim.lr=0.01",
+        "optim.lr_end_fraction=0.1",
+        "optim.lr_warmup_steps=0",
+        "loss.advantages=gae",
+        "critic.backbone=own",
         "critic.pretrain_steps=3",
-    )  # fmt: skip
+    )
     tx = rl_optimizer(cfg)
     params = Trained({"w": jnp.ones(2)}, {"w": jnp.ones(2)})
     grads, state, rates = jax.tree.map(lambda x: 3.0 * x, params), tx.init(params), []
@@ -99,9 +106,13 @@ def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fracti
 
 def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
     cfg = override(
-        load_config("tiny.py"), "optim.lr=0.01", "optim.lr_warmup_steps=3",
-        "optim.lr_end_fraction=0.1", "loss.minibatches=2", "steps=4",
-    )  # fmt: skip
+        load_config("tiny.py"),
+        "optim.lr=0.01",
+        "optim.lr_warmup_steps=3",
+        "optim.lr_end_fraction=0.1",
+        "loss.minibatches=2",
+        "steps=4",
+    )
     step_sizes = updates(cfg.optim, steps=8, count=8)
     rates = [policy_learning_rate(cfg, step) for step in range(1, 5)]
     np.testing.assert_allclose(-step_sizes[::2], rates, rtol=1e-4)
@@ -138,7 +149,8 @@ def test_the_scale_of_the_routers_learning_rate_changes_their_updates_alone():
     assert jax.tree.structure(results[1.0][1]) == jax.tree.structure(results[0.25][1])
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(results[1.0][0]),
-        jax.tree.leaves(results[0.25][0]), strict=True,
-    ):  # fmt: skip
+        jax.tree.leaves(results[0.25][0]),
+        strict=True,
+    ):
         factor = 0.25 if "router" in str(path) else 1.0
         np.testing.assert_array_equal(x * np.float32(factor), y)

@@ -30,15 +30,26 @@ def test_every_preset_runs_at_one_update_and_at_two(name, updates):
 TOKEN, SEQ, ICEPOP = ("token_is", (2.0,)), ("sequence_is", (2.0,)), ("token_icepop", (0.5, 5.0))
 SUM, GEO, K3 = ("seq_sum_k1", 0.5, 2.0), ("seq_mean_k1", 0.999, 1.001), ("seq_mean_k3", 0.01)
 VERL = {
-    "disabled": [], "decoupled_token_is": [TOKEN], "decoupled_seq_is": [SEQ],
-    "decoupled_token_icepop": [ICEPOP], "decoupled_seq_is_rs": [SUM, SEQ],
-    "decoupled_geo_rs": [GEO], "decoupled_geo_rs_seq_tis": [GEO, SEQ],
-    "decoupled_geo_rs_token_tis": [GEO, TOKEN], "decoupled_k3_rs": [K3],
-    "decoupled_k3_rs_seq_tis": [K3, SEQ], "decoupled_k3_rs_token_tis": [K3, TOKEN],
-    "bypass_ppo_clip": [], "bypass_ppo_clip_geo_rs": [GEO], "bypass_ppo_clip_k3_rs": [K3],
-    "bypass_pg_is": [SEQ], "bypass_pg_token_icepop": [ICEPOP], "bypass_pg_geo_rs": [GEO],
-    "bypass_pg_geo_rs_seq_tis": [GEO, SEQ], "bypass_pg_geo_rs_token_tis": [GEO, TOKEN],
-}  # fmt: skip
+    "disabled": [],
+    "decoupled_token_is": [TOKEN],
+    "decoupled_seq_is": [SEQ],
+    "decoupled_token_icepop": [ICEPOP],
+    "decoupled_seq_is_rs": [SUM, SEQ],
+    "decoupled_geo_rs": [GEO],
+    "decoupled_geo_rs_seq_tis": [GEO, SEQ],
+    "decoupled_geo_rs_token_tis": [GEO, TOKEN],
+    "decoupled_k3_rs": [K3],
+    "decoupled_k3_rs_seq_tis": [K3, SEQ],
+    "decoupled_k3_rs_token_tis": [K3, TOKEN],
+    "bypass_ppo_clip": [],
+    "bypass_ppo_clip_geo_rs": [GEO],
+    "bypass_ppo_clip_k3_rs": [K3],
+    "bypass_pg_is": [SEQ],
+    "bypass_pg_token_icepop": [ICEPOP],
+    "bypass_pg_geo_rs": [GEO],
+    "bypass_pg_geo_rs_seq_tis": [GEO, SEQ],
+    "bypass_pg_geo_rs_token_tis": [GEO, TOKEN],
+}
 
 
 @pytest.mark.paper
@@ -79,27 +90,36 @@ def test_recomputed_asked_for_beside_a_preset_is_kept():
 def test_other_settings_stay_beside_a_preset():
     loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
     assert apply_preset(loss) == replace(
-        loss, preset="", rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
-        old_logp="recomputed", aggregation="kept_token_mean",
-    )  # fmt: skip
+        loss,
+        preset="",
+        rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
+        old_logp="recomputed",
+        aggregation="kept_token_mean",
+    )
     assert apply_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
 
 
 @pytest.mark.parametrize(
     ("fields", "answer"),
     [
-        ({"preset": "decoupled_token_is", CORR: "veto"},
-         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', but "
-         "the config sets 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
+        (
+            {"preset": "decoupled_token_is", CORR: "veto"},
+            "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', but "
+            "the config sets 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''.",
+        ),
         ({"preset": "disabled", CORR: "token_is"}, "sets loss.rollout_correction=''"),
-        ({"preset": "decoupled_token_is", "old_logp": "rollout"},
-         "but the config sets 'rollout'. Try --set loss.old_logp=detached"),
+        (
+            {"preset": "decoupled_token_is", "old_logp": "rollout"},
+            "but the config sets 'rollout'. Try --set loss.old_logp=detached",
+        ),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
-        ({"preset": "bypass_pg_is", "objective": "gspo"},
-         "sets loss.objective='reinforce', but the config sets 'gspo'. Try --set "
-         "loss.objective=ppo_clip, or --set loss.preset=''."),
+        (
+            {"preset": "bypass_pg_is", "objective": "gspo"},
+            "sets loss.objective='reinforce', but the config sets 'gspo'. Try --set "
+            "loss.objective=ppo_clip, or --set loss.preset=''.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
     assert answer in refusal(**fields)
 

@@ -36,9 +36,11 @@ FOUR_UPDATES = {"epochs": 2, "minibatches": 2}
 def choose_experts(params, batch, cfg, ops):
     """The experts [B, T, L, A] that the routers of a forward choose."""
     batch = jax.tree.map(jnp.asarray, batch)
-    recorded = jax.jit(lambda policy: forward(
-        policy, batch.tokens_BT, cfg, ops, segment_ids_BT=batch.segment_ids_BT
-    )[2]["experts_BTA"])(params)  # fmt: skip
+    recorded = jax.jit(
+        lambda policy: forward(
+            policy, batch.tokens_BT, cfg, ops, segment_ids_BT=batch.segment_ids_BT
+        )[2]["experts_BTA"]
+    )(params)
     return np.moveaxis(np.asarray(recorded), 0, 2)
 
 
@@ -55,10 +57,15 @@ def run_updates(replay, expected_BTLA, batch=None, packed=0, microbatches=1, ops
     batch = make_batch() if batch is None else batch
     batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
     split = split_minibatches(batch, a, seed=(1,), tokens_per_microbatch=packed)
-    step = jax.jit(partial(
-        rl_step, tx=FAST_SGD, algorithm=a, microbatches=microbatches,
-        scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
-    ))  # fmt: skip
+    step = jax.jit(
+        partial(
+            rl_step,
+            tx=FAST_SGD,
+            algorithm=a,
+            microbatches=microbatches,
+            scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
+        )
+    )
     metrics = step(start(a, params=MODEL, tx=FAST_SGD), *split)[1]
     assert count_compilations(step) == 1
     return {name: float(x) for name, x in metrics.items()}
@@ -68,10 +75,14 @@ ALL_CASES = {
     "minibatches": {"old_logp": "recomputed"},
     "packed, and the ratio is to the engine": {"old_logp": "rollout", "packed": 2 * T},
     "microbatches, remat and a shared critic": {
-        "old_logp": "recomputed", "microbatches": 4, "ops": replace(OPS, remat=jax.checkpoint),
-        "critic": "shared", "advantages": partial(gae, trace=0.9), "terms": (value_term(),),
+        "old_logp": "recomputed",
+        "microbatches": 4,
+        "ops": replace(OPS, remat=jax.checkpoint),
+        "critic": "shared",
+        "advantages": partial(gae, trace=0.9),
+        "terms": (value_term(),),
     },
-}  # fmt: skip
+}
 
 
 CASES = [pytest.param(case, marks=SLOW if "remat" in case else ()) for case in ALL_CASES]

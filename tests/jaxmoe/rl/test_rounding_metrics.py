@@ -95,8 +95,13 @@ def test_a_sample_of_the_codes_sees_what_moved_since_the_start():
     moved = change(params, "full", "w_down", (1, 2, smallest, 0), 0.0)
     assert float(moved_share(start, moved)) == pytest.approx(1 / total)
     # A group whose scale changes has moved but for its zeros, whatever its codes.
-    doubled = change(params, "sliding", "w_gate_up", (0, 0, slice(0, 32), 0),
-                     2 * params["layers"]["sliding"]["w_gate_up"][0, 0, :32, 0])  # fmt: skip
+    doubled = change(
+        params,
+        "sliding",
+        "w_gate_up",
+        (0, 0, slice(0, 32), 0),
+        2 * params["layers"]["sliding"]["w_gate_up"][0, 0, :32, 0],
+    )
     values = mxfp4_to_dense(round_experts(params)["layers"]["sliding"]["w_gate_up"])
     n_zeros = int(jnp.sum(values[0, 0, :32, 0] == 0))
     assert float(moved_share(start, doubled)) == pytest.approx((32 - n_zeros) / total)

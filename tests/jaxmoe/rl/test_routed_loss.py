@@ -167,9 +167,7 @@ def test_old_switches_compare_each_update_with_the_forward_before_the_first(part
     step = step_of(a, scorer=ReroutedOld(CFG, OPS), tx=STILL, **options)
     _, metrics = step(start(a, STILL, params=MODEL), batch, minibatches)
     expected = switched64(experts, old)
-    means = [
-        expected[rows][batch.loss_mask_BT[rows]].mean() for rows in minibatches.rows_UB
-    ]  # fmt: skip
+    means = [expected[rows][batch.loss_mask_BT[rows]].mean() for rows in minibatches.rows_UB]
     assert float(metrics["switched"]) == pytest.approx(np.mean(means), abs=1e-6)
     assert 0.05 < np.mean(means) < 1.0
 
@@ -212,9 +210,7 @@ def test_microbatches_packing_and_devices_change_nothing(objective):
 
 
 def test_router_kl_is_that_of_both_forwards(forwards):
-    p, q = (
-        np.exp(x["router_logits_BTLE"].astype(np.float64)) for x in forwards
-    )  # fmt: skip
+    p, q = (np.exp(x["router_logits_BTLE"].astype(np.float64)) for x in forwards)
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     kl = (q * np.log(q / p)).sum(-1).mean(-1)
     a = algorithm(**UPDATES, terms=(Term(router_kl, 0.0, "kl"),))
@@ -238,7 +234,7 @@ REFUSED = [
     (("loss.objective=rspo(floor=2.0)", RECORD, *SEVERAL), "floor must be between 0 and 1"),
     (("loss.objective=length_scaled_clip(length=0)",), "length must be above 0, got 0"),
     (("loss.objective=switch_aware_clip(thight=0.5)",), "Did you mean tight?"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
@@ -258,12 +254,13 @@ def test_what_cannot_work_is_refused_in_one_line(changes, message):
         ("loss.objective=length_scaled_clip(length=100)",),
         ("loss.rollout_correction=mask_switched", "rollout.compare_experts=True"),
         (
-            "loss.rollout_correction=mask_switched + token_is(high=2.0)", *SEVERAL,
+            "loss.rollout_correction=mask_switched + token_is(high=2.0)",
+            *SEVERAL,
             "rollout.compare_experts=True",
         ),
         (KL, RECORD, *SEVERAL),
     ],
-)  # fmt: skip
+)
 def test_a_config_names_each_of_them(changes):
     algorithm_from_config(override(load_config("tiny.py"), *changes))
 

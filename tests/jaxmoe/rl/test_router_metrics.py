@@ -83,14 +83,17 @@ def measure64(forward, batch, old=None):
     is_token, mask = batch.segment_ids_BT > 0, batch.loss_mask_BT
     layers, total = {}, {}
     counts = np.stack(
-        [np.bincount(forward["experts_BTLA"][is_token][:, i].ravel(), minlength=E)
-         for i in range(L)]
-    )  # fmt: skip
+        [
+            np.bincount(forward["experts_BTLA"][is_token][:, i].ravel(), minlength=E)
+            for i in range(L)
+        ]
+    )
     busiest = counts.max(1) / counts.mean(1)
     layers |= {
-        "trainer_load_max_over_mean": busiest, "trainer_load_violation": busiest - 1,
+        "trainer_load_max_over_mean": busiest,
+        "trainer_load_violation": busiest - 1,
         "trainer_unused_experts": (counts == 0).mean(1),
-    }  # fmt: skip
+    }
     margin = np.float64(forward["router_margin_BTL"])[is_token]
     layers["entropy"] = np.float64(forward["router_entropy_BTL"])[is_token].mean(0)
     layers["top_k_mass"] = np.float64(forward["router_mass_BTL"])[is_token].mean(0)
@@ -129,9 +132,10 @@ def run_step(a, batch, size=0, mesh=None, **options):
 def test_the_metrics_are_those_of_float64_however_the_batch_is_split(parts, forward):
     batch = make_engine_batch(forward)
     options = {
-        "microbatches": {"microbatches": 4}, "packed": {"size": 24},
+        "microbatches": {"microbatches": 4},
+        "packed": {"size": 24},
         "two devices": {"mesh": make_mesh(MeshConfig(fsdp=2))},
-    }.get(parts, {})  # fmt: skip
+    }.get(parts, {})
     _, metrics = run_step(algorithm(), batch, **options)
     expected = measure64(forward, batch)
     assert 0.05 < expected["router/engine_switched_tokens"] < 0.9
@@ -231,8 +235,9 @@ def test_unswitched_tokens_alone_have_no_mean_of_switched_ones():
 @given(
     # XLA reads the smallest floats as 0
     st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=1, max_size=30),
-    st.integers(0, 2**30 - 1), st.sampled_from([0.05, 0.5, 1.0]),
-)  # fmt: skip
+    st.integers(0, 2**30 - 1),
+    st.sampled_from([0.05, 0.5, 1.0]),
+)
 def test_a_quantile_is_that_of_the_unmasked_values(values, bits, share):
     x = np.asarray(values, np.float32)[:, None]
     mask = np.array([bits >> i & 1 for i in range(len(x))], bool)[:, None]

@@ -85,9 +85,7 @@ def test_the_values_are_those_of_float64_and_the_update_moves_the_router(
     plain, _ = step_of(Algorithm(), scorer=make_scorer())(
         start(Algorithm(), params=MODEL), routed_batch()
     )
-    router, without = (
-        s.params.policy["layers"]["full"]["w_router"] for s in (state, plain)
-    )  # fmt: skip
+    router, without = (s.params.policy["layers"]["full"]["w_router"] for s in (state, plain))
     assert np.abs(router - without).max() > 1e-4
 
 
@@ -130,11 +128,14 @@ def test_a_config_names_the_terms_by_their_module():
     names = ("z_loss(weight=1e-3)", "router_entropy(weight=1e-4)", "load_balance(weight=0.01)")
     calls = " + ".join(f"jaxmoe.losses.router_terms:{name}" for name in names)
     cfg = override(
-        load_config("tiny.py"), "router.record=record_router_logits", f"loss.terms={calls}",
+        load_config("tiny.py"),
+        "router.record=record_router_logits",
+        f"loss.terms={calls}",
         "rollout.compare_experts=True",
-    )  # fmt: skip
+    )
     terms = algorithm_from_config(cfg).terms[-3:]  # after those of tiny.py
     assert [(term.fn, term.weight, term.name) for term in terms] == [
-        (z_loss, 1e-3, "loss/z_loss"), (router_entropy, 1e-4, "loss/router_entropy"),
+        (z_loss, 1e-3, "loss/z_loss"),
+        (router_entropy, 1e-4, "loss/router_entropy"),
         (load_balance, 0.01, "loss/load_balance"),
-    ]  # fmt: skip
+    ]

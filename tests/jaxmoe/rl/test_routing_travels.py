@@ -64,9 +64,10 @@ def step(batch, a, minibatches=None, **options):
 
 def assert_near(actual, want):
     for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(actual[0].params), jax.tree.leaves(want[0].params),
+        jax.tree_util.tree_leaves_with_path(actual[0].params),
+        jax.tree.leaves(want[0].params),
         strict=True,
-    ):  # fmt: skip
+    ):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     for name, value in want[1].items():
         assert float(actual[1][name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
@@ -94,9 +95,11 @@ def test_minibatches_take_the_experts_of_their_rows():
 
 def test_the_experts_given_are_the_experts_used():
     batch = jax.tree.map(jnp.asarray, routed_batch())
-    run = jax.jit(lambda tokens, routed: forward(
-        MODEL, tokens, CFG, REPLAY.ops, routed_experts_BTLA=routed
-    )[2]["experts_BTA"])  # fmt: skip
+    run = jax.jit(
+        lambda tokens, routed: forward(MODEL, tokens, CFG, REPLAY.ops, routed_experts_BTLA=routed)[
+            2
+        ]["experts_BTA"]
+    )
     used = run(batch.tokens_BT, batch.routed_experts_BTLA)
     np.testing.assert_array_equal(np.moveaxis(np.asarray(used), 0, 2), batch.routed_experts_BTLA)
 
@@ -148,11 +151,16 @@ def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_exp
     prompts = [Prompt(i, "", tuple(tokens[i, :3].tolist()), None) for i in range(2)]
     rollouts = [
         Rollout(
-            prompts[i], tokens[i, 3:], np.full(4, -1.0, np.float32),
-            StopReason.MAX_TOKENS, np.zeros(4, np.int32), None, experts_BTLA[i, :6],
+            prompts[i],
+            tokens[i, 3:],
+            np.full(4, -1.0, np.float32),
+            StopReason.MAX_TOKENS,
+            np.zeros(4, np.int32),
+            None,
+            experts_BTLA[i, :6],
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     batch = rollout_batch(rollouts, np.ones(2), samples=1, length=9, pad_id=0, n_experts=5)
     critic = init_critic(MODEL, CFG, "float32", own_backbone=False)
     critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
@@ -241,9 +249,14 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
 
         ops = replace(REPLAY.ops, record=trained)
         recorded = forward(
-            MODEL, batch.tokens_BT, CFG, ops, positions_BT=batch.positions_BT,
-            segment_ids_BT=batch.segment_ids_BT, routed_experts_BTLA=batch.routed_experts_BTLA,
-        )[2]  # fmt: skip
+            MODEL,
+            batch.tokens_BT,
+            CFG,
+            ops,
+            positions_BT=batch.positions_BT,
+            segment_ids_BT=batch.segment_ids_BT,
+            routed_experts_BTLA=batch.routed_experts_BTLA,
+        )[2]
         return [jnp.moveaxis(recorded[name], 0, 2) for name in ("used_BTA", "chosen_BTA")]
 
     used, own_routing = map(np.asarray, experts(batch))

@@ -39,10 +39,13 @@ def config(rewards="0.9 * own_rewards:f(option='a:b+c') + 0.1 * own_rewards:f"):
 
 
 REACHED = {
-    "own_rewards.py": "own_rewards", "own_loss.py": "own_loss", "own_map.py": "own_map",
-    "own_package/__init__.py": "own_package", "own_package/parts.py": "own_package.parts",
+    "own_rewards.py": "own_rewards",
+    "own_loss.py": "own_loss",
+    "own_map.py": "own_map",
+    "own_package/__init__.py": "own_package",
+    "own_package/parts.py": "own_package.parts",
     "own_package/deeper.py": "own_package.deeper",
-}  # fmt: skip
+}
 
 
 def test_it_is_of_the_named_modules_and_of_the_users_own_that_they_import(folder):

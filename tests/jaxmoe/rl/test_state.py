@@ -22,10 +22,12 @@ from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import Trained, init_rl_state, init_state, stage_shapes
 
 CFG = Config(
-    model=tiny(d_model=16, n_experts=3, d_expert=12), data=DataConfig(task="x"), steps=2,
+    model=tiny(d_model=16, n_experts=3, d_expert=12),
+    data=DataConfig(task="x"),
+    steps=2,
     rollout=RolloutConfig(sequences_per_step=4, samples_per_prompt=2, max_new_tokens=8),
     optim=OptimConfig(lr=1e-3),
-)  # fmt: skip
+)
 
 
 def shape_of(tree):

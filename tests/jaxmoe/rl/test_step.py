@@ -20,9 +20,18 @@ from jaxmoe.rl.step import supervised_loss_fn, train_step
 
 EPS = float(np.finfo(np.float32).eps)
 CFG = ModelConfig(
-    vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
-    experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
-)  # fmt: skip
+    vocab_size=29,
+    d_model=24,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=8,
+    n_experts=5,
+    experts_per_token=2,
+    d_expert=20,
+    sliding_window=5,
+    dtype="float32",
+)
 B, T = 4, 12
 SGD = optax.sgd(1.0)  # the update is minus the gradient
 SCORER = Scorer(CFG, plain_ops())
@@ -82,9 +91,7 @@ def spread():
         rows.append(jax.tree.map(lambda p, q, s=share: (p - q) * s, before.params, after.params))
     params = before.params
     size = jax.tree.map(lambda *g: float(np.max(sum(np.abs(x) for x in g))), *rows)
-    return jax.tree.map(
-        lambda s, p: EPS * (B * T * s + float(np.max(np.abs(p)))), size, params
-    )  # fmt: skip
+    return jax.tree.map(lambda s, p: EPS * (B * T * s + float(np.max(np.abs(p)))), size, params)
 
 
 def same_update(update, want, spread):
@@ -145,9 +152,11 @@ def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
     def loss(params, frozen, batch):
         tokens = jnp.sum(jnp.asarray(batch.loss_mask_BT).astype(jnp.float32))
         aux = LossAux(
-            sums={"sum_min": tokens}, maxima={"x_min": 3.0 + 0.0 * tokens, "below": -tokens},
-            minima={"x_max": tokens}, rows={"row": jnp.asarray(batch.loss_mask_BT)},
-        )  # fmt: skip
+            sums={"sum_min": tokens},
+            maxima={"x_min": 3.0 + 0.0 * tokens, "below": -tokens},
+            minima={"x_max": tokens},
+            rows={"row": jnp.asarray(batch.loss_mask_BT)},
+        )
         return jnp.sum(params.policy["final_norm"]) * tokens / batch.shared["total"], aux
 
     batch = make_batch()
@@ -158,11 +167,12 @@ def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
     _, metrics = step_of(loss, microbatches=2 if cut == "cut" else 1)(start(), batch)
     rows = batch.loss_mask_BT.sum(axis=1)
     parts = {
-        "whole": [rows.sum()], "cut": [rows[:2].sum(), rows[2:].sum()],
-        "packed": [] if cut != "packed" else [
-            rows[batch.packing.microbatch_B == i].sum() for i in range(int(batch.packing.count))
-        ],
-    }[cut]  # fmt: skip
+        "whole": [rows.sum()],
+        "cut": [rows[:2].sum(), rows[2:].sum()],
+        "packed": []
+        if cut != "packed"
+        else [rows[batch.packing.microbatch_B == i].sum() for i in range(int(batch.packing.count))],
+    }[cut]
     assert float(metrics["sum_min"]) == rows.sum() and float(metrics["x_min"]) == 3.0
     assert float(metrics["below"]) == -min(parts) and float(metrics["x_max"]) == min(parts)
     assert "row" not in metrics

@@ -27,22 +27,29 @@ SHAPES = Trained(
     {"value_head": {"w": (7,), "b": ()}},
 )
 CFG = ModelConfig(
-    vocab_size=11, d_model=8, n_layers=2, n_q_heads=2, n_kv_heads=1, head_dim=4, n_experts=2,
-    experts_per_token=1, d_expert=3, sliding_window=2,
-)  # fmt: skip
+    vocab_size=11,
+    d_model=8,
+    n_layers=2,
+    n_q_heads=2,
+    n_kv_heads=1,
+    head_dim=4,
+    n_experts=2,
+    experts_per_token=1,
+    d_expert=3,
+    sliding_window=2,
+)
 # as the run's is, with a count in two of its states and weights that decay; of small integers its
 # products are exact, so that it is no matter which of them a loop adds without rounding
-ADAMW = optax.adamw(
-    lambda count: jnp.exp2(-count), b1=0.5, b2=0.5, eps=1.0, weight_decay=0.5
-)  # fmt: skip
+ADAMW = optax.adamw(lambda count: jnp.exp2(-count), b1=0.5, b2=0.5, eps=1.0, weight_decay=0.5)
 
 
 def drawn(seed):
     dice = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(dice.integers(-4, 5, shape), jnp.float32), SHAPES,
+        lambda shape: jnp.asarray(dice.integers(-4, 5, shape), jnp.float32),
+        SHAPES,
         is_leaf=lambda x: isinstance(x, tuple),
-    )  # fmt: skip
+    )
 
 
 def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
@@ -82,8 +89,9 @@ def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else
     state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), CFG)), tx))
     for space, kind in (("device", "device"), ("host", "pinned_host")):
         lie = state_shardings(state, CFG, make_one_device_mesh(), space)
-        for x, sharding in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state),
-                            strict=True):  # fmt: skip
+        for x, sharding in zip(
+            jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state), strict=True
+        ):
             assert sharding.memory_kind == (kind if x.ndim else "device")
         other_shardings = replace(lie, opt_state=None)
         assert {sharding.memory_kind for sharding in jax.tree.leaves(other_shardings)} == {"device"}
@@ -101,13 +109,19 @@ def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=move_to_host_memory(replicated) if x.ndim else replicated
-        ), jax.eval_shape(ADAMW.init, params),
-    )  # fmt: skip
+        ),
+        jax.eval_shape(ADAMW.init, params),
+    )
     lie = jax.tree.map(lambda x: x.sharding, (params, state))
     memory: Any = compile_on(
-        mesh, stream_state(ADAMW).update, params, state, params, donate_argnums=(0, 1),
+        mesh,
+        stream_state(ADAMW).update,
+        params,
+        state,
+        params,
+        donate_argnums=(0, 1),
         out_shardings=lie,
-    ).memory_analysis()  # fmt: skip
+    ).memory_analysis()
     pair, moments = 4 * 512 * 512, 2 * 4 * 24 * 512 * 512
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == moments
     assert memory.host_temp_size_in_bytes == 0

@@ -150,11 +150,15 @@ def one(logp_BT):
 
 REFUSED = {
     "a name that the step needs": (
-        Term(one, 0.0, "kept"), {}, "different names, got .'kept'. twice",
+        Term(one, 0.0, "kept"),
+        {},
+        "different names, got .'kept'. twice",
     ),
     "a metric of the step": (Term(one, 1.0, "policy/entropy"), {}, "a name of its own"),
     "results of the forward": (
-        Term(one), {"extra": {"gates_BTLA": np.zeros((8, 12, 2, 2))}}, "different names",
+        Term(one),
+        {"extra": {"gates_BTLA": np.zeros((8, 12, 2, 2))}},
+        "different names",
     ),
     "an array that nobody has": (Term(lambda logp_BT, bias_LE: logp_BT), {}, "takes bias_LE"),
     "a reference": (kl_term(0.1), {}, "takes ref_logp_BT needs a reference"),
@@ -163,9 +167,11 @@ REFUSED = {
     "a shared name": (Term(one), {"shared": {"total": np.float32(1)}}, "names of their own"),
     "rows that are none": (Term(one), {"extra": {"bias_LE": np.zeros((2, 5))}}, "one row per"),
     "a metric's shape": (
-        Term(lambda logp_BT: (logp_BT, {"x": logp_BT[0]})), {}, "metrics of shape",
+        Term(lambda logp_BT: (logp_BT, {"x": logp_BT[0]})),
+        {},
+        "metrics of shape",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -26,10 +26,15 @@ def test_what_is_told_of_a_token_stands_where_the_batch_has_it(fields, cut):
     a, batch = algorithm(objective=ppo_clip, **fields), make_batch()
     length = 2 * T if cut == "packed" else 0
     parts, minibatches = split_minibatches(batch, a, seed=(3,), tokens_per_microbatch=length)
-    step = jax.jit(partial(
-        rl_step, tx=optax.sgd(0.0), algorithm=a, scorer=Bigram(CFG, OPS),
-        microbatches=4 if cut == "cut" else 1,
-    ))  # fmt: skip
+    step = jax.jit(
+        partial(
+            rl_step,
+            tx=optax.sgd(0.0),
+            algorithm=a,
+            scorer=Bigram(CFG, OPS),
+            microbatches=4 if cut == "cut" else 1,
+        )
+    )
     stats = step(start(a), parts, minibatches)[2]
     arrays = jax.tree.map(jnp.asarray, batch)
     want_BT = jax.jit(Bigram(CFG, OPS).score_policy)(start(a).params, arrays)["logp_BT"]

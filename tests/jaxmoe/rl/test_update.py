@@ -63,18 +63,24 @@ from jaxmoe.rl.update import NO_GATE, score_batch, update_minibatch
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
-        objective=partial(gspo, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
-        old_logp="recomputed", rollout_correction=(partial(sequence_is, high=2.0), normalize),
+        objective=partial(gspo, clip_low=0.1, clip_high=0.2),
+        aggregation=seq_mean_token_mean,
+        old_logp="recomputed",
+        rollout_correction=(partial(sequence_is, high=2.0), normalize),
         terms=(entropy_term(0.02), kl_term(0.1)),
     ),
     "ppo, shared critic, detached": dict(
-        advantages=partial(gae, trace=0.9), critic="shared",
+        advantages=partial(gae, trace=0.9),
+        critic="shared",
         terms=(value_term(clip=0.01),),
         rollout_correction=(geometric_is, partial(veto, high=3.0)),
     ),
     "reinforce++, kl in the reward": dict(
-        objective=reinforce, advantages=reinforce_pp_advantages, reward_kl=kl_term(0.1, kl_k1),
-        old_logp="recomputed", aggregation=kept_token_mean,
+        objective=reinforce,
+        advantages=reinforce_pp_advantages,
+        reward_kl=kl_term(0.1, kl_k1),
+        old_logp="recomputed",
+        aggregation=kept_token_mean,
         rollout_correction=(partial(rejection, statistic="seq_mean_k3", high=0.3), token_is),
     ),
     "grpo": {},
@@ -82,12 +88,13 @@ ALGORITHMS = {
         advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9)
     ),
     "ppo anchored at the rollout": dict(
-        objective=partial(ppo_clip, dual_clip=1.5), old_logp="rollout",
+        objective=partial(ppo_clip, dual_clip=1.5),
+        old_logp="rollout",
         rollout_correction=(partial(rejection, statistic="token_k1", low=0.5, high=2.0),),
     ),
     "cispo": dict(objective=cispo, aggregation=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own", terms=(value_term(),)),
-}  # fmt: skip
+}
 GPT_OSS = "gspo, of the model itself"
 
 
@@ -278,9 +285,10 @@ def test_packed_minibatches_of_any_length_compile_once():
         batch = make_batch()
         segments = np.where(np.arange(T)[None] < ENDS[:, None] - cut, batch.segment_ids_BT, 0)
         batch = replace(
-            batch, segment_ids_BT=segments.astype(np.int32),
+            batch,
+            segment_ids_BT=segments.astype(np.int32),
             loss_mask_BT=batch.loss_mask_BT & (segments > 0),
-        )  # fmt: skip
+        )
         batch, minibatches = split_minibatches(batch, a, seed=(cut,), tokens_per_microbatch=2 * T)
         counts.add(int(batch.packing.count))
         step(start(a), batch, minibatches)
@@ -306,11 +314,13 @@ def test_what_stands_at_false_tokens_never_matters(plain, value):
 @pytest.mark.parametrize(
     "estimator",
     [
-        group_advantages, rloo_advantages, reinforce_pp_advantages,
+        group_advantages,
+        rloo_advantages,
+        reinforce_pp_advantages,
         reinforce_pp_baseline_advantages,
     ],
     ids=lambda fn: fn.__name__,
-)  # fmt: skip
+)
 def test_a_missing_reward_updates_as_a_batch_without_its_row(estimator):
     """Half of each group is missing: gradients are those of a batch that never had those rows."""
     full, a = make_batch(), algorithm(advantages=estimator)

@@ -64,9 +64,13 @@ class TwoFaced(Scorer):
         calls.append(1)
         if len(calls) % 2 == 1:
             params = jax.tree_util.tree_map_with_path(
-                lambda path, x: x + self.noise * jnp.cos(jnp.arange(x.size, dtype=x.dtype))
-                .reshape(x.shape) if "w_router" in jax.tree_util.keystr(path) else x, params,
-            )  # fmt: skip
+                lambda path, x: (
+                    x + self.noise * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+                    if "w_router" in jax.tree_util.keystr(path)
+                    else x
+                ),
+                params,
+            )
         return super().score_policy(params, batch)
 
 
@@ -106,8 +110,9 @@ def test_recomputed_without_noise_is_the_detached_update():
 
 
 GATED = {
-    "detached": {}, "several updates": dict(old_logp="rollout", minibatches=2),
-}  # fmt: skip
+    "detached": {},
+    "several updates": dict(old_logp="rollout", minibatches=2),
+}
 
 
 @pytest.mark.slow
@@ -145,9 +150,11 @@ def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
     name, side = BOUNDS[bound], -1 if bound == "ess" else 1
     gate = GateConfig(**{bound: GAP[name]})
     for value, closed in (
-        (GAP[name], False), (GAP[name] - side * 1e-3, False), (GAP[name] + side * 1e-3, True),
+        (GAP[name], False),
+        (GAP[name] - side * 1e-3, False),
+        (GAP[name] + side * 1e-3, True),
         (np.nan, True),
-    ):  # fmt: skip
+    ):
         assert bool(is_gate_closed(GAP | {name: jnp.float32(value)}, gate)) == closed, value
     other_limits = {n: jnp.float32(9.0 if "ess" not in n else 0.0) for n in GAP if n != name}
     assert not bool(is_gate_closed({name: jnp.float32(GAP[name])} | other_limits, gate))
@@ -172,11 +179,13 @@ def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_train
 
 def test_the_policy_stands_still_while_the_critic_is_pretrained():
     cfg = Config(
-        model=CFG, data=DataConfig(task="x", max_prompt_tokens=6), steps=5,
+        model=CFG,
+        data=DataConfig(task="x", max_prompt_tokens=6),
+        steps=5,
         rollout=RolloutConfig(sequences_per_step=B, samples_per_prompt=R, max_new_tokens=6),
         optim=OptimConfig(lr=1e-2, weight_decay=0.1),
         critic=CriticConfig(backbone="own", lr=1e-2, pretrain_steps=2),
-    )  # fmt: skip
+    )
     a, tx = (
         algorithm(advantages=gae, critic="own", terms=(value_term(clip=1e9),)),
         rl_optimizer(cfg),
@@ -208,9 +217,10 @@ def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
             not np.array_equal(x, y)
             for x, y in zip(
                 jax.tree.leaves(before.params.policy["embed"]),
-                jax.tree.leaves(after.params.policy["embed"]), strict=True,
+                jax.tree.leaves(after.params.policy["embed"]),
+                strict=True,
             )
-        )  # fmt: skip
+        )
         assert moved == (kind == "shared")
 
 
@@ -298,13 +308,17 @@ def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
     keep = jnp.asarray([[True, False, True], [True, True, False], [False, True, True], [False] * 3])
     x = jnp.zeros(mask.shape)
     batch = replace(
-        jax.tree.map(jnp.asarray, make_batch()), loss_mask_BT=mask, rollout_logp_BT=x,
+        jax.tree.map(jnp.asarray, make_batch()),
+        loss_mask_BT=mask,
+        rollout_logp_BT=x,
         advantages_BT=x,
-    )  # fmt: skip
+    )
     rows = {
-        "logp_BT": x, "entropy_BT": x, "correction": Correction(keep_BT=keep),
+        "logp_BT": x,
+        "entropy_BT": x,
+        "correction": Correction(keep_BT=keep),
         "no_gradient_BT": mask,
-    }  # fmt: skip
+    }
     means = update_metrics(batch, rows, algorithm()).means
     assert float(means["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
     assert float(means["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
@@ -327,9 +341,14 @@ def test_a_reference_that_is_broken_at_false_tokens_never_matters():
     scored = estimate_advantages(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
     broken = jnp.where(batch.loss_mask_BT, scored.ref_logp_BT, jnp.nan)
     step = partial(
-        update_minibatch, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=NO_GATE, gap=None,
+        update_minibatch,
+        tx=SGD,
+        algorithm=a,
+        scorer=Bigram(CFG, OPS),
+        gate=NO_GATE,
+        gap=None,
         microbatches=1,
-    )  # fmt: skip
+    )
     want, *_ = step(start(a), scored)
     state, *_ = step(start(a), replace(scored, ref_logp_BT=broken))
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want.params), strict=True):

@@ -16,9 +16,19 @@ from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=64,
+)
 INVARIANT = invariant_ops(plain_ops())
 STOPS = tuple(range(5, 12))
 SAMPLING = Sampling(

@@ -14,9 +14,17 @@ class ScriptedEnvironment:
     """Replies of 1 to `longest` random tokens; `delays_s` makes some of them late."""
 
     def __init__(
-        self, vocab_size, *, turns=5, shortest=1, longest=40, delays_s=(0.0,), patience_s=0.0,
-        timeout_s=0.0, threads=32,
-    ):  # fmt: skip
+        self,
+        vocab_size,
+        *,
+        turns=5,
+        shortest=1,
+        longest=40,
+        delays_s=(0.0,),
+        patience_s=0.0,
+        timeout_s=0.0,
+        threads=32,
+    ):
         self.vocab_size, self.turns = vocab_size, turns
         self.lengths = shortest, longest + 1
         self.delays_s, self.patience_s, self.reply_timeout_s = delays_s, patience_s, timeout_s

@@ -35,9 +35,13 @@ moments = st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=LAST, ma
 
 
 @given(
-    max_staleness=st.integers(1, 4), made_s=moments, trained=moments, measured=moments,
-    scored=st.sets(st.integers(1, LAST)), first=st.integers(1, 4),
-)  # fmt: skip
+    max_staleness=st.integers(1, 4),
+    made_s=moments,
+    trained=moments,
+    measured=moments,
+    scored=st.sets(st.integers(1, LAST)),
+    first=st.integers(1, 4),
+)
 def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
     max_staleness, made_s, trained, measured, scored, first
 ):

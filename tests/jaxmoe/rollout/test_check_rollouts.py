@@ -48,13 +48,17 @@ def test_short_and_likely_answers_may_be_equal():
     check([replace(rollout, prompt=prompt) for prompt in PROMPTS for _ in range(SAMPLES)])
 
 
-@pytest.mark.parametrize("change", [
-    lambda all: all + all,  # every rollout twice
-    lambda all: [r for r in all for _ in range(2)],
-    lambda all: all[:-1],
-    lambda all: all[SAMPLES:] + all[:SAMPLES],  # the prompts in another order
-    lambda all: all[::SAMPLES] * SAMPLES,  # the samples of a prompt apart
-], ids=["all twice", "each twice", "one missing", "another order", "apart"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda all: all + all,  # every rollout twice
+        lambda all: [r for r in all for _ in range(2)],
+        lambda all: all[:-1],
+        lambda all: all[SAMPLES:] + all[:SAMPLES],  # the prompts in another order
+        lambda all: all[::SAMPLES] * SAMPLES,  # the samples of a prompt apart
+    ],
+    ids=["all twice", "each twice", "one missing", "another order", "apart"],
+)
 def test_a_wrong_number_or_order_is_refused(change):
     with pytest.raises(EngineError, match="must return 4 rollouts of each of 3 prompts"):
         check(change(rollouts_of()))
@@ -67,11 +71,15 @@ def test_a_sample_returned_twice_is_refused():
         check(rollouts)
 
 
-@pytest.mark.parametrize("logp", [
-    lambda r: np.zeros_like(r.rollout_logp),  # an engine that reports none
-    lambda r: r.rollout_logp * 0.01,
-    lambda r: np.full_like(r.rollout_logp, -0.1),
-], ids=["zeros", "of another temperature", "all alike"])  # fmt: skip
+@pytest.mark.parametrize(
+    "logp",
+    [
+        lambda r: np.zeros_like(r.rollout_logp),  # an engine that reports none
+        lambda r: r.rollout_logp * 0.01,
+        lambda r: np.full_like(r.rollout_logp, -0.1),
+    ],
+    ids=["zeros", "of another temperature", "all alike"],
+)
 def test_log_probs_that_are_not_those_of_the_tokens_are_refused(logp):
     with pytest.raises(EngineError, match="sum of the two probabilities is .* must be at most 1"):
         check([replace(r, rollout_logp=logp(r)) for r in rollouts_of()])

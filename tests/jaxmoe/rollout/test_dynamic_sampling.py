@@ -19,10 +19,12 @@ SAMPLES = 3
 def rollout(prompt, sample, length=2, stop=StopReason.STOP_TOKEN):
     tokens = np.full(length, sample, np.int32)
     return Rollout(
-        prompt=Prompt(id=prompt, tokens=(1,), text="", answer=""), tokens=tokens,
-        rollout_logp=np.zeros(length, np.float32), stop=stop,
+        prompt=Prompt(id=prompt, tokens=(1,), text="", answer=""),
+        tokens=tokens,
+        rollout_logp=np.zeros(length, np.float32),
+        stop=stop,
         weight_versions=np.zeros(length, np.int32),
-    )  # fmt: skip
+    )
 
 
 def generating(*batches):
@@ -136,13 +138,20 @@ def test_metrics_of_episodes_count_what_the_policy_sampled():
     ]
     metrics = rollout_metrics(episodes, np.zeros(4), 1)
     assert metrics == {
-        "reward/mean": 0.0, "reward/std": 0.0,
-        "response_len/mean": 9 / 4, "response_len/max": 3,
-        "episode_len/mean": 14 / 4, "episode_len/max": 6,
-        "turns/mean": 7 / 4, "turns/max": 3,
-        "stop/max_tokens_frac": 0.25, "stop/max_turns_frac": 0.25, "stop/env_error_frac": 0.25,
-        "reward/env/format": 0.125, "tool/calls": 1.0,
-    }  # fmt: skip
+        "reward/mean": 0.0,
+        "reward/std": 0.0,
+        "response_len/mean": 9 / 4,
+        "response_len/max": 3,
+        "episode_len/mean": 14 / 4,
+        "episode_len/max": 6,
+        "turns/mean": 7 / 4,
+        "turns/max": 3,
+        "stop/max_tokens_frac": 0.25,
+        "stop/max_turns_frac": 0.25,
+        "stop/env_error_frac": 0.25,
+        "reward/env/format": 0.125,
+        "tool/calls": 1.0,
+    }
 
 
 def test_lost_episodes_are_counted_by_cause_and_in_no_mean():
@@ -161,9 +170,13 @@ def test_lost_episodes_are_counted_by_cause_and_in_no_mean():
 def test_single_answers_have_no_metrics_of_episodes(mask):
     rollouts = [replace(rollout(0, i), policy_mask=mask) for i in range(SAMPLES)]
     assert set(rollout_metrics(rollouts, np.zeros(SAMPLES), SAMPLES)) == {
-        "reward/mean", "reward/std", "reward/zero_std_groups_frac", "response_len/mean",
-        "response_len/max", "stop/max_tokens_frac",
-    }  # fmt: skip
+        "reward/mean",
+        "reward/std",
+        "reward/zero_std_groups_frac",
+        "response_len/mean",
+        "response_len/max",
+        "stop/max_tokens_frac",
+    }
 
 
 def test_an_environments_metrics_replace_none_of_the_runs():

@@ -25,9 +25,18 @@ from jaxmoe.rollout.native import NativeEngine
 from tests.pallas_kernels.interpreted import TPU, interpreted
 
 CFG = tiny(
-    dtype="bfloat16", d_model=256, head_dim=64, n_q_heads=4, n_kv_heads=2, n_experts=4,
-    experts_per_token=2, d_expert=256, sliding_window=16, vocab_size=265, vocab_multiple=128,
-)  # fmt: skip
+    dtype="bfloat16",
+    d_model=256,
+    head_dim=64,
+    n_q_heads=4,
+    n_kv_heads=2,
+    n_experts=4,
+    experts_per_token=2,
+    d_expert=256,
+    sliding_window=16,
+    vocab_size=265,
+    vocab_multiple=128,
+)
 EXACT = replace(CFG, dtype="float32")  # few tokens of bfloat16 would agree by rounding
 RUNS = [
     pytest.param(TPU, True, 6, marks=pytest.mark.slow, id="interpreted"),
@@ -51,9 +60,13 @@ def differing(ops, new, cfg):
     ]
     rollouts = engine.generate(prompts, Sampling(new, (264,)), seed=1, samples=2)
     batch = rollout_batch(
-        rollouts, np.zeros(8, np.float32), samples=2, length=40 + new, pad_id=0,
+        rollouts,
+        np.zeros(8, np.float32),
+        samples=2,
+        length=40 + new,
+        pad_id=0,
         n_experts=cfg.n_experts,
-    )  # fmt: skip
+    )
     batch = jax.tree.map(jax.numpy.asarray, batch)
     scored = jax.jit(Scorer(cfg, ops).score_policy)(Trained(cast_for_forward(params, cfg)), batch)
     answer_BT = np.asarray(batch.loss_mask_BT)

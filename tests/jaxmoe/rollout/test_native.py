@@ -21,9 +21,19 @@ from tests.jaxmoe.random_weights import noisy_params
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=64,
+)
 NEW = 21
 EPS = float(np.finfo(np.float32).eps)
 STOPS = tuple(range(5, 19))  # likely enough that rows stop early and are dropped
@@ -67,10 +77,14 @@ def SCORE(params, batch, temperature=1.0):
 
 TRAINER = jax.jit(
     lambda params, tokens, segments, temperature: sequence_logprobs(
-        params, forward(params, tokens, CFG, OPS, segment_ids_BT=segments)[0], tokens, CFG, OPS,
+        params,
+        forward(params, tokens, CFG, OPS, segment_ids_BT=segments)[0],
+        tokens,
+        CFG,
+        OPS,
         temperature=temperature,
     )[0]
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow  # compiles for four devices

@@ -81,9 +81,15 @@ def test_on_two_devices_the_episodes_have_the_tokens_of_one():
     results = []
     for given in (None, mesh):
         engine = NativeEngine(
-            cfg, plain_ops(), max_prompt_tokens=50, max_new_tokens=80, max_rows=12,
-            max_context=280, keep_experts=True, mesh=given,
-        )  # fmt: skip
+            cfg,
+            plain_ops(),
+            max_prompt_tokens=50,
+            max_new_tokens=80,
+            max_rows=12,
+            max_context=280,
+            keep_experts=True,
+            mesh=given,
+        )
         placed = params if given is None else jax.device_put(params, param_shardings(cfg, mesh))
         engine.load(placed, 3)
         # patience_s is 0, so that all rows that go on read their replies in the same call.
@@ -110,9 +116,14 @@ def test_replies_are_read_at_the_real_vocabulary_and_window_past_4096_positions(
         SAMPLING, stop_ids=tuple(range(0, 201_088, 9)), max_turns=3, max_context=4_700
     )
     engine = NativeEngine(
-        cfg, plain_ops(), max_prompt_tokens=4_096, max_new_tokens=80, max_rows=4,
-        max_context=4_700, keep_experts=True,
-    )  # fmt: skip
+        cfg,
+        plain_ops(),
+        max_prompt_tokens=4_096,
+        max_new_tokens=80,
+        max_rows=4,
+        max_context=4_700,
+        keep_experts=True,
+    )
     engine.load(params, 0)
     environment = ScriptedEnvironment(201_088, turns=3, shortest=130, longest=200)
     rollouts = engine.generate(prompts, sampling, seed=1, samples=2, environment=environment)

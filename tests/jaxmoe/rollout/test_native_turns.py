@@ -96,9 +96,11 @@ def test_an_engine_of_single_answers_refuses_an_environment():
 def test_a_limit_of_the_context_beyond_the_cache_is_refused(engine):
     with pytest.raises(ConfigError, match=r"rollout\.max_context=300"):
         engine.generate(
-            PROMPTS, replace(SAMPLING, max_context=300), seed=0,
+            PROMPTS,
+            replace(SAMPLING, max_context=300),
+            seed=0,
             environment=ScriptedEnvironment(97, turns=99, longest=60),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.slow  # about 10 s of a core for each window

@@ -23,9 +23,19 @@ from tests.jaxmoe.rollout import native_episodes as episodes
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=48,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    n_experts=7,
+    experts_per_token=4,
+    d_expert=40,
+    sliding_window=9,
+    dtype="float32",
+    vocab_multiple=64,
+)
 NEW, LENGTH = 13, 32
 PROMPTS = [
     Prompt(i, "", tuple(np.random.default_rng(i).integers(12, 97, 3 + 4 * i).tolist()), None)
@@ -96,14 +106,21 @@ def test_noise_in_prompts_turns_and_replies_of_episodes_is_replayed_to_the_bit()
     ops = invariant_ops(replace(plain_ops(), router=NOISY))
     engine = episodes.open_engine(episodes.CFG, ops, keep_experts=True)
     rollouts = engine.generate(
-        episodes.PROMPTS, replace(episodes.SAMPLING, explores=True), seed=4, samples=4,
+        episodes.PROMPTS,
+        replace(episodes.SAMPLING, explores=True),
+        seed=4,
+        samples=4,
         environment=ScriptedEnvironment(97),
-    )  # fmt: skip
+    )
     assert max(len(r.turns) for r in rollouts) > 2
     batch = rollout_batch(
-        rollouts, np.zeros(len(rollouts)), samples=4, length=288, pad_id=0,
+        rollouts,
+        np.zeros(len(rollouts)),
+        samples=4,
+        length=288,
+        pad_id=0,
         n_experts=episodes.CFG.n_experts,
-    )  # fmt: skip
+    )
     replaying = invariant_ops(replace(plain_ops(), router=replay_routing))
     gaps = {}
     for replay in ("R3", ""):

@@ -42,8 +42,17 @@ def test_top_k_keeps_exactly_the_most_likely(k, want):
     assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=k, top_p=1.0)) == want
 
 
-@pytest.mark.parametrize("p, want", [(0.01, {1}), (0.29, {1}), (0.31, {1, 3}), (0.64, {1, 3, 5}),
-                                     (0.66, {1, 3, 5, 7}), (1.0, set(range(V)))])  # fmt: skip
+@pytest.mark.parametrize(
+    "p, want",
+    [
+        (0.01, {1}),
+        (0.29, {1}),
+        (0.31, {1, 3}),
+        (0.64, {1, 3, 5}),
+        (0.66, {1, 3, 5, 7}),
+        (1.0, set(range(V))),
+    ],
+)
 def test_top_p_keeps_the_fewest_that_reach_p(p, want):
     assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=0, top_p=p)) == want
 

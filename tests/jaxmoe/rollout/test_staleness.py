@@ -16,9 +16,12 @@ from jaxmoe.rollout.staleness import check_versions
 def rollout(number, versions, tokens=None):
     n = len(versions) if tokens is None else tokens
     return Rollout(
-        Prompt(number, "", (1,), None), np.zeros(n, np.int32), np.zeros(n, np.float32),
-        StopReason.STOP_TOKEN, np.array(versions, np.int32),
-    )  # fmt: skip
+        Prompt(number, "", (1,), None),
+        np.zeros(n, np.int32),
+        np.zeros(n, np.float32),
+        StopReason.STOP_TOKEN,
+        np.array(versions, np.int32),
+    )
 
 
 drawn = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=4)
@@ -72,8 +75,10 @@ def test_versions_of_the_environment_s_tokens_have_no_meaning():
     mask = np.array([True, False, True])
     r = replace(rollout(0, [3, -5, 4]), policy_mask=mask)
     assert check_versions([r], newest=4, max_staleness=1) == {
-        "staleness/mean": 0.5, "staleness/max": 1, "staleness/mixed_frac": 1.0
-    }  # fmt: skip
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        "staleness/mixed_frac": 1.0,
+    }
     with pytest.raises(EngineError, match="its token 2 carries version 5"):
         check_versions(
             [replace(r, weight_versions=np.array([3, -5, 5]))], newest=4, max_staleness=1

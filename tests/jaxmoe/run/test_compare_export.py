@@ -18,9 +18,13 @@ from jaxmoe.run.compare_export import compare_export, format_export_gap, score_a
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "model.d_model=64", "model.d_expert=64", "model.n_experts=6", "data.train_rows=16",
-    "data.held_out_rows=8", "rollout.max_new_tokens=4",
-)  # fmt: skip
+    "model.d_model=64",
+    "model.d_expert=64",
+    "model.n_experts=6",
+    "data.train_rows=16",
+    "data.held_out_rows=8",
+    "rollout.max_new_tokens=4",
+)
 DENSE = resolve(load_config("tiny.py"), *SMALL, "save.export_dtype=mxfp4")
 POLICY = random_weights(DENSE.model, 3)
 

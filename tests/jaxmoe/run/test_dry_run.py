@@ -155,9 +155,13 @@ def test_a_dry_run_of_adapters_needs_a_packed_base(capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("gptoss20b_lora.py", ["embedding", "full table"]), ("gptoss20b_long.py", []),
-     ("gptoss20b_retool.py", []),     ("gptoss120b_lora.py", ["embedding", "full table"])],
-)  # fmt: skip
+    [
+        ("gptoss20b_lora.py", ["embedding", "full table"]),
+        ("gptoss20b_long.py", []),
+        ("gptoss20b_retool.py", []),
+        ("gptoss120b_lora.py", ["embedding", "full table"]),
+    ],
+)
 def test_adapters_of_the_large_models_are_planned_by_kind(
     name, kinds, capsys, tmp_path, monkeypatch
 ):
@@ -165,17 +169,32 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
     monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
     write_sparse_checkpoint(tmp_path, load_config(name).model)
-    overrides = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
-            "data.task=reasoning_gym:spell_backward",
-            *([] if "retool" in name else ["data.template={system}{question}"])]  # fmt: skip
+    overrides = [
+        f"init.checkpoint={tmp_path}",
+        "init.tokenizer=bytes",
+        "data.options={}",
+        "data.task=reasoning_gym:spell_backward",
+        *([] if "retool" in name else ["data.template={system}{question}"]),
+    ]
     changes = [x for change in overrides for x in ("--set", change)]
     assert train.main(["--config", name, *changes, "--dry-run"]) == 0
     out = capsys.readouterr().out
     labels = re.findall(r"^ *([a-z0-9_ ]+?)  +[\d.]+ (?:GB|MB|kB|B)\b", out, re.M)
     assert [kind for kind in labels if kind not in ("reference", "gathered", "ahead")] == [
-        "adapters", "packed", "bf16", *kinds, "moments", "engine_copy", "gradients", "update",
-        "activations", "cache", "training", "sampling", "offloaded",
-    ]  # fmt: skip
+        "adapters",
+        "packed",
+        "bf16",
+        *kinds,
+        "moments",
+        "engine_copy",
+        "gradients",
+        "update",
+        "activations",
+        "cache",
+        "training",
+        "sampling",
+        "offloaded",
+    ]
 
 
 @pytest.mark.parametrize(

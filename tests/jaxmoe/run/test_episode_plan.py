@@ -27,9 +27,11 @@ def test_a_dry_run_names_the_tools_and_the_limits_of_an_episode(tmp_path, capsys
 def test_the_engines_cache_has_a_slot_for_each_token_of_an_episode(tmp_path):
     for context in (CFG.rollout.max_context, 2 * CFG.rollout.max_context):
         cfg = override(
-            CFG, f"rollout.max_context={context}", "rollout.max_parallel_sequences=64",
+            CFG,
+            f"rollout.max_context={context}",
+            "rollout.max_parallel_sequences=64",
             "optim.tokens_per_microbatch=0",
-        )  # fmt: skip
+        )
         engine = open_engine(cfg, make_ops(cfg), tmp_path)
         assert engine.slots == context == cfg.context
         engine.close()

@@ -28,11 +28,25 @@ TINY = load_config("tiny.py")
 LONG = override(TINY, "data.max_prompt_tokens=4096", "rollout.max_new_tokens=4096")
 H200 = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": ""}
 SMALL = [
-    "--config", "tiny.py", "--set", "model.d_model=16", "--set", "model.d_expert=24",
-    "--set", "warmup.steps=1", "--set", "warmup.sequences_per_step=4",
-    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=4",
-    "--set", "data.held_out_rows=4", "--set", "data.train_rows=64",
-]  # fmt: skip
+    "--config",
+    "tiny.py",
+    "--set",
+    "model.d_model=16",
+    "--set",
+    "model.d_expert=24",
+    "--set",
+    "warmup.steps=1",
+    "--set",
+    "warmup.sequences_per_step=4",
+    "--set",
+    "rollout.sequences_per_step=8",
+    "--set",
+    "rollout.samples_per_prompt=4",
+    "--set",
+    "data.held_out_rows=4",
+    "--set",
+    "data.train_rows=64",
+]
 EXTENDED = pytest.mark.extended  # pallas_kernels/check has these faults by themselves
 RIGHT, WRONG = (
     KernelVerdict("right", "5 cases"),
@@ -48,9 +62,11 @@ def asked_of(ops, cfg, monkeypatch):
     """Which `impl` each operation is asked for, in the forward, with a cache too, and the head."""
     asked = {}
     for api, first in (
-        (attention, "sink_attention"), (decoding, "decode_attention"), (logprobs, "token_logprobs"),
+        (attention, "sink_attention"),
+        (decoding, "decode_attention"),
+        (logprobs, "token_logprobs"),
         (matmul, "grouped_matmul"),
-    ):  # fmt: skip
+    ):
 
         def pick(impl, impls, *arrays, real=api.select_implementation, first=first):
             swiglu = impls is getattr(matmul, "SWIGLU_IMPLS", None)
@@ -235,9 +251,10 @@ def test_the_linear_layers_of_an_invariant_run_are_cases_of_the_grouped_matmul()
     rows, q, kv = 32 * 58, m.n_q_heads * m.head_dim, m.n_kv_heads * m.head_dim
     assert sizes["cpu"] == {} and kv < 128
     assert sizes["gpu"] == {
-        "run_q": (rows, m.d_model, q, (rows,)), "run_kv": (rows, m.d_model, kv, (rows,)),
+        "run_q": (rows, m.d_model, q, (rows,)),
+        "run_kv": (rows, m.d_model, kv, (rows,)),
         "run_output": (rows, q, m.d_model, (rows,)),
-    }  # fmt: skip
+    }
     assert sizes["tpu"]["run_kv"] == (rows, m.d_model, 128, (rows,))  # columns are padded
 
 

@@ -50,18 +50,29 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
 
 
 @pytest.mark.parametrize(
-    "name", ["gptoss20b.py", "gptoss20b_ppo.py", "gptoss120b.py", "gptoss20b_lora.py",
-             "gptoss20b_long.py", "gptoss20b_retool.py", "gptoss20b_verif.py",
-             "gptoss20b_gsm8k.py", "gptoss20b_kernels.py", "gptoss20b_mxfp4.py",
-             "gptoss120b_lora.py"],
-)  # fmt: skip
+    "name",
+    [
+        "gptoss20b.py",
+        "gptoss20b_ppo.py",
+        "gptoss120b.py",
+        "gptoss20b_lora.py",
+        "gptoss20b_long.py",
+        "gptoss20b_retool.py",
+        "gptoss20b_verif.py",
+        "gptoss20b_gsm8k.py",
+        "gptoss20b_kernels.py",
+        "gptoss20b_mxfp4.py",
+        "gptoss120b_lora.py",
+    ],
+)
 def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
     header = (Path(__file__).parents[3] / "configs" / name).read_text().partition("SOURCE")[0]
     mem, gb = plan_memory(load_config(name)), 1e9
     figures = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
     assert figures and [float(x) for x in figures.groups()] == [
-        round(mem.training / gb, 1), round(mem.sampling / gb, 1)
-    ]  # fmt: skip
+        round(mem.training / gb, 1),
+        round(mem.sampling / gb, 1),
+    ]
     if mem.host:
         assert f"{mem.host / gb:.1f} GB on the host" in " ".join(header.split())
 
@@ -114,9 +125,12 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
 def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
     advantages = "group_advantages" if backbone == "none" else "gae"
     cfg = override(
-        BIG, "mesh.fsdp=1", f"critic.backbone={backbone}", f"loss.advantages={advantages}",
+        BIG,
+        "mesh.fsdp=1",
+        f"critic.backbone={backbone}",
+        f"loss.advantages={advantages}",
         "critic.pretrain_steps=3",
-    )  # fmt: skip
+    )
     supervised = make_optimizer(cfg.optim, steps=1)
     state, mem = stage_shapes(cfg, supervised, rl_optimizer(cfg))["rl"], plan_memory(cfg)
 
@@ -133,9 +147,11 @@ def test_a_shared_critic_is_a_value_head():
     shared = dataclasses.asdict(plan_memory(override(single, GAE, "critic.backbone=shared")))
     entries = BIG.model.d_model + 1
     extra = {
-        "weights": 4 * entries, "optimizer": 8 * entries, "gradients": 8 * entries,
+        "weights": 4 * entries,
+        "optimizer": 8 * entries,
+        "gradients": 8 * entries,
         "update": 4 * entries,
-    }  # fmt: skip
+    }
     assert {k: shared[k] - plain[k] for k in plain if shared[k] != plain[k]} == extra
 
 
@@ -284,9 +300,11 @@ def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weig
 
 def test_what_the_plan_holds_is_what_is_alive(tmp_path):
     cfg = override(
-        load_config("tiny.py"), "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
+        load_config("tiny.py"),
+        "rollout.sequences_per_step=8",
+        "rollout.samples_per_prompt=8",
         "loss.kl_coef=0.1",
-    )  # fmt: skip
+    )
     before, mem = sum(x.nbytes for x in jax.live_arrays()), plan_memory(cfg)
     state = jax.jit(partial(init_rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
     with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:

@@ -19,10 +19,18 @@ from jaxmoe.run.programs import JitProgram
 from jaxmoe.train import train
 
 SMALL = (
-    "model.d_model=32", "model.d_expert=24", "model.n_experts=4", "data.train_rows=64",
-    "data.held_out_rows=4", "warmup.steps=0", "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=2", "rollout.max_gen_batches=1", "steps=2", "eval.every_steps=2",
-)  # fmt: skip
+    "model.d_model=32",
+    "model.d_expert=24",
+    "model.n_experts=4",
+    "data.train_rows=64",
+    "data.held_out_rows=4",
+    "warmup.steps=0",
+    "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_gen_batches=1",
+    "steps=2",
+    "eval.every_steps=2",
+)
 
 
 class Random(Scripted):
@@ -53,10 +61,16 @@ def test_a_run_takes_engine_step_batch_and_plots_of_its_parts(tmp_path):
     def plot_nothing(*_, **__):
         seen.plots += 1
 
-    train(cfg, replace(
-        make_parts(cfg), open_engine=lambda *_: seen.engine, rl_program=fixed_step,
-        make_batch=make_seen_batch, plot_run=plot_nothing,
-    ))  # fmt: skip
+    train(
+        cfg,
+        replace(
+            make_parts(cfg),
+            open_engine=lambda *_: seen.engine,
+            rl_program=fixed_step,
+            make_batch=make_seen_batch,
+            plot_run=plot_nothing,
+        ),
+    )
     assert seen.rewards == [8, 8] and seen.plots == 1 and seen.engine.closed.is_set()
     assert len(seen.engine.sampled) == 2
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["stage"] == "rl"]

@@ -33,9 +33,13 @@ def test_the_algorithm_is_named_as_the_config_writes_it():
     assert lines["objective"] == "ppo_clip, group_advantages, old_logp detached"
     assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
     lines = what_runs(
-        load_config("tiny.py"), "loss.objective=gspo(clip_high=4e-4)", "loss.old_logp=recomputed",
-        "loss.rollout_correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
-    )  # fmt: skip
+        load_config("tiny.py"),
+        "loss.objective=gspo(clip_high=4e-4)",
+        "loss.old_logp=recomputed",
+        "loss.rollout_correction=token_is(high=2.0) + veto",
+        "loss.epochs=2",
+        "loss.minibatches=4",
+    )
     assert lines["objective"] == ("gspo(clip_high=4e-4), group_advantages, old_logp recomputed")
     assert lines["correction"] == "token_is(high=2.0) + veto"
     assert lines["updates"] == "2 x 4 per step (epochs x minibatches)"
@@ -89,10 +93,11 @@ def test_terms_and_a_router_of_ones_own_are_named_or_refused(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     assert not {"terms", "router"} & what_runs(load_config("tiny.py")).keys()
     lines = what_runs(
-        load_config("tiny.py"), "loss.terms=my_plan:mean(weight=0.1)",
+        load_config("tiny.py"),
+        "loss.terms=my_plan:mean(weight=0.1)",
         "router.route=my_plan:top",
         "router.record=record_router_logits",
-    )  # fmt: skip
+    )
     assert lines["terms"] == "my_plan:mean(weight=0.1)"
     assert lines["router"] == "my_plan:top, recording record_router_logits"
     with pytest.raises(ConfigError, match="there is no function 'topk'"):

@@ -18,9 +18,13 @@ from jaxmoe.run.programs import batch_shapes, sharded_batch_shapes
 from pallas_kernels import sink_attention
 
 SMALL = (
-    "rollout.sequences_per_step=16", "rollout.max_new_tokens=6", "data.max_prompt_tokens=7",
-    "mesh.fsdp=4", "mesh.expert=2", "optim.share_prompts=off",
-)  # fmt: skip
+    "rollout.sequences_per_step=16",
+    "rollout.max_new_tokens=6",
+    "data.max_prompt_tokens=7",
+    "mesh.fsdp=4",
+    "mesh.expert=2",
+    "optim.share_prompts=off",
+)
 
 
 def called_with(cfg, a, sharing):
@@ -32,16 +36,23 @@ def called_with(cfg, a, sharing):
     )
     rollouts = [
         Rollout(
-            Prompt(i // r.samples_per_prompt, "", (1,) * (read - 2), None), np.ones(3, np.int32),
-            np.zeros(3, np.float32), StopReason.MAX_TOKENS, np.zeros(3, np.int32),
+            Prompt(i // r.samples_per_prompt, "", (1,) * (read - 2), None),
+            np.ones(3, np.int32),
+            np.zeros(3, np.float32),
+            StopReason.MAX_TOKENS,
+            np.zeros(3, np.int32),
             routed_experts=routed,
         )
         for i in range(r.sequences_per_step)
-    ]  # fmt: skip
+    ]
     batch = rollout_batch(
-        rollouts, np.zeros(len(rollouts)), samples=r.samples_per_prompt, length=cfg.context,
-        pad_id=0, n_experts=m.n_experts if cfg.router.replay == "R3" else None,
-    )  # fmt: skip
+        rollouts,
+        np.zeros(len(rollouts)),
+        samples=r.samples_per_prompt,
+        length=cfg.context,
+        pad_id=0,
+        n_experts=m.n_experts if cfg.router.replay == "R3" else None,
+    )
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
         batch,
@@ -64,15 +75,19 @@ def shapes_of(tree):
         ("optim.tokens_per_microbatch=104", "router.replay=R3"),
         ("loss.minibatches=2", "loss.epochs=3", "loss.old_logp=recomputed"),
         (
-            "loss.minibatches=2", "loss.old_logp=recomputed", "optim.tokens_per_microbatch=104",
+            "loss.minibatches=2",
+            "loss.old_logp=recomputed",
+            "optim.tokens_per_microbatch=104",
         ),
         ("optim.share_prompts=on",),
         (
-            "optim.share_prompts=on", "loss.minibatches=2", "loss.old_logp=recomputed",
+            "optim.share_prompts=on",
+            "loss.minibatches=2",
+            "loss.old_logp=recomputed",
             "optim.tokens_per_microbatch=104",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
     cfg = override(load_config("tiny.py"), *SMALL, *changes)
     a = algorithm_from_config(cfg)

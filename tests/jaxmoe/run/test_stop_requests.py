@@ -126,10 +126,15 @@ def obeyed(folder, count, tries):
         env = {**os.environ, "JAX_PLATFORMS": "cpu", **(processes_env if count > 1 else {})}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         steps = "3000" if count > 1 else "3000000"
-        started.append(subprocess.Popen(
-            [sys.executable, "-c", STEP_AFTER_STEP, str(file), str(tries), steps], cwd=ROOT,
-            env=env, text=True, stderr=subprocess.PIPE,
-        ))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", STEP_AFTER_STEP, str(file), str(tries), steps],
+                cwd=ROOT,
+                env=env,
+                text=True,
+                stderr=subprocess.PIPE,
+            )
+        )
     dice = random.Random(count)
     try:
         for attempt in range(tries):
@@ -177,9 +182,13 @@ with handle_stop_signals() as stop:
 def test_a_closed_terminal_does_not_break_the_save(tmp_path):
     terminal, end = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "saved")], cwd=ROOT, stdin=end,
-        stdout=end, stderr=end, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "saved")],
+        cwd=ROOT,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+    )
     os.close(end)
     output = b""
     while b"ready" not in output:

@@ -12,9 +12,12 @@ SMALL = Automaton(n_symbols=3, n_states=5, length=7)
 def rollout(prompt, tokens):
     n = len(tokens)
     return Rollout(
-        prompt, np.asarray(tokens, np.int32), np.zeros(n, np.float32), StopReason.MAX_TOKENS,
+        prompt,
+        np.asarray(tokens, np.int32),
+        np.zeros(n, np.float32),
+        StopReason.MAX_TOKENS,
         np.zeros(n, np.int32),
-    )  # fmt: skip
+    )
 
 
 def test_every_symbol_permutes_the_states():
@@ -48,6 +51,8 @@ def test_the_score_is_the_share_of_right_states_of_the_rollouts_own_prompt():
     wrong = 3 + (answers[1] - 3 + 1) % 5
     half = np.where(np.arange(7) < 3, answers[2], 3 + (answers[2] - 3 + 1) % 5)
     rollouts = [
-        rollout(prompts[2], half), rollout(prompts[0], answers[0]), rollout(prompts[1], wrong),
-    ]  # fmt: skip
+        rollout(prompts[2], half),
+        rollout(prompts[0], answers[0]),
+        rollout(prompts[1], wrong),
+    ]
     np.testing.assert_allclose(SMALL.score(rollouts, answers), [3 / 7, 1.0, 0.0])

@@ -82,14 +82,16 @@ def test_noise_between_two_forwards_moves_the_ratio_and_r2_moves_it_back():
     ratios = {
         name: train_on_bed(
             make_bed_programs(BEDS[bed], bed_config(2, *BEDS[bed].settings, *settings)),
-            0, params, 0.0,
+            0,
+            params,
+            0.0,
         )["ratio_max"]
         for name, bed, settings in (
             ("undisturbed", "undisturbed", ()),
             ("two forwards", "two_forwards", ()),
             ("R2", "two_forwards", ("router.replay=R2",)),
         )
-    }  # fmt: skip
+    }
     assert abs(ratios["undisturbed"] - 1.0) < 1e-4
     assert abs(ratios["R2"] - 1.0) < 1e-4
     assert ratios["two forwards"] > 1.01

@@ -10,10 +10,16 @@ import pytest
 from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
 SMALL = (
-    "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=2", "steps=1",
-    "rollout.sequences_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1",
-    "eval.every_steps=1", "warmup.sequences_per_step=8",
-)  # fmt: skip
+    "data.train_rows=64",
+    "data.held_out_rows=8",
+    "warmup.steps=2",
+    "steps=1",
+    "rollout.sequences_per_step=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    "eval.every_steps=1",
+    "warmup.sequences_per_step=8",
+)
 
 
 @pytest.mark.slow
@@ -49,9 +55,11 @@ def test_other_settings_have_another_run_folder(tmp_path: Path, monkeypatch):
 
     monkeypatch.setattr("jaxmoe.train.main", run_command)
     for name, settings, rate in (
-        ("a b", ("steps=1",), 1e-3), ("a_b", ("steps=1",), 1e-3), ("a b", ("steps=2",), 1e-3),
+        ("a b", ("steps=1",), 1e-3),
+        ("a_b", ("steps=1",), 1e-3),
+        ("a b", ("steps=2",), 1e-3),
         ("a b", ("steps=1",), 1.0000001e-3),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RuntimeError):
             train_config("tiny.py", Contender(name, settings), rate, 0, folder=tmp_path)
     assert len(set(workdirs)) == 4

@@ -86,9 +86,13 @@ def answer(text):
 def choice(**fields):
     tokens = [{"token_id": 1, "logprob": -1.0}]
     good = {
-        "index": 0, "token_ids": [1], "finish_reason": "length", "logprobs": {"content": tokens},
-        "weight_versions": [{"version": "r:1", "start": 0, "end": 1}], "routed_experts": None,
-    }  # fmt: skip
+        "index": 0,
+        "token_ids": [1],
+        "finish_reason": "length",
+        "logprobs": {"content": tokens},
+        "weight_versions": [{"version": "r:1", "start": 0, "end": 1}],
+        "routed_experts": None,
+    }
     return json.dumps({"choices": [good | fields]})
 
 
@@ -130,15 +134,11 @@ TRICKS = {
     "too short a length": send(response(b'{"choices": []}', length=3)),
     "gzip": send(response(gzip.compress(b"{}"), headers=["Content-Encoding: gzip"])),
     "gzip bomb": send(response(BOMB, headers=["Content-Encoding: gzip"])),
-    "gzip bomb as an error": send(
-        response(BOMB, "500 No", headers=["Content-Encoding: gzip"])
-    ),
+    "gzip bomb as an error": send(response(BOMB, "500 No", headers=["Content-Encoding: gzip"])),
     "gzip bomb of a redirect": send(
         response(BOMB, "302 Go", headers=["Content-Encoding: gzip", "Location: /"])
     ),
-    "gzip in the transfer": send(
-        OK + b"Transfer-Encoding: gzip\r\n\r\n" + gzip.compress(b"{}")
-    ),
+    "gzip in the transfer": send(OK + b"Transfer-Encoding: gzip\r\n\r\n" + gzip.compress(b"{}")),
     "deflate twice": send(
         response(zlib.compress(b"{}"), headers=["Content-Encoding: deflate, deflate"])
     ),
@@ -166,10 +166,15 @@ TRICKS = {
     "fields of a wrong type": answer(choice(index=[], token_ids={}, finish_reason=3)),
     "an index of true": answer(choice(index=True)),
     "experts of a wrong type": answer(choice(routed_experts={"a": 1})),
-    "experts of a huge shape": answer(choice(routed_experts=base64.b64encode(
-        b"\x93NUMPY\x01\x00\x76\x00"
-        + b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d, 0), }" % 10**30 + b" " * 60
-    ).decode())),
+    "experts of a huge shape": answer(
+        choice(
+            routed_experts=base64.b64encode(
+                b"\x93NUMPY\x01\x00\x76\x00"
+                + b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d, 0), }" % 10**30
+                + b" " * 60
+            ).decode()
+        )
+    ),
     "labels of a wrong type": answer(choice(weight_versions=[[0]])),
     "not UTF-8": answer(b'{"choices": "\xff\xfe"}'),
     "UTF-16": answer(choice().encode("utf-16")),
@@ -213,7 +218,8 @@ TRICKS = {
     "the key in a label": echo(
         lambda r: choice(
             weight_versions=[{"version": r.decode("latin1"), "start": 0, "end": 1}]
-        ).encode(), "200 OK",
+        ).encode(),
+        "200 OK",
     ),
     "the key in the status": lambda conn, r: conn.sendall(
         b"HTTP/1.1 " + r.replace(b"\r\n", b" ") + b"\r\n\r\n"
@@ -222,7 +228,7 @@ TRICKS = {
     "the key in broken headers": lambda conn, r: conn.sendall(
         OK + b"no colon " + r.replace(b"\r\n", b" ") + b"\r\n\r\n{"
     ),
-}  # fmt: skip
+}
 
 
 class HostileServer:

@@ -38,9 +38,18 @@ def main():
     Seconds in the queue for a processor do not count.
     """
     cfg = ModelConfig(
-        vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
-        experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=64,
+        n_layers=2,
+        n_q_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        n_experts=6,
+        experts_per_token=2,
+        d_expert=32,
+        sliding_window=9,
+        dtype="float32",
+    )
     url, key, timeout_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
     body = {"token_ids": [3, 4], "sampling_params": {"n": 1, "max_tokens": 1}}
     for line in sys.stdin.read().splitlines():

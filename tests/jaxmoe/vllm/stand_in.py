@@ -42,9 +42,10 @@ COMPUTE = jax.jit(
     _compute,
     static_argnames="cfg",
     compiler_options={
-        "xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False",
+        "xla_backend_optimization_level": "3",
+        "xla_llvm_disable_expensive_passes": "False",
     },
-)  # fmt: skip
+)
 
 
 class StandIn:
@@ -337,7 +338,10 @@ class Row:
         ]
         experts = base64.b64encode(file.getvalue()).decode() if rows else None
         return {
-            "index": index, "token_ids": self.tokens, "finish_reason": self.finish,
-            "logprobs": {"content": content}, "weight_versions": spans or None,
+            "index": index,
+            "token_ids": self.tokens,
+            "finish_reason": self.finish,
+            "logprobs": {"content": content},
+            "weight_versions": spans or None,
             "routed_experts": experts,
-        }  # fmt: skip
+        }

@@ -18,9 +18,18 @@ from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
-    experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=97,
+    d_model=64,
+    n_layers=2,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=6,
+    experts_per_token=2,
+    d_expert=32,
+    sliding_window=9,
+    dtype="float32",
+)
 PROMPT, NEW, ROWS = 20, 13, 32
 PYTHON = os.environ.get("JAXMOE_VLLM_PYTHON", sys.executable)
 
@@ -75,6 +84,12 @@ def open_engine(url, work, *, max_rows=ROWS, max_context=0, **changes):
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
     )
     return VllmEngine(
-        CFG, OPS, VllmConfig(**(options | changes)), work=work, max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW, max_rows=max_rows, max_context=max_context,
-    )  # fmt: skip
+        CFG,
+        OPS,
+        VllmConfig(**(options | changes)),
+        work=work,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=max_rows,
+        max_context=max_context,
+    )

@@ -94,7 +94,7 @@ FORWARD_KERNELS = (
     (matmul_tpu, "multiply_rows_tpu", lambda args, options: options.get("invariant")),
     (matmul_tpu, "multiply_swiglu_tpu", lambda args, options: options.get("invariant")),
     (logprobs_tpu, "softmax_partials_tpu", lambda args, options: len(args) == 7),
-)  # fmt: skip
+)
 
 
 def _on_tpu(impl, op, case, planted):

@@ -128,9 +128,12 @@ def test_checks_at_once_choose_what_checks_in_turn_choose(monkeypatch, tmp_path)
 @pytest.mark.parametrize("alone", [RIGHT, WRONG, None])
 @pytest.mark.parametrize(
     "beside",
-    [None, KernelVerdict("wrong", "case ragged: it raised JaxRuntimeError: INTERNAL: cuBLAS"),
-     KernelVerdict("wrong", "case ragged: the process gave no result in 600 s")],
-)  # fmt: skip
+    [
+        None,
+        KernelVerdict("wrong", "case ragged: it raised JaxRuntimeError: INTERNAL: cuBLAS"),
+        KernelVerdict("wrong", "case ragged: the process gave no result in 600 s"),
+    ],
+)
 def test_a_check_without_a_result_beside_others_is_repeated_alone(
     monkeypatch, tmp_path, beside, alone
 ):
@@ -238,7 +241,7 @@ def on_a_cpu():
         ("has_no_memory", "decode_attention", "unknown", "ran out of memory"),
         ("names_the_status_of_no_memory", "token_logprobs", "wrong", "it raised ValueError"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_planted_in_a_double_is_found_by_another_process(
     tmp_path, on_a_cpu, double, operation, kind, said
 ):
@@ -255,7 +258,7 @@ def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_p
     told = []
     judge = make_judge(
         on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=20.0, log_line=told.append
-    )  # fmt: skip
+    )
     for _ in range(2):
         start = time.monotonic()
         verdict = judge("token_logprobs", f"{DOUBLES}:hangs")
@@ -320,8 +323,10 @@ def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
 
 def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
     def verdict(*refused, own):
-        said = [{"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
-                for i, r in enumerate(refused)]  # fmt: skip
+        said = [
+            {"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
+            for i, r in enumerate(refused)
+        ]
         monkeypatch.setattr(child, "run_child", lambda *_: child.ChildReport(tuple(said), ""))
         return child.check_kernel("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
 

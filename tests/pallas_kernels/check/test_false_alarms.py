@@ -11,9 +11,11 @@ from tests.pallas_kernels.interpreted import OLD, interpreted
 pytestmark = pytest.mark.slow
 # Hopper's take 16 bits only.
 DTYPES = {
-    "mosaic_tpu": ("bfloat16", "float32"), "mosaic_gpu": ("bfloat16",),
-    "mosaic_tpu_invariant": ("bfloat16", "float32"), "mosaic_gpu_invariant": ("bfloat16",),
-}  # fmt: skip
+    "mosaic_tpu": ("bfloat16", "float32"),
+    "mosaic_gpu": ("bfloat16",),
+    "mosaic_tpu_invariant": ("bfloat16", "float32"),
+    "mosaic_gpu_invariant": ("bfloat16",),
+}
 
 
 def fewer_heads(case):
@@ -32,14 +34,19 @@ def needs_fewer_heads(impl, operation):
 @pytest.mark.parametrize(
     "impl, op, case, dtype",
     [
-        pytest.param(impl, op, fewer_heads(case) if needs_fewer_heads(impl, operation) else case,
-                     dtype, id=f"{impl}-{operation}-{case.name}-{dtype}")
+        pytest.param(
+            impl,
+            op,
+            fewer_heads(case) if needs_fewer_heads(impl, operation) else case,
+            dtype,
+            id=f"{impl}-{operation}-{case.name}-{dtype}",
+        )
         for impl, dtypes in DTYPES.items()
         for operation in HARD_CASES
         for op, case in select_hard_cases(operation, impl)
         for dtype in dtypes
     ],
-)  # fmt: skip
+)
 def test_a_correct_kernel_for_a_chip_passes(impl, op, case, dtype):
     if "gpu" in impl and OLD:
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")

@@ -19,7 +19,7 @@ from pallas_kernels.decode_attention import (
     pallas_tpu,
     reference,
     xla,
-)  # fmt: skip
+)
 from pallas_kernels.masks import is_visible
 from pallas_kernels.sink_attention import sink_attention
 from tests.pallas_kernels.decode_attention import checks
@@ -128,9 +128,14 @@ def test_the_list_of_a_window_is_long_enough(window):
 
 def call(x, case, f=decode_attention, **padding):
     return f(
-        *x[:4], q_positions_BT=x[4], k_positions_BS=x[5], q_segment_ids_BT=x[6],
-        k_segment_ids_BS=x[7], window=case.window or None, **padding,
-    )  # fmt: skip
+        *x[:4],
+        q_positions_BT=x[4],
+        k_positions_BS=x[5],
+        q_segment_ids_BT=x[6],
+        k_segment_ids_BS=x[7],
+        window=case.window or None,
+        **padding,
+    )
 
 
 def test_it_stands_in_for_sink_attention():

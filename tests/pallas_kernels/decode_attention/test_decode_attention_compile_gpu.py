@@ -12,8 +12,13 @@ from tests.compilers import skip_without_compiler
 pytestmark = pytest.mark.aot
 
 COMPILED = (
-    "64x8k", "64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "8x32k_pages_16_new4",
-)  # fmt: skip
+    "64x8k",
+    "64_ring",
+    "8x32k_new4",
+    "head_128",
+    "64x8k_pages_64_window",
+    "8x32k_pages_16_new4",
+)
 
 
 def compiled(case):

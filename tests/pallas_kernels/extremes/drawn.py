@@ -12,9 +12,13 @@ def array(rng, shape, dtype=jnp.float32):
     normal, kind = rng.normal(size=shape), rng.choice(KINDS, p=[0.4, 0.15, 0.1, 0.15, 0.05, 0.15])
     spikes = np.where(rng.random(shape) < 0.05, 1e4 * np.sign(normal), normal)
     x = {
-        "normal": normal, "thirty": 30 * normal, "huge": 1e4 * rng.uniform(-1, 1, shape),
-        "spikes": spikes, "zero": 0 * normal, "signs": 1e4 * np.sign(normal),
-    }[kind]  # fmt: skip
+        "normal": normal,
+        "thirty": 30 * normal,
+        "huge": 1e4 * rng.uniform(-1, 1, shape),
+        "spikes": spikes,
+        "zero": 0 * normal,
+        "signs": 1e4 * np.sign(normal),
+    }[kind]
     return jnp.asarray(x, dtype)
 
 

@@ -81,8 +81,11 @@ def attention(sizes, **implementations):
         return differentiated(placed, 4)
 
     right = partial(exact.attention, WINDOW)
-    return Side({k: run(f) for k, f in implementations.items()},
-                partial(drawn.attention, sizes=sizes), right)  # fmt: skip
+    return Side(
+        {k: run(f) for k, f in implementations.items()},
+        partial(drawn.attention, sizes=sizes),
+        right,
+    )
 
 
 def decoding(sizes, **implementations):
@@ -120,23 +123,30 @@ def logprobs(sizes, **implementations):
         padding = (0, 0), (0, sizes[2] - WORDS)  # gets no gradient
         return found | {"dw_head": tuple(np.pad(x, padding) for x in found["dw_head"])}
 
-    return Side({k: run(f) for k, f in implementations.items()},
-                partial(drawn.logprobs, sizes=(*sizes, WORDS)), right,
-                partial(drawn.low_logprobs, sizes=(*sizes, WORDS)))  # fmt: skip
+    return Side(
+        {k: run(f) for k, f in implementations.items()},
+        partial(drawn.logprobs, sizes=(*sizes, WORDS)),
+        right,
+        partial(drawn.low_logprobs, sizes=(*sizes, WORDS)),
+    )
 
 
 def matmul(sizes, **implementations):
     def run(f):
         return differentiated(lambda lhs, rhs, bias, groups: f(lhs, rhs, groups, bias), 3)
 
-    return Side({k: run(f) for k, f in implementations.items()},
-                partial(drawn.matmul, sizes=sizes), exact.matmul)  # fmt: skip
+    return Side(
+        {k: run(f) for k, f in implementations.items()},
+        partial(drawn.matmul, sizes=sizes),
+        exact.matmul,
+    )
 
 
 def swiglu(sizes, **implementations):
-    side = matmul(sizes, **{
-        k: partial(lambda f, *x: f(*x, ALPHA, LIMIT), f) for k, f in implementations.items()
-    })  # fmt: skip
+    side = matmul(
+        sizes,
+        **{k: partial(lambda f, *x: f(*x, ALPHA, LIMIT), f) for k, f in implementations.items()},
+    )
     return side._replace(
         draw=partial(drawn.matmul, sizes=sizes, halves=2), right=partial(exact.swiglu, ALPHA, LIMIT)
     )
@@ -145,7 +155,8 @@ def swiglu(sizes, **implementations):
 PLAIN = {
     "sink_attention": lambda: attention(
         (2, 21, 29, 6, 2, 16),
-        reference=reference.sink_attention_reference, xla=xla.sink_attention_xla,
+        reference=reference.sink_attention_reference,
+        xla=xla.sink_attention_xla,
     ),
     "decode_attention": lambda: decoding((3, 2, 61, 6, 2, 16), xla=decode_xla.decode_attention_xla),
     "paged_decode_attention": lambda: paged(
@@ -159,14 +170,16 @@ PLAIN = {
         xla=logprobs_xla.token_logprobs_xla,
     ),
     "grouped_matmul": lambda: matmul(
-        (61, 32, 24, 5), reference=matmul_reference.grouped_matmul_reference,
+        (61, 32, 24, 5),
+        reference=matmul_reference.grouped_matmul_reference,
         xla=matmul_xla.grouped_matmul_xla,
     ),
     "grouped_swiglu": lambda: swiglu(
-        (61, 32, 24, 5), reference=matmul_reference.grouped_swiglu_reference,
+        (61, 32, 24, 5),
+        reference=matmul_reference.grouped_swiglu_reference,
         xla=matmul_xla.grouped_swiglu_xla,
     ),
-}  # fmt: skip
+}
 TPU = {
     "sink_attention": lambda: attention(
         (2, 21, 29, 6, 2, 16),

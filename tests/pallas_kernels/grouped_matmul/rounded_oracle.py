@@ -41,9 +41,11 @@ def draw_inputs(dtype, swiglu, master_dtype=jnp.float32):
     lhs, bias, dout = (
         jax.random.normal(key, shape).astype(dtype)
         for key, shape in (
-            (lhs_key, (M, D)), (bias_key, (E, F)), (dout_key, (M, F // 2 if swiglu else F)),
+            (lhs_key, (M, D)),
+            (bias_key, (E, F)),
+            (dout_key, (M, F // 2 if swiglu else F)),
         )
-    )  # fmt: skip
+    )
     rhs = Rounded(Mxfp4Part(stack, jnp.int32(FIRST)), master)
     return dout, jnp.asarray(SIZES, jnp.int32), lhs, rhs, bias
 
@@ -65,8 +67,10 @@ def found(run, dout, sizes, lhs, rhs, bias):
     """The value, and the gradients of lhs, masters and bias."""
     out, pull = jax.vjp(
         lambda lhs, master, bias: run(sizes, lhs, rhs._replace(master_EDF=master), bias),
-        lhs, rhs.master_EDF, bias,
-    )  # fmt: skip
+        lhs,
+        rhs.master_EDF,
+        bias,
+    )
     return out, *pull(dout)
 
 

@@ -117,8 +117,12 @@ def test_a_change_that_does_not_fit_is_refused():
 
 def test_of_frozen_matrices_no_gradient_is_in_the_program():
     lhs, rhs, bias, a, b, dout = arrays()
-    text = jax.jit(partial(found, impl="xla", packed=False)).lower(
-        lhs, rhs, bias, a, b, dout).compile().as_text()  # fmt: skip
+    text = (
+        jax.jit(partial(found, impl="xla", packed=False))
+        .lower(lhs, rhs, bias, a, b, dout)
+        .compile()
+        .as_text()
+    )
     of_rhs = f"f32[{len(SIZES)},{D},{F}]"  # decoded matrices are read; who sums them writes tiles
     assert f"f32[{D},{F}]" in text
     assert not [x for x in text.splitlines() if "dynamic-update-slice(" in x and of_rhs in x]

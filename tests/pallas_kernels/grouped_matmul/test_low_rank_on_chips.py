@@ -135,8 +135,9 @@ def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
     dense = mxfp4_to_dense(alone(part), jnp.bfloat16)
     for x, y in zip(
         found(kernel(chip, True), True, *given(True)[:2], dense, *given(True)[3:]),
-        found(kernel(chip, True), True, *given(True)), strict=True,
-    ):  # fmt: skip
+        found(kernel(chip, True), True, *given(True)),
+        strict=True,
+    ):
         three_way(x, y, y)
 
 
@@ -172,10 +173,12 @@ FAULTS = {
     "scale left out": lambda given: [*given[:4], given[4] / SCALE, *given[5:]],
     "b of another group": lambda given: [*given[:5], jnp.roll(given[5], 1, 0), given[6]],
     "another part of the stack": lambda given: [
-        *given[:2], given[2]._replace(first=given[2].first - 1), *given[3:],
+        *given[:2],
+        given[2]._replace(first=given[2].first - 1),
+        *given[3:],
     ],
     "a rank too few": lambda given: [*given[:5], given[5].at[:, -1].set(0), given[6]],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,9 +12,10 @@ ROWS = 8
 
 
 @given(
-    parts=st.integers(1, 2), n_rows=st.sampled_from((9, 37, 90)),  # of each a program
+    parts=st.integers(1, 2),
+    n_rows=st.sampled_from((9, 37, 90)),  # of each a program
     ends=st.tuples(*[st.integers(0, 100)] * 4),
-)  # fmt: skip
+)
 def test_every_row_is_visited_once_and_cores_share_the_rows_that_are_there(parts, n_rows, ends):
     sizes = np.diff(sorted(min(end, n_rows) for end in ends), prepend=0)
     table, length = row_visits(jnp.asarray(sizes, jnp.int32), n_rows, ROWS, parts)

@@ -83,8 +83,15 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
     patch.setattr(pallas_tpu_blocks, "tpu_block_sizes", lambda *_: (16, 8, 8))
     f = of_positional(partial(pallas_tpu.sink_attention_mosaic_tpu, interpret=True))
     blocks = pallas_tpu_blocks
-    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks,
-                ((blocks, "UNSEEN"), (pallas_tpu, "UNSEEN")))  # fmt: skip
+    return Side(
+        "mosaic_tpu",
+        CASE,
+        jnp.float32,
+        f,
+        blocks,
+        blocks,
+        ((blocks, "UNSEEN"), (pallas_tpu, "UNSEEN")),
+    )
 
 
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
@@ -102,8 +109,15 @@ def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     patch.setattr(pallas_gpu_backward, "mosaic_dkv_tiles", lambda *_: MosaicTiles(1, 32, 3))
     f = of_positional(partial(pallas_gpu.sink_attention_mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)
-    return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,
-                ((pallas_gpu, "UNSEEN"),))  # fmt: skip
+    return Side(
+        "mosaic_gpu",
+        case,
+        jnp.bfloat16,
+        f,
+        pallas_gpu_blocks,
+        pallas_gpu_blocks,
+        ((pallas_gpu, "UNSEEN"),),
+    )
 
 
 LARGE_SCORE = 5000.0

@@ -18,9 +18,17 @@ SMALL = cases.AttentionCase("small", 2, 24, 29, 15, 3, 16, 9)
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg, impl="xla"):
     return sink_attention(
-        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
-        q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=window or None, impl=impl,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=q_pos,
+        k_positions_BS=k_pos,
+        q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg,
+        window=window or None,
+        impl=impl,
+    )
 
 
 forward = jax.jit(attend, static_argnums=0)
@@ -118,10 +126,13 @@ def test_wrong_inputs_are_named():
         ("one dtype", (q, k.astype(jnp.bfloat16), v, sink), {}),
         ("window must be a Python integer", (q_heads, q_heads, q_heads, sink[:3]), {"window": -1}),
         ("Pass None for no window", (q_heads, q_heads, q_heads, sink[:3]), {"window": 0}),
-        ("q_segment_ids_BT must have the shape", (q_heads, q_heads, q_heads, sink[:3]),
-         dict.fromkeys(("q_segment_ids_BT", "k_segment_ids_BS"), jnp.ones((2, 3), jnp.int32))),
+        (
+            "q_segment_ids_BT must have the shape",
+            (q_heads, q_heads, q_heads, sink[:3]),
+            dict.fromkeys(("q_segment_ids_BT", "k_segment_ids_BS"), jnp.ones((2, 3), jnp.int32)),
+        ),
         ("Did you mean 'xla'", (q_heads, q_heads, q_heads, sink[:3]), {"impl": "xl"}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=match):
             raw(*args, **options)
 

@@ -14,9 +14,17 @@ from tests.pallas_kernels.jaxprs import equations
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
     return sink_attention(
-        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg, window=window or None, impl="xla",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=q_pos,
+        k_positions_BS=k_pos,
+        q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg,
+        window=window or None,
+        impl="xla",
+    )
 
 
 @partial(jax.jit, static_argnums=0)

@@ -32,9 +32,14 @@ def values_and_gradients(case):
 
         def attend(*x):
             return sink_attention(
-                *x, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-                k_segment_ids_BS=k_seg, window=case.window or None, impl="mosaic_gpu",
-            )  # fmt: skip
+                *x,
+                q_positions_BT=q_pos,
+                k_positions_BS=k_pos,
+                q_segment_ids_BT=q_seg,
+                k_segment_ids_BS=k_seg,
+                window=case.window or None,
+                impl="mosaic_gpu",
+            )
 
         out, pull = jax.vjp(attend, *differentiable)
         return *out, *pull(ct)

@@ -29,9 +29,12 @@ CHIPS = {name: ("v5e",) for name in NAMES} | {
 }
 # By `-m aot` alone; v6e's first is one of the pinned schedules, which CI compiles anyway.
 LONG = {
-    ("v6e", "full_20b"), ("tpu7x", "full_20b"), ("tpu7x", "head128"), ("v5e", "full_120b"),
+    ("v6e", "full_20b"),
+    ("tpu7x", "full_20b"),
+    ("tpu7x", "head128"),
+    ("v5e", "full_120b"),
     ("v5e", "train_4k"),
-}  # fmt: skip
+}
 
 
 def compiled(chip, case, dtype=jnp.bfloat16, vmem=None, shares=False):
@@ -57,9 +60,11 @@ def _compiled(chip, case, dtype, vmem, shares):
 
     B, T, S, N, K, H = case[1:7]
     q, k, dlse, sink = (
-        struct(B, T, N, H), struct(B, S, K, H), struct(B, T, N, dtype=jnp.float32),
+        struct(B, T, N, H),
+        struct(B, S, K, H),
+        struct(B, T, N, dtype=jnp.float32),
         struct(N, dtype=jnp.float32),
-    )  # fmt: skip
+    )
     places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S, *([S] if shares else []))]
     with pytest.MonkeyPatch.context() as patch:
         if vmem is not None:

@@ -39,9 +39,11 @@ TYPES |= dict.fromkeys("q_positions k_positions q_segments k_segments runs".spli
 # Positions, segments and lengths are arguments: the programs of these are those of every case.
 PROGRAMS = [(90, "full_20b", "bf16"), (80, "head128", "bf16"), (80, "full_20b", "fp32")]
 EXTRA = [  # by `-m aot` alone: four seconds a kernel
-    (80, "full_20b", "bf16"), (100, "full_20b", "bf16"), (90, "window_20b", "bf16"),
+    (80, "full_20b", "bf16"),
+    (100, "full_20b", "bf16"),
+    (90, "window_20b", "bf16"),
     (90, "head128", "bf16"),
-]  # fmt: skip
+]
 ALL = [*PROGRAMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in EXTRA)]
 
 
@@ -65,8 +67,10 @@ def compile_kernel(name, arch, case, dtype):
     aligned = [["tt.divisibility", 16]]
     attrs = {(i,): aligned for i, t in enumerate(signature.values()) if t.startswith("*")}
     options = {
-        "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False,
-    }  # fmt: skip
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        "enable_fp_fusion": False,
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     compiled_kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert len(compiled_kernel.asm["cubin"]) > 1000
@@ -76,8 +80,10 @@ def compile_kernel(name, arch, case, dtype):
         chip = f"sm_{arch}{'a' if arch >= 90 else ''}"
         ptxas_output = subprocess.run(
             [get_ptxas(arch).path, "-v", f"--gpu-name={chip}", str(ptx), "-o", os.devnull],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
     figures = ahead_of_time.parse_ptxas(ptxas_output)
     return {
         "registers": figures.registers,
@@ -148,13 +154,16 @@ def figures(*arguments):
     wheel = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")
     root = str(Path(ahead_of_time.__file__).parents[1])
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"} | {
-        "PATH": f"{wheel}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": root,
+        "PATH": f"{wheel}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": root,
         "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
+    }
     process = subprocess.run(
-        [sys.executable, __file__, *map(str, arguments)], env=environment, text=True,
+        [sys.executable, __file__, *map(str, arguments)],
+        env=environment,
+        text=True,
         capture_output=True,
-    )  # fmt: skip
+    )
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -237,9 +246,17 @@ if __name__ == "__main__":
     if sys.argv[1] == "jax":
         print(json.dumps(compile_from_jax(sys.argv[2])))
     else:
-        print(json.dumps([
-            ((kernel, *program), compile_kernel(
-                kernel, program[0], cases.get_attention_case(program[1]),
-                                                program[2]))
-            for program in json.loads(sys.argv[2]) for kernel in KERNELS
-        ]))  # fmt: skip
+        print(
+            json.dumps(
+                [
+                    (
+                        (kernel, *program),
+                        compile_kernel(
+                            kernel, program[0], cases.get_attention_case(program[1]), program[2]
+                        ),
+                    )
+                    for program in json.loads(sys.argv[2])
+                    for kernel in KERNELS
+                ]
+            )
+        )

@@ -47,9 +47,10 @@ def small_tiles(monkeypatch):
 
     def tiles(consumers):
         return lambda _, window, G: (
-            MosaicTiles(2, 32, 2, heads=2) if window and G % 2 == 0
+            MosaicTiles(2, 32, 2, heads=2)
+            if window and G % 2 == 0
             else MosaicTiles(consumers, 32, 2)
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr(pallas_gpu, "mosaic_forward_tiles", tiles(3))
     monkeypatch.setattr(pallas_gpu_backward, "mosaic_dq_tiles", tiles(1))

@@ -45,9 +45,15 @@ def run(q, k, v, sink, at_q, at_k, impl, window, function=sink_attention):
     (q_pos, q_seg), (k_pos, k_seg) = at_q, at_k
     attend = partial(function, window=window, impl=impl)
     o, lse = jax.jit(attend)(
-        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=q_pos,
+        k_positions_BS=k_pos,
+        q_segment_ids_BT=q_seg,
         k_segment_ids_BS=k_seg,
-    )  # fmt: skip
+    )
     return np.asarray(o.astype(jnp.float32)), np.asarray(lse)
 
 
@@ -87,10 +93,14 @@ def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arra
     wide = [x.astype(jnp.float32) for x in arrays]
     start = layout_of()
     expected = sink_attention(
-        *wide, q_positions_BT=start[0], k_positions_BS=start[0],
-            q_segment_ids_BT=start[1],
-        k_segment_ids_BS=start[1], window=window, impl="reference",
-    )  # fmt: skip
+        *wide,
+        q_positions_BT=start[0],
+        k_positions_BS=start[0],
+        q_segment_ids_BT=start[1],
+        k_segment_ids_BS=start[1],
+        window=window,
+        impl="reference",
+    )
     real = np.asarray(start[1]) > 0
     assert np.abs(o - expected[0])[real].max() < 2e-2
     assert np.abs(lse - expected[1])[real].max() < 1e-4
@@ -166,10 +176,16 @@ def test_gradients_are_those_of_the_reference(arrays):
 
     def total(attend, q, k, v, sink):
         o, lse = attend(
-            q, k, v, sink, q_positions_BT=start[0], k_positions_BS=start[0],
+            q,
+            k,
+            v,
+            sink,
+            q_positions_BT=start[0],
+            k_positions_BS=start[0],
             q_segment_ids_BT=start[1],
-            k_segment_ids_BS=start[1], window=100,
-        )  # fmt: skip
+            k_segment_ids_BS=start[1],
+            window=100,
+        )
         return jnp.sum(o * weights) + jnp.sum(jnp.where(start[1][:, :, None] > 0, lse, 0.0))
 
     wide = [x.astype(jnp.float32) for x in arrays]

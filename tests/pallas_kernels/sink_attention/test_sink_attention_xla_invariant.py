@@ -15,9 +15,17 @@ from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS, blocks_by_p
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
     return sink_attention(
-        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg, window=window or None, impl="xla_invariant",
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=q_pos,
+        k_positions_BS=k_pos,
+        q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg,
+        window=window or None,
+        impl="xla_invariant",
+    )
 
 
 SMALL = cases.AttentionCase("small", 2, 24, 29, 15, 3, 16, 9)
@@ -55,10 +63,17 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
     @jax.jit
     def single(q, k, v, q_pos, k_pos, k_seg):
         return decode_attention(
-            q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
-            q_segment_ids_BT=jnp.ones_like(q_pos), k_segment_ids_BS=k_seg, window=window,
+            q,
+            k,
+            v,
+            sink,
+            q_positions_BT=q_pos,
+            k_positions_BS=k_pos,
+            q_segment_ids_BT=jnp.ones_like(q_pos),
+            k_segment_ids_BS=k_seg,
+            window=window,
             impl="xla_invariant",
-        )  # fmt: skip
+        )
 
     rng = np.random.default_rng(0)
     for t in (0, 8, KEYS - 1, KEYS, length - 1):
@@ -68,9 +83,13 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
             return jnp.full((1, slots, *x.shape[2:]), fill, x.dtype).at[0, slot].set(x[0, : t + 1])
 
         n_differing = single(
-            q[:, t : t + 1], spread(k, jnp.nan), spread(v, jnp.nan), place[:, t : t + 1],
-            spread(place, 5), spread(segments, 0),
-        )  # fmt: skip
+            q[:, t : t + 1],
+            spread(k, jnp.nan),
+            spread(v, jnp.nan),
+            place[:, t : t + 1],
+            spread(place, 5),
+            spread(segments, 0),
+        )
         assert np.array_equal(n_differing[0][0, 0], o[0, t]) and np.array_equal(
             n_differing[1][0, 0], lse[0, t]
         )
@@ -83,10 +102,17 @@ def test_a_full_ring_has_a_place_for_every_key_wherever_its_first_block_begins(s
     for oldest in (0, 1, KEYS - 1, KEYS, 5 * KEYS - 2):
         positions = oldest + (np.arange(slots) + 3) % slots  # each where a cache has it
         q_positions = np.sort(positions)[-2:]
-        layout = Layout(*(
-            jnp.asarray(x, jnp.int32)[None]
-            for x in (q_positions, positions, np.ones_like(q_positions), np.ones_like(positions))
-        ))  # fmt: skip
+        layout = Layout(
+            *(
+                jnp.asarray(x, jnp.int32)[None]
+                for x in (
+                    q_positions,
+                    positions,
+                    np.ones_like(q_positions),
+                    np.ones_like(positions),
+                )
+            )
+        )
         blocks, (begin_BT, end_BT, _, _) = blocks_by_position(layout, window or 0)
         for position, begin, end in zip(q_positions, begin_BT[0], end_BT[0], strict=True):
             read = np.asarray(blocks.slot_BCX[0, int(begin) : int(end)])
@@ -114,9 +140,16 @@ def test_positions_may_have_gaps(window):
     segments = jnp.asarray(np.repeat([1, 0, 3], 20), jnp.int32)[None]
     layout = place, place, segments, segments
     want = sink_attention(
-        q, k, v, sink, q_positions_BT=place, k_positions_BS=place, q_segment_ids_BT=segments,
-        k_segment_ids_BS=segments, window=window,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        q_positions_BT=place,
+        k_positions_BS=place,
+        q_segment_ids_BT=segments,
+        k_segment_ids_BS=segments,
+        window=window,
+    )
     for actual, plain in zip(attend(window, q, k, v, sink, *layout), want, strict=True):
         np.testing.assert_allclose(actual, plain, rtol=2e-5, atol=2e-5)
 
@@ -127,9 +160,15 @@ def test_a_cache_without_keys_of_the_query_is_not_read(cached_length):
     nothing = jnp.full((1, 40, 2, 8), jnp.nan)
     place, segment = jnp.full((1, 1), 7, jnp.int32), jnp.ones((1, 1), jnp.int32)
     o, lse = decode_attention(
-        q, nothing, nothing, sink, q_positions_BT=place, q_segment_ids_BT=segment,
+        q,
+        nothing,
+        nothing,
+        sink,
+        q_positions_BT=place,
+        q_segment_ids_BT=segment,
         impl="xla_invariant",
-        k_positions_BS=jnp.arange(40)[None], k_segment_ids_BS=jnp.full((1, 40), cached_length),
-    )  # fmt: skip
+        k_positions_BS=jnp.arange(40)[None],
+        k_segment_ids_BS=jnp.full((1, 40), cached_length),
+    )
     assert np.all(np.asarray(o) == 0)
     np.testing.assert_allclose(lse[0, 0], sink, rtol=1e-6)

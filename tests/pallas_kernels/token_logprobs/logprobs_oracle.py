@@ -52,8 +52,10 @@ def kernel_results(kernel, case, hidden, w_head, targets):
     temperature = jnp.float32(case.temperature)
     return values_and_gradients(
         lambda h, w: kernel(h, w, targets, temperature, case.vocab_size, interpret=True),
-        cotangents(case.M), hidden, w_head,
-    )  # fmt: skip
+        cotangents(case.M),
+        hidden,
+        w_head,
+    )
 
 
 def check_kernel(kernel, case, hidden, w_head, targets, ulps=2.0):

@@ -10,17 +10,23 @@ from pallas_kernels.token_logprobs import token_logprobs
 def arrays(case, dtype=jnp.bfloat16):
     shape = jax.ShapeDtypeStruct
     return (
-        shape((case.M, case.D), dtype), shape((case.D, case.V), dtype),
-        shape((case.M,), jnp.int32), shape((), jnp.float32),
-    )  # fmt: skip
+        shape((case.M, case.D), dtype),
+        shape((case.D, case.V), dtype),
+        shape((case.M,), jnp.int32),
+        shape((), jnp.float32),
+    )
 
 
 def forward(case, impl):
     def run(hidden, w_head, targets, temperature):
         return token_logprobs(
-            hidden, w_head, targets,
-            temperature=temperature, vocab_size=case.vocab_size, impl=impl,
-        )  # fmt: skip
+            hidden,
+            w_head,
+            targets,
+            temperature=temperature,
+            vocab_size=case.vocab_size,
+            impl=impl,
+        )
 
     return run
 

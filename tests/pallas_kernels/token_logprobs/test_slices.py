@@ -124,7 +124,7 @@ def test_a_target_of_another_slice_is_none_of_this_one_wherever_it_is(impl, dtyp
         # lse far above all logits: what is left of the gradient is the target's
         return *counts, *token_gradients(
             hidden, w_slice, targets, zero + 1e4, zero, dlogp, zero, **dhidden_sum
-        )  # fmt: skip
+        )
 
     outside = jnp.asarray(
         (-1, -first, -(2**31), words, words + 1, words + 25, 64, 2**31 - 1), jnp.int32

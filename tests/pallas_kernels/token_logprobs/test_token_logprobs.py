@@ -132,8 +132,10 @@ def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
     assert logp.max() == 0.0
     plain = values_and_gradients(
         lambda h, w: naive(h, w, targets, jnp.float32(temperature), jnp.float32),
-        ct, hidden, w_head,
-    )  # fmt: skip
+        ct,
+        hidden,
+        w_head,
+    )
     exact = oracle(hidden, w_head, targets, temperature, ct)
     three_way(logp, plain[0], exact[0], f"{impl} logp")
     for name, actual, simple, expected in zip(
@@ -244,9 +246,11 @@ def test_the_logits_of_all_tokens_never_exist(M, D, V, vocab_size):
 
     shape = jax.ShapeDtypeStruct
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(
-        shape((M, D), jnp.bfloat16), shape((D, V), jnp.bfloat16), shape((M,), jnp.int32),
+        shape((M, D), jnp.bfloat16),
+        shape((D, V), jnp.bfloat16),
+        shape((M,), jnp.int32),
         shape((), jnp.float32),
-    )  # fmt: skip
+    )
     shapes_seen = list(equations(jaxpr.jaxpr))
     assert any(eqn.primitive.name == "dot_general" for eqn in shapes_seen)
     for eqn in shapes_seen:

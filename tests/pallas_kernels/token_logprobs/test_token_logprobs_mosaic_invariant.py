@@ -44,9 +44,13 @@ def test_a_tokens_bits_do_not_depend_on_the_others(arrays, impl):
     assert n_differing == 0
     hidden, head, targets = arrays
     expected = token_logprobs(
-        hidden.astype(jnp.float32), head.astype(jnp.float32), targets, temperature=0.7,
-        vocab_size=WORDS, impl="reference",
-    )  # fmt: skip
+        hidden.astype(jnp.float32),
+        head.astype(jnp.float32),
+        targets,
+        temperature=0.7,
+        vocab_size=WORDS,
+        impl="reference",
+    )
     np.testing.assert_allclose(logp, expected[0], atol=1e-4)
     np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
 
@@ -74,8 +78,8 @@ def test_gradients_are_those_of_the_reference(arrays):
     with interpreted(TPU):
         run = partial(token_logprobs, impl=TPU)
         actual = jax.grad(partial(total, run), argnums=(0, 1))(hidden, head)
-    expected = jax.grad(
-        partial(total, partial(token_logprobs, impl="reference")), argnums=(0, 1)
-    )(hidden, head)  # fmt: skip
+    expected = jax.grad(partial(total, partial(token_logprobs, impl="reference")), argnums=(0, 1))(
+        hidden, head
+    )
     for a, b in zip(actual, expected, strict=True):
         assert np.abs(a - b).max() < 2e-5 * np.abs(b).max()

@@ -123,5 +123,8 @@ def _decode_tagged(kind: str, content: Any, depth: int) -> Any:
 
 
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset,
-}  # fmt: skip
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}

@@ -74,9 +74,11 @@ def compile_filter(groups: frozenset[str], pid: int, machine: str) -> bytes:
     """
     column = 0 if machine == _X86 else 1
     lines = [
-        _pack(_LOAD, 4), _pack(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0), _pack(_RETURN, _KILL),
+        _pack(_LOAD, 4),
+        _pack(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0),
+        _pack(_RETURN, _KILL),
         _pack(_LOAD, 0),
-    ]  # fmt: skip
+    ]
     if machine == _X86:  # the same calls have other numbers in the x32 convention
         lines += [_pack(_COMPARE, _X32_BIT, 0, 1), _error(ENOSYS)]
     lines += [_pack(_COMPARE, _FIRST_UNKNOWN, 0, 1), _error(ENOSYS)]

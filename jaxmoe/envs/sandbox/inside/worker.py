@@ -165,9 +165,10 @@ def _make_outside_function(
 
     def call_outside(*arguments: Any, **named: Any) -> Any:
         call = {
-            "name": name, "arguments": [encode_value(x) for x in arguments],
+            "name": name,
+            "arguments": [encode_value(x) for x in arguments],
             "named": {key: encode_value(x) for key, x in named.items()},
-        }  # fmt: skip
+        }
         _write_line(replies, {"id": request_id, "outside": call})
         answer = json.loads(requests.readline())
         if answer["error"]:

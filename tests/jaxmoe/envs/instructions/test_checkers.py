@@ -25,21 +25,59 @@ from jaxmoe.envs.instructions.checkers import (
 from tests.jaxmoe.envs.instructions.package import needs_package
 
 HOSTILE = [
-    "", " ", "\n", "\0", "\ud800", ".", ",", '"', "'", "?!", "[" * 2000, "<" * 2000, "{" * 2000,
-    '"' * 2001, "\n" * 900, "a" * 999, "* \n" * 500, "9" * 5000, "١٢٣", "🎉" * 50, "\u202e",
-    "a,b\n\0,c", '"a\nb', "x" * 140_000, "İ", "\x1c", "\u2028", "Zimbabwe\n" * 60, "a. " * 60,
+    "",
+    " ",
+    "\n",
+    "\0",
+    "\ud800",
+    ".",
+    ",",
+    '"',
+    "'",
+    "?!",
+    "[" * 2000,
+    "<" * 2000,
+    "{" * 2000,
+    '"' * 2001,
+    "\n" * 900,
+    "a" * 999,
+    "* \n" * 500,
+    "9" * 5000,
+    "١٢٣",
+    "🎉" * 50,
+    "\u202e",
+    "a,b\n\0,c",
+    '"a\nb',
+    "x" * 140_000,
+    "İ",
+    "\x1c",
+    "\u2028",
+    "Zimbabwe\n" * 60,
+    "a. " * 60,
     "ProductID,Category,Brand,Price,Stock\n",
     "StudentID\tSubject\tGrade\tSemester\tScore\n\t\t\t\t",
-    "Question 1. a\nA. b", "<i>", "${7*7}", "verdict: 1", "a\r\nb", "-- ", "\\", "(?P<x", "%s {0}",
-]  # fmt: skip
+    "Question 1. a\nA. b",
+    "<i>",
+    "${7*7}",
+    "verdict: 1",
+    "a\r\nb",
+    "-- ",
+    "\\",
+    "(?P<x",
+    "%s {0}",
+]
 PROMPT = {"prompt_to_repeat": "Say this again, please."}
 GIVEN = {
-    "combination:repeat_prompt": PROMPT, "repeat:repeat_change": PROMPT,
+    "combination:repeat_prompt": PROMPT,
+    "repeat:repeat_change": PROMPT,
     "repeat:repeat_span": PROMPT | {"n_start": 1, "n_end": 3},
     "ratio:overlap": {"reference_text": "a text to compare with", "percentage": 50},
     "length_constraints:nth_paragraph_first_word": {
-        "num_paragraphs": 2, "nth_paragraph": 1, "first_word": "so"},
-}  # fmt: skip
+        "num_paragraphs": 2,
+        "nth_paragraph": 1,
+        "first_word": "so",
+    },
+}
 
 
 def complete(name):
@@ -122,9 +160,12 @@ def test_an_answer_gets_the_same_result_100_times_in_3_processes_without_a_netwo
     printed = set()
     for seed in ("0", "1", "random"):
         run = subprocess.run(
-            [sys.executable, "-W", "error", "-c", OFFLINE + SAME], capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}, check=True,
-        )  # fmt: skip
+            [sys.executable, "-W", "error", "-c", OFFLINE + SAME],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            check=True,
+        )
         assert run.stderr == ""
         printed.add(run.stdout)
     assert len(printed) == 1
@@ -145,9 +186,11 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("if_verifiabl
 def test_the_import_leaves_other_modules_and_the_random_state_as_they_were():
     # In a process of its own, because the type checks of the tests draw random numbers.
     run = subprocess.run(
-        [sys.executable, "-c", UNCHANGED], capture_output=True, text=True,
+        [sys.executable, "-c", UNCHANGED],
+        capture_output=True,
+        text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -160,15 +203,21 @@ def test_the_import_leaves_other_modules_and_the_random_state_as_they_were():
         ("format:title_case", {}, "format:title_case is not available; it needs data that nltk"),
         ("keywords:existence", {}, r"all of its kwargs \(keywords\), got {}.*something random"),
         ("keywords:existence", {"keywords": None}, "all of its kwargs"),
-        ("length_constraints:number_words", {"num_words": math.nan, "relation": "at least"},
-         "all of its kwargs"),
+        (
+            "length_constraints:number_words",
+            {"num_words": math.nan, "relation": "at least"},
+            "all of its kwargs",
+        ),
         ("keywords:existence", {"keyword": "a"}, "must accept its kwargs.*Its kwargs: keywords"),
         ("keywords:existence", {"keywords": ["c++", "("]}, "must be able to check an answer"),
-        ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "exactly"},
-         "must accept its kwargs"),
+        (
+            "keywords:frequency",
+            {"keyword": "a", "frequency": 2, "relation": "exactly"},
+            "must accept its kwargs",
+        ),
         ("repeat:repeat_span", PROMPT | {"n_start": 0, "n_end": 2}, "all of its kwargs"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_checked_is_refused_in_one_line(name, kwargs, message):
     with pytest.raises(ConfigError, match=message) as caught:
         check_instruction(Instruction(name, kwargs))

@@ -32,9 +32,10 @@ DETECTED = {"change_case:english_capital", "change_case:english_lowercase"}  # s
 
 def compatible(size, names):
     return [
-        chosen for chosen in itertools.combinations(names, size)
+        chosen
+        for chosen in itertools.combinations(names, size)
         if not any(in_conflict(a, b) for a, b in itertools.combinations(chosen, 2))
-    ]  # fmt: skip
+    ]
 
 
 @needs_package
@@ -95,7 +96,8 @@ def test_the_prompt_and_its_column_ask_for_the_instructions():
     ("options", "message"),
     [
         pytest.param(
-            {"types": ["startend:quotaton"]}, "no checker 'startend:quotaton'. Did you mean start",
+            {"types": ["startend:quotaton"]},
+            "no checker 'startend:quotaton'. Did you mean start",
             marks=needs_package,
         ),
         ({"types": ["format:title_case"]}, "is not available; it needs data"),
@@ -105,7 +107,7 @@ def test_the_prompt_and_its_column_ask_for_the_instructions():
         ({"at_least": 0}, "1 <= at_least"),
         ({"types": ["startend:quotation"], "at_least": 2, "at_most": 2}, "no 2 can be"),
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be_are_refused_in_one_line(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         add_instructions(ROW, 0, **options)

@@ -23,7 +23,7 @@ SPEC = "jaxmoe.envs.instructions:score_instructions"
 COLUMNS = {
     "instruction_id_list": ["startend:quotation", "punctuation:no_comma"],
     "kwargs": [{}, {"num_words": None}],
-}  # fmt: skip
+}
 
 
 def test_prompt_level_pays_for_all_and_instruction_level_for_the_share():
@@ -45,10 +45,16 @@ def test_columns_may_be_json_text_and_lack_kwargs():
 
 @pytest.mark.parametrize(
     "columns",
-    [{}, {"instruction_id_list": []}, {"instruction_id_list": "punctuation:no_comma"},
-     COLUMNS | {"kwargs": [{}]}, COLUMNS | {"kwargs": [1, 2]}, COLUMNS | {"kwargs": "oops"},
-     COLUMNS | {"instruction_id_list": [1, 2]}],
-)  # fmt: skip
+    [
+        {},
+        {"instruction_id_list": []},
+        {"instruction_id_list": "punctuation:no_comma"},
+        COLUMNS | {"kwargs": [{}]},
+        COLUMNS | {"kwargs": [1, 2]},
+        COLUMNS | {"kwargs": "oops"},
+        COLUMNS | {"instruction_id_list": [1, 2]},
+    ],
+)
 def test_rows_without_instructions_are_refused_before_the_run(columns):
     with pytest.raises(ConfigError, match="q.jsonl:3: score_instructions must have rows with"):
         check_reward([Row("a", "b", columns=columns, location="q.jsonl:3")])
@@ -58,8 +64,10 @@ def test_parts_are_logged_and_a_checker_that_cannot_read_an_answer_is_counted():
     columns = COLUMNS | {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
     rewards = read_rewards(SPEC, list(columns))
     texts = ["[" * 20_000, "[1]", "", "{"]
-    samples = [Sample(i, Row("a", None, columns=columns), ParsedResponse(t), [65])
-               for i, t in enumerate(texts)]  # fmt: skip
+    samples = [
+        Sample(i, Row("a", None, columns=columns), ParsedResponse(t), [65])
+        for i, t in enumerate(texts)
+    ]
     process = RewardProcess(60.0)
     scores = score_samples(rewards, samples, run=process)
     process.close()
@@ -86,14 +94,20 @@ def test_a_run_on_rows_that_have_instructions_logs_both_levels(tmp_path):
     [
         ([f"data.rewards={SPEC}"], "row 0: score_instructions must have rows with"),
         ([f"data.rewards={SPEC}(reward='both')"], "must be prompt_level or instruction_level"),
-        (["data.map_rows=jaxmoe.envs.instructions:add_instruction"],
-         "Did you mean jaxmoe.envs.instructions:add_instructions?"),
-        (["data.map_rows=jaxmoe.envs.instructions:add_instructions(types=['startend:end'])"],
-         "Did you mean startend:end_checker?"),
-        (["data.map_rows=jaxmoe.envs.instructions:add_instructions(type=[])"],
-         "Did you mean types?"),
+        (
+            ["data.map_rows=jaxmoe.envs.instructions:add_instruction"],
+            "Did you mean jaxmoe.envs.instructions:add_instructions?",
+        ),
+        (
+            ["data.map_rows=jaxmoe.envs.instructions:add_instructions(types=['startend:end'])"],
+            "Did you mean startend:end_checker?",
+        ),
+        (
+            ["data.map_rows=jaxmoe.envs.instructions:add_instructions(type=[])"],
+            "Did you mean types?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line_before_work_starts(changes, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     command = ["--config", "tiny.py", "--workdir", str(tmp_path / "run")]

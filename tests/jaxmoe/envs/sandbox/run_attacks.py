@@ -76,11 +76,18 @@ def open_victim() -> Iterator[dict[str, str]]:
     memory = _libc.shmget(key, 4096, 0o1666)
     try:
         yield {
-            "GOLD_FILE": str(base / "gold.txt"), "FOLDER": str(base), "BASE": base.name,
-            "SOCKET": str(base / "socket"), "ABSTRACT": name, "PORT": str(tcp.getsockname()[1]),
-            "HOST_PID": str(os.getpid()), "SHM_KEY": str(key), "SECRET": SECRET,
-            "ARGUMENT": ARGUMENT, "CODE_FILE": jaxmoe.__file__,
-        }  # fmt: skip
+            "GOLD_FILE": str(base / "gold.txt"),
+            "FOLDER": str(base),
+            "BASE": base.name,
+            "SOCKET": str(base / "socket"),
+            "ABSTRACT": name,
+            "PORT": str(tcp.getsockname()[1]),
+            "HOST_PID": str(os.getpid()),
+            "SHM_KEY": str(key),
+            "SECRET": SECRET,
+            "ARGUMENT": ARGUMENT,
+            "CODE_FILE": jaxmoe.__file__,
+        }
     finally:
         _libc.shmctl(memory, 0, None)
         for file in (secret, tcp, unix, abstract):

@@ -43,9 +43,12 @@ def run_attacks(kind, user, which):
         pytest.skip(f"nobody cannot read {private}: chmod o+x {private}")
     done = subprocess.run(
         [sys.executable, "-m", MODULE, kind, "nobody" if drop else "same", which, ARGUMENT],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
         env={**os.environ, "SECRET_ENV": "trainer-secret-8151"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -44,10 +44,14 @@ def test_a_form_is_taken_if_it_can_be_decoded_and_else_refused(form):
 @pytest.mark.parametrize(
     "form",
     [
-        {"set": [{"list": []}]}, {"set": [{"tuple": [{"set": []}]}]}, {"dict": [[{"dict": []}, 1]]},
-        {"dict": [[None]]}, {"set": {}}, {"frozenset": [{"frozenset": [{"list": []}]}]},
+        {"set": [{"list": []}]},
+        {"set": [{"tuple": [{"set": []}]}]},
+        {"dict": [[{"dict": []}, 1]]},
+        {"dict": [[None]]},
+        {"set": {}},
+        {"frozenset": [{"frozenset": [{"list": []}]}]},
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_hashed_is_no_key(form):
     assert not accepts(check_form, form) and not accepts(decode_value, form)
 

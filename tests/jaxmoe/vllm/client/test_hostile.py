@@ -73,9 +73,13 @@ def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
 
 # of each kind one that differs in how it ends: by the clock, a bound, HTTP, JSON, the key
 KINDS = (
-    "slow body", "endless chunks", "gzip bomb", "nesting 100,000 deep", "reset",
+    "slow body",
+    "endless chunks",
+    "gzip bomb",
+    "nesting 100,000 deep",
+    "reset",
     "the key in an error",
-)  # fmt: skip
+)
 
 
 def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, monkeypatch):
@@ -106,9 +110,11 @@ def test_what_is_received_is_bounded_by_what_was_asked_for():
     """A long answer passes where its tokens explain it, and not where they do not."""
     per_token = max_body_bytes_per_token(CFG)
     text = json.dumps({"choices": ["x" * 4_000_000]}).encode()
-    trick = {"long": lambda conn, request: conn.sendall(
-        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
-    )}  # fmt: skip
+    trick = {
+        "long": lambda conn, request: conn.sendall(
+            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
+        )
+    }
     server = HostileServer()
     server.tricks = trick
     backend = HttpBackend(server.url + "/0", timeout_s=5.0, token_bytes=per_token)

@@ -59,14 +59,16 @@ def choice(index, tokens, finish):
     )
     experts = rows[:, :2].reshape(-1, 2, 2)  # distinct, of each token and layer
     return {
-        "index": index, "token_ids": tokens, "finish_reason": finish,
+        "index": index,
+        "token_ids": tokens,
+        "finish_reason": finish,
         "logprobs": {"content": [{"token_id": t, "logprob": -0.5 - t} for t in tokens]},
         "weight_versions": [
             {"version": "r:1", "start": 0, "end": 1},
             {"version": "r:2", "start": 1, "end": len(tokens)},
         ],
         "routed_experts": npy(experts.astype(np.uint8)),
-    }  # fmt: skip
+    }
 
 
 GOOD = {"choices": [choice(1, [5, 9], "stop"), choice(0, [5, 6, 7, 8], "length")]}
@@ -113,29 +115,31 @@ INVALID = {
     "vLLM's stand-in for none": (put_logp(-9999.0), "must be a log-prob"),
     "a stop inside": (
         lambda c, a: (
-            c.update(token_ids=[5, 9, 7, 8]), c["logprobs"]["content"][1].update(token_id=9)
+            c.update(token_ids=[5, 9, 7, 8]),
+            c["logprobs"]["content"][1].update(token_id=9),
         ),
         "finish_reason is length, but a stop token is at 1",
     ),
     "stopped at no stop token": (put(finish_reason="stop"), r"stop tokens are at \[\]"),
     "another reason": (put(finish_reason="error"), "must be stop, length or abort, got 'error'"),
     "no versions": (put(weight_versions=None), "weight_versions must cover 4 tokens"),
-    "a gap": (
-        put(weight_versions=[{"version": "r:1", "start": 1, "end": 4}]), "without gaps"
-    ),
+    "a gap": (put(weight_versions=[{"version": "r:1", "start": 1, "end": 4}]), "without gaps"),
     "versions too short": (
-        put(weight_versions=[{"version": "r:1", "start": 0, "end": 3}]), "cover 4 tokens"
+        put(weight_versions=[{"version": "r:1", "start": 0, "end": 3}]),
+        "cover 4 tokens",
     ),
     "versions too long": (
-        put(weight_versions=[{"version": "r:1", "start": 0, "end": 9}]), "cover 4 tokens"
+        put(weight_versions=[{"version": "r:1", "start": 0, "end": 9}]),
+        "cover 4 tokens",
     ),
     "experts cut": (put(routed_experts=npy(np.zeros((5, 2, 2), np.uint8))), r"shape \(6, 2, 2\)"),
     "experts of numbers": (put(routed_experts=npy(np.zeros((6, 2, 2)))), "whole numbers"),
     "an expert outside": (
-        put(routed_experts=npy(np.full((6, 2, 2), 6, np.uint8))), "from 0 to 5.* got 6"
+        put(routed_experts=npy(np.full((6, 2, 2), 6, np.uint8))),
+        "from 0 to 5.* got 6",
     ),
     "experts torn": (put(routed_experts="abc"), "base64 of an .npy"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INVALID)

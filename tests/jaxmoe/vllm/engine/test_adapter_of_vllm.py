@@ -50,12 +50,22 @@ def base(tmp_path_factory):
 
 def opened(base, work, launch):
     return VllmEngine(
-        SMALL, OPS,
-        VllmConfig(launch=launch, weights_dir=str(work / "weights"), lora="adapter", python=PYTHON,
-                   retries=1, request_timeout_s=30.0),
-        work=work, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=ROWS,
+        SMALL,
+        OPS,
+        VllmConfig(
+            launch=launch,
+            weights_dir=str(work / "weights"),
+            lora="adapter",
+            python=PYTHON,
+            retries=1,
+            request_timeout_s=30.0,
+        ),
+        work=work,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=ROWS,
         adapter=ServedAdapter(LORA, base[0]),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +200,23 @@ def test_a_run_trains_the_adapter_that_vllm_samples_from_and_goes_on(tmp_path):
     cfg = tiny(n_q_heads=4, n_kv_heads=2, head_dim=32, d_model=64, d_expert=64, n_experts=4)
     save_params(base_of(cfg), cfg, tmp_path / "base", dtype="mxfp4")
     settings = [
-        "model.d_model=64", "model.d_expert=64", "model.n_experts=4", "warmup.steps=0",
-        f"init.checkpoint={tmp_path / 'base'}", "lora.attention_rank=4", "rollout.vllm.launch=0",
-        "rollout.vllm.lora=adapter", "data.train_rows=64", "data.held_out_rows=6",
-        "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "loss.entropy_coef=0.01",
-        f"rollout.vllm.weights_dir={tmp_path / 'weights'}", "save.every_steps=1", "optim.lr=0.01",
-    ]  # fmt: skip
+        "model.d_model=64",
+        "model.d_expert=64",
+        "model.n_experts=4",
+        "warmup.steps=0",
+        f"init.checkpoint={tmp_path / 'base'}",
+        "lora.attention_rank=4",
+        "rollout.vllm.launch=0",
+        "rollout.vllm.lora=adapter",
+        "data.train_rows=64",
+        "data.held_out_rows=6",
+        "rollout.sequences_per_step=8",
+        "rollout.samples_per_prompt=4",
+        "loss.entropy_coef=0.01",
+        f"rollout.vllm.weights_dir={tmp_path / 'weights'}",
+        "save.every_steps=1",
+        "optim.lr=0.01",
+    ]
     typed = ["--config", "tiny_vllm.py", "--workdir", str(tmp_path / "run")]
     typed += [part for setting in settings for part in ("--set", setting)]
     with jax.numpy_dtype_promotion("standard"):

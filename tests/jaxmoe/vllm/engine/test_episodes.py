@@ -37,10 +37,14 @@ def assert_equal_episodes(a, b):
         assert np.array_equal(x.rollout_logp, y.rollout_logp)
 
 
-@pytest.fixture(scope="module", params=[
-    "stand_in", pytest.param("in_process", marks=pytest.mark.vllm),
-    pytest.param("server", marks=pytest.mark.vllm),
-])  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[
+        "stand_in",
+        pytest.param("in_process", marks=pytest.mark.vllm),
+        pytest.param("server", marks=pytest.mark.vllm),
+    ],
+)
 def engine(request, tmp_path_factory):
     work = tmp_path_factory.mktemp("episodes")
     if request.param == "stand_in":
@@ -98,9 +102,11 @@ def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine)
 
     def run(expected_BTLA):
         packed, _ = split_minibatches(
-            replace(batch, extra={"expected_BTLA": expected_BTLA}), a, seed=(0,),
+            replace(batch, extra={"expected_BTLA": expected_BTLA}),
+            a,
+            seed=(0,),
             tokens_per_microbatch=2 * CONTEXT,
-        )  # fmt: skip
+        )
         return step(state, packed)[1]
 
     metrics = run(expected_BTLA)
@@ -126,19 +132,25 @@ def test_turns_of_an_episode_differ_where_their_texts_are_equal(server, tmp_path
     """Each turn has a seed of its own, also after a sync aborted it."""
     with closing(open_loaded(server, tmp_path)) as opened:
         opened.generate(prompts(2), LONG, seed=5, samples=3, environment=Replies())
-    seeds = [body["sampling_params"]["seed"] for body in server.requests
-             if "prompt_logprobs" not in body["sampling_params"]]  # fmt: skip
+    seeds = [
+        body["sampling_params"]["seed"]
+        for body in server.requests
+        if "prompt_logprobs" not in body["sampling_params"]
+    ]
     assert len(seeds) > 10 and len(set(seeds)) == len(seeds)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits, reason", [
-    (dict(max_turns=2), StopReason.MAX_TURNS),
-    (dict(max_turns=9, max_turn_tokens=1), StopReason.MAX_TOKENS),
-    (dict(max_turns=9, max_context=PROMPT + 9), StopReason.CONTEXT_FULL),
-    (dict(max_turns=1), StopReason.MAX_TURNS),
-    (dict(max_turns=99), StopReason.MAX_TOKENS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "limits, reason",
+    [
+        (dict(max_turns=2), StopReason.MAX_TURNS),
+        (dict(max_turns=9, max_turn_tokens=1), StopReason.MAX_TOKENS),
+        (dict(max_turns=9, max_context=PROMPT + 9), StopReason.CONTEXT_FULL),
+        (dict(max_turns=1), StopReason.MAX_TURNS),
+        (dict(max_turns=99), StopReason.MAX_TOKENS),
+    ],
+)
 def test_limits_end_an_episode_with_their_reason(server, tmp_path, limits, reason):
     sampling = Sampling(NEW, STOPS, **limits)
     with closing(open_loaded(server, tmp_path)) as opened:
@@ -273,9 +285,7 @@ def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
     assert max(len(r.turns) for r in out) > 2
     for r in out:
         assert (r.log_kept <= 0).all() and not r.log_kept[~r.sampled_mask].any()
-    full = [
-        type(r)(**(vars(r) | {"rollout_logp": r.rollout_logp + r.log_kept})) for r in out
-    ]  # fmt: skip
+    full = [type(r)(**(vars(r) | {"rollout_logp": r.rollout_logp + r.log_kept})) for r in out]
     assert compare_with_trainer(full) < 5e-5
 
 
@@ -304,9 +314,17 @@ def test_several_processes_have_the_same_episodes_and_tools_run_once(server, tmp
     def process(channel):
         vllm = VllmConfig(url=server.url, weights_dir=str(tmp_path / "w"), request_timeout_s=20.0)
         shared = MultiProcessVllmEngine(
-            CFG, OPS, vllm, None, channel=channel, work=tmp_path, max_prompt_tokens=PROMPT,
-            max_new_tokens=NEW, max_rows=ROWS, max_context=CONTEXT,
-        )  # fmt: skip
+            CFG,
+            OPS,
+            vllm,
+            None,
+            channel=channel,
+            work=tmp_path,
+            max_prompt_tokens=PROMPT,
+            max_new_tokens=NEW,
+            max_rows=ROWS,
+            max_context=CONTEXT,
+        )
         with closing(shared) as opened:
             opened.load(weights(0), 3)
             return opened.generate(

@@ -23,9 +23,15 @@ PARAMS = round_experts(random_weights(PACKABLE, 1))
 def open_engine(tmp_path, *servers, four_bits=True):
     urls = ",".join(server.url for server in servers)
     return VllmEngine(
-        PACKABLE, OPS, VllmConfig(url=urls, weights_dir=str(tmp_path), retries=0), work=tmp_path,
-        max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=ROWS, four_bits=four_bits,
-    )  # fmt: skip
+        PACKABLE,
+        OPS,
+        VllmConfig(url=urls, weights_dir=str(tmp_path), retries=0),
+        work=tmp_path,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=ROWS,
+        four_bits=four_bits,
+    )
 
 
 @pytest.mark.parametrize("holds", ["mxfp4", "dense"])

@@ -37,17 +37,24 @@ def test_vllm_serves_an_export_with_our_log_probs_and_stops(tmp_path, monkeypatc
     save_run(tmp_path / "run", cfg, Position("rl", 1, state, {}))
     export.export_checkpoint(cfg, tmp_path / "out")
     engine = vllm.LLM(
-        model=str(tmp_path / "out"), dtype="float32", enforce_eager=True, max_model_len=256,
-        kv_cache_memory_bytes=64 << 20, max_num_seqs=8,
-    )  # fmt: skip
+        model=str(tmp_path / "out"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=64 << 20,
+        max_num_seqs=8,
+    )
     text = "Spell this word backward: cat"
     sampling = vllm.SamplingParams(temperature=1.0, seed=1, n=8, max_tokens=60, prompt_logprobs=0)
     (answer,) = engine.generate([text], sampling)
     tokens = list(text.encode())
     assert answer.prompt_token_ids == tokens
     ids = jnp.asarray([tokens], jnp.int32)
-    logp_fn = jax.jit(lambda p, ids: sequence_logprobs(
-        p, forward(p, ids, cfg.model, plain_ops())[0], ids, cfg.model, plain_ops())[0])  # fmt: skip
+    logp_fn = jax.jit(
+        lambda p, ids: sequence_logprobs(
+            p, forward(p, ids, cfg.model, plain_ops())[0], ids, cfg.model, plain_ops()
+        )[0]
+    )
     trainer_logp = np.asarray(logp_fn(params, ids))[0, 1:]
     vllm_logp = [
         row[t].logprob for row, t in zip(answer.prompt_logprobs[1:], tokens[1:], strict=True)

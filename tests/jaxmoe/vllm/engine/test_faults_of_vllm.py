@@ -107,9 +107,18 @@ def test_a_server_whose_weights_somebody_changed(vllm):
 def test_a_server_that_comes_back_with_another_model(vllm):
     engine, proxy, server, *_ = vllm
     small = dict(
-        vocab_size=89, d_model=32, n_layers=2, n_q_heads=2, n_kv_heads=1, head_dim=32,
-        n_experts=4, experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
-    )  # fmt: skip
+        vocab_size=89,
+        d_model=32,
+        n_layers=2,
+        n_q_heads=2,
+        n_kv_heads=1,
+        head_dim=32,
+        n_experts=4,
+        experts_per_token=2,
+        d_expert=32,
+        sliding_window=9,
+        dtype="float32",
+    )
     intruder = StandIn(ModelConfig(**small))
     requested, rng = prompts(8), random.Random(3)
     for _ in range(TIMES):

@@ -23,18 +23,25 @@ from jaxmoe.distributed.processes import PROCESS_VARIABLES
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.vllm.engine.server import Server, _find_free_port
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)
-]  # fmt: skip
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[4]
 STEPS, WAIT_S = 12, 900
 CHANGES = [
-    "model.d_model=64", "model.d_expert=32", "data.train_rows=64", "data.held_out_rows=6",
-    "warmup.steps=3", "warmup.sequences_per_step=16", "rollout.sequences_per_step=16",
-    "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", f"steps={STEPS}",
-    "eval.every_steps=6", "save.every_steps=6", "rollout.vllm.request_timeout_s=60",
+    "model.d_model=64",
+    "model.d_expert=32",
+    "data.train_rows=64",
+    "data.held_out_rows=6",
+    "warmup.steps=3",
+    "warmup.sequences_per_step=16",
+    "rollout.sequences_per_step=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_gen_batches=1",
+    f"steps={STEPS}",
+    "eval.every_steps=6",
+    "save.every_steps=6",
+    "rollout.vllm.request_timeout_s=60",
     "data.rewards=uneven:reward",
-]  # fmt: skip
+]
 # random models' answers differ in it, so that there is something to learn
 REWARD = """
 def reward(completions, **_):
@@ -71,17 +78,23 @@ def three(tmp_path_factory):
         servers = []
         for number in range(3):
             server = Server(
-                VllmConfig(python=PYTHON), cfg.model, work=work, number=number,
-                context=cfg.context, rows=cfg.rollout.max_parallel_sequences,
-            )  # fmt: skip
+                VllmConfig(python=PYTHON),
+                cfg.model,
+                work=work,
+                number=number,
+                context=cfg.context,
+                rows=cfg.rollout.max_parallel_sequences,
+            )
             server.key = key
             closing.callback(server.stop)
             servers.append(server)
         with ThreadPoolExecutor(3) as pool:
             for backend in pool.map(Server.start, servers):
                 backend.close()
-        proxies = [Proxy(server.url, dict.fromkeys((s.url for s in servers), key))
-                   for server in servers[:2]]  # fmt: skip
+        proxies = [
+            Proxy(server.url, dict.fromkeys((s.url for s in servers), key))
+            for server in servers[:2]
+        ]
         for proxy in proxies:
             closing.callback(proxy.close)
         yield servers, proxies
@@ -100,10 +113,15 @@ def started(work, proxies, processes, *changes):
         if processes > 1:
             env |= dict(zip(PROCESS_VARIABLES, (address, str(processes), str(number)), strict=True))
         log = open(f"{work}-{number}.txt", "w")
-        children.append(subprocess.Popen(
-            [sys.executable, "-c", REPORT_SCRIPT, f"{work}-{number}.jsonl", *typed],
-            cwd=ROOT, env=env, stdout=log, stderr=log,
-        ))  # fmt: skip
+        children.append(
+            subprocess.Popen(
+                [sys.executable, "-c", REPORT_SCRIPT, f"{work}-{number}.jsonl", *typed],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+            )
+        )
         log.close()
     return children
 

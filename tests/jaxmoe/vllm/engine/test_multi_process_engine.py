@@ -20,9 +20,16 @@ FREE = Sampling(NEW, ())
 def shared(channel, url, work, **changes):
     vllm = VllmConfig(url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, **changes)
     return MultiProcessVllmEngine(
-        CFG, OPS, vllm, None, channel=channel, work=work, max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW, max_rows=ROWS,
-    )  # fmt: skip
+        CFG,
+        OPS,
+        vllm,
+        None,
+        channel=channel,
+        work=work,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=ROWS,
+    )
 
 
 def test_every_process_has_the_answers_that_one_process_would_have(stand_in, tmp_path):

@@ -24,9 +24,18 @@ from jaxmoe.vllm.weight_sync.files import write_files
 pytestmark = pytest.mark.vllm
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=128, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
-    experts_per_token=2, d_expert=64, sliding_window=9, dtype="float32",
-)  # fmt: skip
+    vocab_size=97,
+    d_model=128,
+    n_layers=2,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=6,
+    experts_per_token=2,
+    d_expert=64,
+    sliding_window=9,
+    dtype="float32",
+)
 OPS, PROMPT, NEW = plain_ops(), 20, 12
 FREE = Sampling(NEW, ())
 
@@ -34,12 +43,13 @@ FREE = Sampling(NEW, ())
 def round_biases(params):
     """vLLM stores the biases of packed experts in bfloat16: biases that it holds exactly."""
     layers = {
-        kind: layer | {
+        kind: layer
+        | {
             name: layer[name].astype(jnp.bfloat16).astype(jnp.float32)
             for name in ("b_gate_up", "b_down")
         }
         for kind, layer in params["layers"].items()
-    }  # fmt: skip
+    }
     return params | {"layers": layers}
 
 
@@ -86,9 +96,15 @@ def mxfp4_without_a_kernel(monkeypatch):
 
 def open_engine(tmp_path, *, four_bits=True):
     return VllmEngine(
-        CFG, OPS, VllmConfig(launch=0, weights_dir=str(tmp_path)), work=tmp_path,
-        max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=8, four_bits=four_bits,
-    )  # fmt: skip
+        CFG,
+        OPS,
+        VllmConfig(launch=0, weights_dir=str(tmp_path)),
+        work=tmp_path,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=8,
+        four_bits=four_bits,
+    )
 
 
 def largest_gap(engine, params):

@@ -14,11 +14,14 @@ def rollout(prompt, length, stop, log_kept, experts):
     rng = np.random.default_rng(length)
     shape = (len(prompt.tokens) + length - 1, 2, 3)
     return Rollout(
-        prompt, rng.integers(0, 99, length).astype(np.int32),
-        rng.normal(size=length).astype(np.float32), stop, np.full(length, 7, np.int32),
+        prompt,
+        rng.integers(0, 99, length).astype(np.int32),
+        rng.normal(size=length).astype(np.float32),
+        stop,
+        np.full(length, 7, np.int32),
         rng.normal(size=length).astype(np.float32) if log_kept else None,
         rng.integers(0, 9, shape).astype(np.uint8) if experts else None,
-    )  # fmt: skip
+    )
 
 
 def test_every_array_comes_back_with_its_dtype_and_prompts_once():
@@ -47,9 +50,13 @@ def test_masks_and_numbers_of_an_environment_come_back():
     prompt = Prompt(3, "", (1, 2), None)
     plain = rollout(prompt, 4, StopReason.MAX_TURNS, True, True)
     episode = replace(
-        plain, policy_mask=np.array([True, False, False, True]), env_rewards={"format": 0.5},
-        env_metrics={"tool/calls": 2.0}, lost="env_error", env_fault="ValueError: x",
-    )  # fmt: skip
+        plain,
+        policy_mask=np.array([True, False, False, True]),
+        env_rewards={"format": 0.5},
+        env_metrics={"tool/calls": 2.0},
+        lost="env_error",
+        env_fault="ValueError: x",
+    )
     restored, _ = deserialize_rollouts(serialize_rollouts([episode, plain]))
     assert restored[0].policy_mask.tolist() == [True, False, False, True]
     assert restored[0].policy_mask.dtype == bool and restored[0].stop is StopReason.MAX_TURNS

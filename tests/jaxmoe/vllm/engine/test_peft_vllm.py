@@ -26,14 +26,27 @@ pytestmark = pytest.mark.vllm
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=96, d_model=64, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=4,
-    experts_per_token=2, d_expert=96, sliding_window=16, dtype="float32",
-)  # fmt: skip
+    vocab_size=96,
+    d_model=64,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=4,
+    experts_per_token=2,
+    d_expert=96,
+    sliding_window=16,
+    dtype="float32",
+)
 RANK, ALPHA = 4, 8.0
 ENV = {
-    "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 SCRIPT = """
 import json, sys
 home, plain_experts = sys.argv[1], sys.argv[2] == "plain"
@@ -92,9 +105,12 @@ def setting(tmp_path_factory):
 
 def run(home, experts: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(home), experts], env=os.environ | ENV,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", SCRIPT, str(home), experts],
+        env=os.environ | ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def format_placements(placements):
         ("0", 2, 1, 0.4, ["0 0.27 shared", "0 0.27 shared"]),
         ("01", 2, 1, 0.5, ["0 0.45", "1 0.45"]),
     ],
-)  # fmt: skip
+)
 def test_each_server_has_gpus_of_its_own_as_long_as_there_are_some(
     gpus, servers, gpus_per_server, trainer, expected
 ):
@@ -90,9 +90,14 @@ def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
 
 @pytest.mark.parametrize(
     ("args", "gpus_per_server"),
-    [("", 1), ("--tensor-parallel-size 2", 2), ("-tp=2 --pipeline_parallel_size 2", 4),
-     ("--seed 7 -tp 8", 8), ("-tp many", 1)],
-)  # fmt: skip
+    [
+        ("", 1),
+        ("--tensor-parallel-size 2", 2),
+        ("-tp=2 --pipeline_parallel_size 2", 4),
+        ("--seed 7 -tp 8", 8),
+        ("-tp many", 1),
+    ],
+)
 def test_a_server_needs_as_many_gpus_as_its_options_say(args, gpus_per_server):
     assert count_gpus_per_server(args) == gpus_per_server
 

@@ -35,9 +35,19 @@ pytestmark = pytest.mark.vllm
 
 OPS = plain_ops()
 CFG = ModelConfig(
-    vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
-    experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32", max_context=4096,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=64,
+    n_layers=2,
+    n_q_heads=4,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=6,
+    experts_per_token=2,
+    d_expert=32,
+    sliding_window=9,
+    dtype="float32",
+    max_context=4096,
+)
 RUN = Programs(
     jax.jit(partial(run_trunk, ops=OPS), static_argnames="cfg"),
     jax.jit(partial(run_head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
@@ -58,10 +68,14 @@ def weights(seed):
 def vllm(work, args="", dtype=""):
     """A vLLM in this process; its probe lets everything through, for the doctor to see."""
     rollouts = VllmEngine(
-        CFG, OPS, VllmConfig(launch=0, args=args, dtype=dtype, weights_dir=str(work),
-                        probe_abs_diff=1e9),
-        work=work, max_prompt_tokens=24, max_new_tokens=24, max_rows=12,
-    )  # fmt: skip
+        CFG,
+        OPS,
+        VllmConfig(launch=0, args=args, dtype=dtype, weights_dir=str(work), probe_abs_diff=1e9),
+        work=work,
+        max_prompt_tokens=24,
+        max_new_tokens=24,
+        max_rows=12,
+    )
     try:
         yield rollouts
     finally:

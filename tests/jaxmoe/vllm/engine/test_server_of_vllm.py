@@ -29,19 +29,34 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 KILLS = int(os.environ.get("JAXMOE_FAULTS", "1"))
 NOBODY = 65534
 DANGEROUS = {
-    "/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/pause",
-    "/init_weight_transfer_engine", "/resume", "/reset_prefix_cache", "/inference/v1/generate",
-    "/update_weight_version", "/sleep", "/wake_up", "/server_info", "/abort_requests",
-}  # fmt: skip
+    "/collective_rpc",
+    "/update_weights",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/pause",
+    "/init_weight_transfer_engine",
+    "/resume",
+    "/reset_prefix_cache",
+    "/inference/v1/generate",
+    "/update_weight_version",
+    "/sleep",
+    "/wake_up",
+    "/server_info",
+    "/abort_requests",
+}
 UNLISTED = {"/metrics", "/docs", "/redoc", "/openapi.json", "/no/such", "//collective_rpc", "/"}
 
 
 @pytest.fixture(scope="module")
 def started_server(tmp_path_factory):
     server = Server(
-        VllmConfig(python=PYTHON), CFG, work=tmp_path_factory.mktemp("server"), number=0,
-        context=PROMPT + NEW, rows=ROWS,
-    )  # fmt: skip
+        VllmConfig(python=PYTHON),
+        CFG,
+        work=tmp_path_factory.mktemp("server"),
+        number=0,
+        context=PROMPT + NEW,
+        rows=ROWS,
+    )
     yield server, server.start()
     server.stop()
 
@@ -134,10 +149,11 @@ ANOTHER = pytest.mark.slow  # a start and 20 seconds of silence each
 @pytest.mark.parametrize(
     "process",
     [
-        pytest.param(0, id="server", marks=ANOTHER), pytest.param(1, id="engine"),
+        pytest.param(0, id="server", marks=ANOTHER),
+        pytest.param(1, id="engine"),
         pytest.param(2, id="worker", marks=ANOTHER),
     ],
-)  # fmt: skip
+)
 def test_one_that_hangs_is_found_within_half_a_minute(started_server, process):
     server, backend = started_server
     if not server.is_alive() or server._heartbeat.hung:

@@ -124,9 +124,14 @@ def test_before_load_nothing_is_sampled(engine):
 def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
     with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
         VllmEngine(
-            CFG, OPS, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
-            max_new_tokens=36, max_rows=4,
-        )  # fmt: skip
+            CFG,
+            OPS,
+            VllmConfig(url=stand_in.url),
+            work=tmp_path,
+            max_prompt_tokens=PROMPT,
+            max_new_tokens=36,
+            max_rows=4,
+        )
 
 
 def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
@@ -200,9 +205,10 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
 def test_of_several_workers_one_that_took_its_part_is_enough(stale_by_worker, stale):
     loaded = [
         {"stale": [], "unreadable": [vllm_parameter_name(SINKS), vllm_parameter_name(BIAS)]}
-        if names is None else {"stale": names, "unreadable": []}
+        if names is None
+        else {"stale": names, "unreadable": []}
         for names in stale_by_worker
-    ]  # fmt: skip
+    ]
     assert _stale_tensors(loaded) == stale
 
 

@@ -21,14 +21,28 @@ from jaxmoe.vllm.weight_sync.checksum import digest_array
 
 # pairwise distinct where vLLM's CPU kernels allow it: hidden sizes in 32s, heads of 32
 CFG = ModelConfig(
-    vocab_size=97, d_model=160, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=7,
-    experts_per_token=3, d_expert=128, sliding_window=9, dtype="float32", rope_factor=32.0,
-)  # fmt: skip
+    vocab_size=97,
+    d_model=160,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=32,
+    n_experts=7,
+    experts_per_token=3,
+    d_expert=128,
+    sliding_window=9,
+    dtype="float32",
+    rope_factor=32.0,
+)
 QUIET = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its first engine reads it for all later ones
-}  # fmt: skip
+}
 LENGTHS = (3, 23, 150, 210)  # within the window, past it, past vLLM's block of 128 tokens
 NEW, LONGEST = 24, 234
 
@@ -64,12 +78,20 @@ class Served:
         self.params = random_params(cfg, 0)
         save_params(self.params, cfg, home / "checkpoint", dtype="float32")
         self.llm = vllm().LLM(
-            model=str(home / "checkpoint"), dtype=dtype, enforce_eager=True,
-            skip_tokenizer_init=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
-            max_num_seqs=8, max_num_batched_tokens=256, enable_return_routed_experts=True,
-            logprobs_mode="processed_logprobs", weight_transfer_config={"backend": "jaxmoe"},
-            worker_extension_cls="jaxmoe.vllm.plugin.worker.Worker", **options,
-        )  # fmt: skip
+            model=str(home / "checkpoint"),
+            dtype=dtype,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=256,
+            kv_cache_memory_bytes=64 << 20,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            enable_return_routed_experts=True,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config={"backend": "jaxmoe"},
+            worker_extension_cls="jaxmoe.vllm.plugin.worker.Worker",
+            **options,
+        )
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.prompts = [
             [int(t) for t in np.random.default_rng(n).integers(0, cfg.vocab_size, n)]
@@ -124,9 +146,13 @@ class Served:
     def answers(self, new=NEW):
         prompts = [vllm().TokensPrompt(prompt_token_ids=p) for p in self.prompts]
         sampling = vllm().SamplingParams(
-            max_tokens=new, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False,
+            max_tokens=new,
+            logprobs=0,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
             seed=self.version,
-        )  # fmt: skip
+        )
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def _logp(self, params, tokens_BT, lengths_B):
@@ -139,8 +165,10 @@ class Served:
         segments = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         hidden, _, recorded = forward(params, tokens_BT, self.cfg, ops, segment_ids_BT=segments)
         shape, experts, margin = (
-            (self.cfg.n_layers, *tokens_BT.shape), recorded["experts_BTA"], recorded["margin_BT"],
-        )  # fmt: skip
+            (self.cfg.n_layers, *tokens_BT.shape),
+            recorded["experts_BTA"],
+            recorded["margin_BT"],
+        )
         logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg, ops)[0]
         return logp, experts.reshape(*shape, -1), margin.reshape(shape)
 
@@ -161,8 +189,10 @@ class Served:
             vllm_logp = [
                 d[t].logprob for d, t in zip(out.prompt_logprobs[1:], row[1:], strict=False)
             ]
-            vllm_logp += [d[t].logprob for d, t in zip(
-                out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)]  # fmt: skip
+            vllm_logp += [
+                d[t].logprob
+                for d, t in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)
+            ]
             assert len(vllm_logp) == len(row) - 1
             worst = max(worst, float(np.abs(np.array(vllm_logp) - logp[b, 1 : len(row)]).max()))
             vllm_experts = np.sort(out.outputs[0].routed_experts.astype(int), -1)

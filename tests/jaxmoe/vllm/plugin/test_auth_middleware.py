@@ -34,13 +34,17 @@ def test_with_the_key_one_comes_in(monkeypatch, value):
 @pytest.mark.parametrize(
     "headers",
     [
-        [], [(b"authorization", b"")], [(b"authorization", b"Bearer ")],
-        [(b"authorization", KEY.encode())], [(b"authorization", b"Basic " + KEY.encode())],
-        [(b"authorization", b"Bearer " + KEY[:-1].encode())], [(b"x-api-key", KEY.encode())],
+        [],
+        [(b"authorization", b"")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", KEY.encode())],
+        [(b"authorization", b"Basic " + KEY.encode())],
+        [(b"authorization", b"Bearer " + KEY[:-1].encode())],
+        [(b"x-api-key", KEY.encode())],
         [(b"authorization", "Bearer ключ".encode())],
         [(b"authorization", b"Bearer no"), (b"authorization", b"Bearer " + KEY.encode())],
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("scope", [{}, {"method": "OPTIONS"}, {"path": "/health"}, {"path": ""}])
 def test_without_it_nobody_does_whatever_the_route(monkeypatch, headers, scope):
     assert knock(monkeypatch, headers, **scope) == [401, "http.response.body"]

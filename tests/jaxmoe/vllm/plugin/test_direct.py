@@ -68,9 +68,11 @@ def announced(served, tensors, digests=True):
     for tensor in manifest["tensors"].values():
         tensor["digest"] = tensor["digest"] if digests else ""
     return {
-        "names": list(tensors), "dtype_names": ["float32"] * len(tensors),
-        "shapes": [list(a.shape) for a in tensors.values()], "manifest": manifest,
-    }  # fmt: skip
+        "names": list(tensors),
+        "dtype_names": ["float32"] * len(tensors),
+        "shapes": [list(a.shape) for a in tensors.values()],
+        "manifest": manifest,
+    }
 
 
 @pytest.mark.parametrize("packed", [False, True])

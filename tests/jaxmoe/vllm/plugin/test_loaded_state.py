@@ -35,9 +35,18 @@ def record(state, sent, after, *, exact=False, label="r:1"):
 
 def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     cfg = ModelConfig(
-        vocab_size=97, d_model=160, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32,
-        n_experts=7, experts_per_token=3, d_expert=128, sliding_window=9, dtype="float32",
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=160,
+        n_layers=4,
+        n_q_heads=6,
+        n_kv_heads=2,
+        head_dim=32,
+        n_experts=7,
+        experts_per_token=3,
+        d_expert=128,
+        sliding_window=9,
+        dtype="float32",
+    )
     config = to_hf(cfg, dtype="float32")
     assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in list_entries(cfg)}
     expected = [vllm_parameter_name(entry.name) for entry in list_entries(cfg)]
@@ -108,9 +117,18 @@ def test_two_engines_are_told_apart():
 def file_of(tmp_path, lora):
     """Names of an adapter's tensors, and its config, as they are written."""
     cfg = ModelConfig(
-        vocab_size=97, d_model=64, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32,
-        n_experts=3, experts_per_token=2, d_expert=128, sliding_window=9, dtype="float32",
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=64,
+        n_layers=4,
+        n_q_heads=6,
+        n_kv_heads=2,
+        head_dim=32,
+        n_experts=3,
+        experts_per_token=2,
+        d_expert=128,
+        sliding_window=9,
+        dtype="float32",
+    )
     save_adapter(zero_adapters(cfg, lora), cfg, lora, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     return list(read_header(tmp_path / "adapter" / FILE)), config
@@ -118,9 +136,13 @@ def file_of(tmp_path, lora):
 
 @pytest.mark.parametrize(
     ("targets", "matrices"),
-    [("w_q,w_k,w_v,w_o,w_gate_up,w_down", "q k v o gate_up down"), ("w_v,w_o", "v o"),
-     ("w_gate_up", "gate_up"), ("w_down", "down")],
-)  # fmt: skip
+    [
+        ("w_q,w_k,w_v,w_o,w_gate_up,w_down", "q k v o gate_up down"),
+        ("w_v,w_o", "v o"),
+        ("w_gate_up", "gate_up"),
+        ("w_down", "down"),
+    ],
+)
 def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, matrices):
     attention, experts = ("w_o" in targets) * 2, ("w_gate_up" in targets or "w_down" in targets) * 3
     lora = LoraConfig(attention_rank=attention, expert_rank=experts, targets=targets)
@@ -128,9 +150,11 @@ def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, ma
     buffers = adapter_buffer_names(names, config)
     assert set(buffers) == set(names) and len(set(buffers.values())) == len(names)
     assert set(buffers.values()) == {
-        f"layers.{layer}.{matrix}.{x}" for layer in range(4) for matrix in matrices.split()
+        f"layers.{layer}.{matrix}.{x}"
+        for layer in range(4)
+        for matrix in matrices.split()
         for x in "AB"
-    }  # fmt: skip
+    }
     inner = [buffers[name] for name in names if ".base_layer.lora_A" in name]
     assert inner == [f"layers.{layer}.gate_up.A" for layer in range(4)] * (
         "down" in matrices and "gate" in matrices

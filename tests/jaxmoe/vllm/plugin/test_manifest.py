@@ -21,10 +21,13 @@ SHAPES = {name: array.shape for name, array in TENSORS.items()}
 
 def raw(tensors=TENSORS, **changes):
     entries = {
-        name: {"dtype": {"float32": "F32", "float16": "F16", "int32": "I32"}[a.dtype.name],
-               "shape": list(a.shape), "digest": digest_array(a)}
+        name: {
+            "dtype": {"float32": "F32", "float16": "F16", "int32": "I32"}[a.dtype.name],
+            "shape": list(a.shape),
+            "digest": digest_array(a),
+        }
         for name, a in tensors.items()
-    }  # fmt: skip
+    }
     return {"format": 1, "run": "cd", "version": 7, "tensors": entries} | changes
 
 

@@ -42,8 +42,12 @@ def test_sampled_tokens_and_cached_prefixes_are_scored_alike(served):
     served.sync(served.fresh())
     first = served.compare()
     assert first[0] <= 5e-5 and first[1] == 0
-    cached = [o.num_cached_tokens for o in served.llm.generate(
-        [{"prompt_token_ids": p} for p in served.prompts], use_tqdm=False)]  # fmt: skip
+    cached = [
+        o.num_cached_tokens
+        for o in served.llm.generate(
+            [{"prompt_token_ids": p} for p in served.prompts], use_tqdm=False
+        )
+    ]
     assert max(cached) >= 128  # routed experts of cached tokens come from the first round
     assert served.compare()[0] <= 5e-5
 
@@ -221,7 +225,7 @@ def broken_updates():
             plain | {"manifest": lambda m: m, "late": drop(q)},
             q,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("fault", broken_updates())

@@ -75,9 +75,11 @@ def engine(served, monkeypatch):
 
     def put(name):
         transfer_engine = getattr(backends, name)(
-            worker.vllm_config.weight_transfer_config, worker.vllm_config,
-            torch.device("cpu", 0), worker.model_runner.get_model(),
-        )  # fmt: skip
+            worker.vllm_config.weight_transfer_config,
+            worker.vllm_config,
+            torch.device("cpu", 0),
+            worker.model_runner.get_model(),
+        )
         monkeypatch.setattr(worker, "weight_transfer_engine", transfer_engine)
         return transfer_engine
 

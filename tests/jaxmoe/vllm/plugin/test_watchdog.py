@@ -94,26 +94,54 @@ def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
     from jaxmoe.model import init_params
 
     cfg = ModelConfig(
-        vocab_size=97, d_model=64, n_layers=2, n_q_heads=2, n_kv_heads=1, head_dim=32,
-        n_experts=4, experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=64,
+        n_layers=2,
+        n_q_heads=2,
+        n_kv_heads=1,
+        head_dim=32,
+        n_experts=4,
+        experts_per_token=2,
+        d_expert=32,
+        sliding_window=9,
+        dtype="float32",
+    )
     save_params(init_params(jax.random.key(0), cfg), cfg, tmp_path / "model", dtype="float32")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     trainer, family = sleeper(), []
     env = os.environ | {
-        watchdog.PARENT_PID_VARIABLE: str(trainer.pid), "OMP_NUM_THREADS": "1",
+        watchdog.PARENT_PID_VARIABLE: str(trainer.pid),
+        "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
-        str(tmp_path / "model"), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64",
-        "--kv-cache-memory-bytes", str(64 << 20), "--skip-tokenizer-init", "--port", str(port),
-        "--host", "127.0.0.1", "--max-num-seqs", "4",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(tmp_path / "model"),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "64",
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+        "--skip-tokenizer-init",
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--max-num-seqs",
+        "4",
+    ]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -23,10 +23,20 @@ def plainly(raw: bytes) -> str:
 
 @pytest.mark.parametrize(
     "nbytes",
-    [0, 1, 7, 8, 9, 8 * WORDS_PER_ROW - 1, 8 * WORDS_PER_ROW, 8 * WORDS_PER_ROW + 3,
-     24 * WORDS_PER_ROW + 8, 8 * WORDS_PER_ROW * ROWS_PER_CHUNK,
-     8 * WORDS_PER_ROW * (2 * ROWS_PER_CHUNK + 3) + 8_005],
-)  # fmt: skip
+    [
+        0,
+        1,
+        7,
+        8,
+        9,
+        8 * WORDS_PER_ROW - 1,
+        8 * WORDS_PER_ROW,
+        8 * WORDS_PER_ROW + 3,
+        24 * WORDS_PER_ROW + 8,
+        8 * WORDS_PER_ROW * ROWS_PER_CHUNK,
+        8 * WORDS_PER_ROW * (2 * ROWS_PER_CHUNK + 3) + 8_005,
+    ],
+)
 def test_the_digest_is_the_two_sums_over_the_words(nbytes):
     raw = np.random.default_rng(nbytes).bytes(nbytes)
     assert digest_array(np.frombuffer(raw, np.uint8)) == plainly(raw)

@@ -18,9 +18,18 @@ from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.cuda_ipc import share_ipc_handles
 
 CFG = ModelConfig(
-    vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
-    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
-)  # fmt: skip
+    vocab_size=93,
+    d_model=32,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=20,
+    n_experts=10,
+    experts_per_token=4,
+    d_expert=24,
+    sliding_window=9,
+    vocab_multiple=8,
+)
 GPU = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 PAGE = 1 << 16  # the driver's allocations begin at multiples of this
 
@@ -86,9 +95,13 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
     shared = update(fake, params)
     info = json.loads(json.dumps(shared.update_info))
     for (name, want), *received, place in zip(
-        sent_tensors(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
-        info["ipc_handles"], strict=True,
-    ):  # fmt: skip
+        sent_tensors(params, CFG, "bfloat16"),
+        info["names"],
+        info["dtype_names"],
+        info["shapes"],
+        info["ipc_handles"],
+        strict=True,
+    ):
         assert received == [name, str(want.dtype), list(want.shape)] and list(place) == [GPU]
         handle, offset = place[GPU]
         base = int.from_bytes(base64.b64decode(handle), "little")
@@ -103,9 +116,12 @@ def test_the_driver_is_asked_about_the_device_the_weights_are_on():
     update(fake, device=device)
     number = device.local_hardware_id
     assert fake.calls[:5] == [
-        ("cuInit",), ("cuDeviceGet", number), ("cuDeviceGetUuid_v2", number),
-        ("cuDevicePrimaryCtxRetain", number), ("cuCtxSetCurrent", 99),
-    ]  # fmt: skip
+        ("cuInit",),
+        ("cuDeviceGet", number),
+        ("cuDeviceGetUuid_v2", number),
+        ("cuDevicePrimaryCtxRetain", number),
+        ("cuCtxSetCurrent", 99),
+    ]
 
 
 def test_closing_lets_the_copy_on_the_device_go():

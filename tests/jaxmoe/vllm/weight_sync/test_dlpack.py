@@ -15,9 +15,18 @@ from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.dlpack import share_in_process
 
 CFG = ModelConfig(
-    vocab_size=93, d_model=32, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
-    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
-)  # fmt: skip
+    vocab_size=93,
+    d_model=32,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=20,
+    n_experts=10,
+    experts_per_token=4,
+    d_expert=24,
+    sliding_window=9,
+    vocab_multiple=8,
+)
 
 
 def random_params(dtype: str = "float32"):

@@ -20,9 +20,18 @@ from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.nccl import NcclGroup, broadcast_weights
 
 CFG = ModelConfig(
-    vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
-    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
-)  # fmt: skip
+    vocab_size=93,
+    d_model=32,
+    n_layers=2,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=20,
+    n_experts=10,
+    experts_per_token=4,
+    d_expert=24,
+    sliding_window=9,
+    vocab_multiple=8,
+)
 ID = bytes(range(128))
 NUMPY = {1: np.dtype(np.uint8), 7: np.dtype(np.float32), 9: np.dtype(ml_dtypes.bfloat16)}
 
@@ -95,8 +104,11 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
     fake = Fake()
     joined(fake)
     assert fake.calls == [
-        ("device", 0), ("init", 3, ID, 0), ("sum", 1, 7, 0, 4711, None), ("wait", None),
-    ]  # fmt: skip
+        ("device", 0),
+        ("init", 3, ID, 0),
+        ("sum", 1, 7, 0, 4711, None),
+        ("wait", None),
+    ]
 
 
 @pytest.mark.slow
@@ -114,9 +126,13 @@ def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(stored_dtype, 
     info = update.update_info
     assert info["manifest"] == update.manifest and update.label == "ab:5"
     for (name, want), *announced, call in zip(
-        sent_tensors(params, CFG, sent), info["names"], info["dtype_names"], info["shapes"], sends,
+        sent_tensors(params, CFG, sent),
+        info["names"],
+        info["dtype_names"],
+        info["shapes"],
+        sends,
         strict=True,
-    ):  # fmt: skip
+    ):
         assert announced == [name, str(want.dtype), list(want.shape)]
         assert call[-1] == want.tobytes(), name
         assert update.digests[name] == digest_array(want), name

@@ -42,9 +42,15 @@ PARAMS, _ = pack_experts(random_params(PACKABLE), PACKABLE)
 
 def write_packed(directory, params=PARAMS, version=3, **options) -> WeightFile:
     return write_files(
-        params, PACKABLE, directory, dtype="bfloat16", run=RUN, version=version, experts="packed",
+        params,
+        PACKABLE,
+        directory,
+        dtype="bfloat16",
+        run=RUN,
+        version=version,
+        experts="packed",
         **options,
-    )  # fmt: skip
+    )
 
 
 def expected_tensors() -> dict[str, np.ndarray]:
@@ -73,8 +79,9 @@ def test_the_file_has_the_bytes_of_an_export_with_a_digest_of_each(tmp_path, pla
 def test_a_file_that_is_written_over_an_older_version_has_the_new_bytes(tmp_path):
     other = map_specs(
         lambda _, x: Mxfp4(*(part[..., ::-1].copy() for part in x)) if isinstance(x, Mxfp4) else x,
-        PACKABLE, PARAMS,
-    )  # fmt: skip
+        PACKABLE,
+        PARAMS,
+    )
     update = write_packed(tmp_path, version=4, reuse=write_packed(tmp_path, other))
     assert update.digests == write_packed(tmp_path / "again", version=4).digests
     file = load_file(Path(update.update_info["path"]) / "model.safetensors")
@@ -92,10 +99,19 @@ def test_a_device_makes_the_same_bytes_as_the_host():
 
 
 def test_several_processes_write_what_one_does(tmp_path):
-    updates = as_processes(3, lambda channel: write_sharded_files(
-        PARAMS, PACKABLE, tmp_path / "shared", dtype="bfloat16", run=RUN, version=3,
-        channel=channel, experts="packed",
-    ))  # fmt: skip
+    updates = as_processes(
+        3,
+        lambda channel: write_sharded_files(
+            PARAMS,
+            PACKABLE,
+            tmp_path / "shared",
+            dtype="bfloat16",
+            run=RUN,
+            version=3,
+            channel=channel,
+            experts="packed",
+        ),
+    )
     assert all(u.manifest == write_packed(tmp_path / "alone").manifest for u in updates)
     folder = Path(updates[0].update_info["path"])
     manifest.check_file_headers(manifest.read_manifest(folder), folder)

@@ -25,9 +25,12 @@ from jaxmoe.vllm.weight_sync.sharded_files import (
 
 def write_with_processes(directory, processes, params=None, version=3):
     params = params or random_params()
-    return as_processes(processes, lambda channel: write_sharded_files(
-        params, CFG, directory, dtype="float32", run=RUN, version=version, channel=channel
-    ))  # fmt: skip
+    return as_processes(
+        processes,
+        lambda channel: write_sharded_files(
+            params, CFG, directory, dtype="float32", run=RUN, version=version, channel=channel
+        ),
+    )
 
 
 @pytest.mark.parametrize("processes", [2, 5])

@@ -167,9 +167,17 @@ def test_arrays_cut_along_layer_pairs_are_published_like_whole_ones(tmp_path):
 
 
 WIDE = ModelConfig(
-    vocab_size=2_000, d_model=512, n_layers=4, n_q_heads=8, n_kv_heads=2, head_dim=64,
-    n_experts=16, experts_per_token=4, d_expert=640, sliding_window=9,
-)  # fmt: skip
+    vocab_size=2_000,
+    d_model=512,
+    n_layers=4,
+    n_q_heads=8,
+    n_kv_heads=2,
+    head_dim=64,
+    n_experts=16,
+    experts_per_token=4,
+    d_expert=640,
+    sliding_window=9,
+)
 
 
 def beyond(params, cfg, directory) -> int:

@@ -9,9 +9,18 @@ from jaxmoe.model.params import map_specs
 from jaxmoe.vllm.weight_sync.files import write_files
 
 CFG = ModelConfig(
-    vocab_size=93, d_model=32, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
-    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
-)  # fmt: skip
+    vocab_size=93,
+    d_model=32,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=20,
+    n_experts=10,
+    experts_per_token=4,
+    d_expert=24,
+    sliding_window=9,
+    vocab_multiple=8,
+)
 RUN = "0f" * 6
 
 
