@@ -25,7 +25,7 @@ from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
-from jaxmoe.envs.instructions.checkers import INSTALL
+from jaxmoe.graders.instructions.checkers import INSTALL
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
@@ -121,7 +121,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
-    monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
+    monkeypatch.setattr("jaxmoe.collection.tasks.CHECK_ROWS_S", 0.0)
     for place in ("jaxmoe.run.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
     for name in OWN_MODULES:  # other tests have some of these names

@@ -22,7 +22,7 @@ NOT_RUN = {
     "    reward 1  2 turns": "what jaxmoe.samples prints",
     "kernels  sink_attention mosaic_gpu": "what a run prints on a GPU",
     '{"prompt": "3+4=", "answer": 7': "rows, which the command below them reads",
-    '{"prompt": "Say hello. Use no commas."': "a row, as tests/jaxmoe/envs/instructions has them",
+    '{"prompt": "Say hello. Use no commas."': "a row, as in tests/jaxmoe/graders/instructions",
     "def correct(completions, answer, unit": "rewards, run by tests/jaxmoe/test_train_rewards.py",
     "calls = []": "run by tests/jaxmoe/rl/test_extending.py, with the names it takes for granted",
     "def replaying(": "run by tests/jaxmoe/rl/test_extending.py, likewise",

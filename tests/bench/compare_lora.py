@@ -30,11 +30,11 @@ import numpy as np
 from jaxmoe import train
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.run import Position
+from jaxmoe.collection.evaluation import evaluate_held_out
+from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
-from jaxmoe.envs.evaluation import evaluate_held_out
-from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.model.params import cast_for_forward
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters

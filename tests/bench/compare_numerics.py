@@ -32,12 +32,12 @@ import numpy as np
 
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
+from jaxmoe.collection.evaluation import evaluate_held_out
+from jaxmoe.collection.rollouts import open_rollouts
+from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
-from jaxmoe.envs.evaluation import evaluate_held_out
-from jaxmoe.envs.rollouts import open_rollouts
-from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state

@@ -61,8 +61,8 @@ class Bed:
     """A task, an engine that calls the tool and answers with what it reads, and a plan."""
 
     def __init__(self, folder: Path) -> None:
+        from jaxmoe.collection.tasks import open_task
         from jaxmoe.config_file import load_config, override
-        from jaxmoe.envs.tasks import open_task
         from tests.bench import fault_parts
 
         self.plan, rows = folder / "plan.json", folder / "rows.jsonl"
@@ -75,10 +75,10 @@ class Bed:
 
     def run(self, numbers: list[int], seed: int) -> tuple[list[Any], Any]:
         """The rollouts of some rows, and their scores, as a step of a run has them."""
-        from jaxmoe.envs.lost_episodes import report_lost
-        from jaxmoe.envs.reward_checks import plan_checks, score_and_check
-        from jaxmoe.envs.rewards import check_faulty
-        from jaxmoe.envs.scores import print_fault
+        from jaxmoe.collection.lost_episodes import report_lost
+        from jaxmoe.collection.reward_checks import plan_checks, score_and_check
+        from jaxmoe.collection.scores import print_fault
+        from jaxmoe.rewards.rewards import check_faulty
 
         prompts = [self.task.make_prompt(self.task.train, n) for n in numbers]
         engine = CallingEngine(self.task)

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 
-from jaxmoe.envs.code_scorer import score_code
+from jaxmoe.graders.code_scorer import score_code
 
 
 async def grade_all(problems: Mapping[str, Mapping[str, str]], stub: str) -> Counter[str]:

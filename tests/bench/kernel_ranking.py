@@ -15,16 +15,16 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from jaxmoe.envs.code_scorer import open_pool_of_run
-from jaxmoe.envs.kernel_rows import BOUND
-from jaxmoe.envs.kernel_timing import (
+from jaxmoe.graders.code_scorer import open_pool_of_run
+from jaxmoe.graders.kernel_rows import BOUND
+from jaxmoe.graders.kernel_timing import (
     REFERENCE,
     KernelStatus,
     draw_matrices,
     measure_kernel,
     time_once,
 )
-from jaxmoe.envs.sandbox.pool import SandboxPool
+from jaxmoe.sandbox.pool import SandboxPool
 
 # From slow to fast.
 KERNELS = {

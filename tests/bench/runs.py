@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
+from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config
-from jaxmoe.envs.tasks import Task
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.rl.optimizer import make_optimizer

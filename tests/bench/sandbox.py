@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxmoe.config.sandbox import SandboxConfig
-from jaxmoe.envs.sandbox.launch import Launcher
-from jaxmoe.envs.sandbox.pool import SandboxPool
-from jaxmoe.envs.sandbox.process import CallStatus, Sandbox
+from jaxmoe.sandbox.launch import Launcher
+from jaxmoe.sandbox.pool import SandboxPool
+from jaxmoe.sandbox.process import CallStatus, Sandbox
 
 N_CALLS, N_AT_ONCE = 10_000, 256
 
