@@ -20,7 +20,7 @@ import pytest
 
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
-import jaxmoe.study.__main__ as study
+import studies.__main__ as study
 from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
@@ -155,13 +155,13 @@ def check(command: list[str]) -> None:
             assert samples.main(args[2:]) == 0
     elif args[1] == "jaxmoe.plan":
         plans(args[2:])
-    elif args[1] == "jaxmoe.study":
+    elif args[1] == "studies":
         study.make_study_parser().parse_args(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
-    elif args[1].startswith("tests.bench."):
+    elif args[1].startswith("benchmarks."):
         path = args[1].replace(".", "/")
-        is_package = args[1] == "tests.bench.on_device"
+        is_package = args[1] == "benchmarks.on_device"
         script(f"{path}/__main__.py" if is_package else f"{path}.py", *args[2:])
     elif args[1] == "pallas_kernels.bench":
         benches(args[2:])
@@ -265,7 +265,10 @@ def script(path: str, *args: str) -> None:
     """A file of ours that knows these flags."""
     source = (ROOT / path).read_text()
     for flag in args:
-        assert not flag.startswith("--") or f'add_argument("{flag}"' in source, (path, flag)
+        assert not flag.startswith("--") or re.search(rf'add_argument\(\s*"{flag}"', source), (
+            path,
+            flag,
+        )
 
 
 def installs(args: list[str]) -> None:

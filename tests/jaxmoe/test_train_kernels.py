@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scripted import Run, Scripted, lines
 
+from benchmarks.kernel_ranking import KERNELS
 from jaxmoe import train
 from jaxmoe.data.tokenizer import load_tokenizer
-from tests.bench.kernel_ranking import KERNELS
 from tests.jaxmoe.kernel_cheats import CHEATS
 from tests.jaxmoe.sandbox.kinds import first_kind
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.kernel_ranking import KERNELS, is_ranked, rank_once
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Row
 from jaxmoe.graders import code_scorer, kernel_scorer
@@ -18,7 +19,6 @@ from jaxmoe.graders.kernel_rows import list_kernel_rows, make_kernel_row
 from jaxmoe.graders.kernel_rules import BUILTIN_NAMES, find_refusals
 from jaxmoe.graders.kernel_scorer import check_kernel_task, read_matrices, score_kernel
 from jaxmoe.graders.kernel_timing import KernelMeasurement, KernelStatus, draw_matrices
-from tests.bench.kernel_ranking import KERNELS, is_ranked, rank_once
 from tests.jaxmoe.sandbox.kinds import BrokenLauncher, first_kind, open_sandbox
 
 ROOT = Path(__file__).parents[3]

@@ -5,10 +5,10 @@ import functools
 
 import pytest
 
+from benchmarks import sandbox
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.sandbox.launch import Launcher
 from jaxmoe.sandbox.probe import probe_sandbox
-from tests.bench import sandbox
 
 KINDS = ("bubblewrap", "landlock")
 CONFIG = SandboxConfig(disk_mb=8)

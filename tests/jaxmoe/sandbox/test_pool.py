@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.pool import SandboxPool, run_in_fresh_sandbox
-from jaxmoe.sandbox.process import CallStatus, SandboxError
-from tests.bench.sandbox import (
+from benchmarks.sandbox import (
     count_descriptors,
     is_running,
     kill_trainer,
@@ -21,6 +18,9 @@ from tests.bench.sandbox import (
     read_rss_kb,
     wait_gone,
 )
+from jaxmoe.sandbox.launch import Launcher
+from jaxmoe.sandbox.pool import SandboxPool, run_in_fresh_sandbox
+from jaxmoe.sandbox.process import CallStatus, SandboxError
 from tests.jaxmoe.sandbox.kinds import (
     CONFIG,
     KINDS,
@@ -101,7 +101,7 @@ def test_many_calls_leave_no_descriptor_and_no_memory():
         for _ in range(50):
             sandbox.run("x = [0] * 1000", 5.0)
         descriptors, before = count_descriptors(), read_rss_kb(sandbox.worker_pid)
-        for i in range(1000):  # tests/bench/sandbox.py makes 10,000
+        for i in range(1000):  # benchmarks/sandbox.py makes 10,000
             assert sandbox.run(f"x = {i}\nx", 5.0).output == f"{i}\n"
         assert count_descriptors() == descriptors
         assert read_rss_kb(sandbox.worker_pid) - before < 500 < before < 25_000
