@@ -50,7 +50,15 @@ COMMANDS = {
     "doctor": doctor.main,
     "export": export.main,
 }
-OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "my_graders", "own_engine")
+OWN_MODULES = (
+    "my_losses",
+    "my_rewards",
+    "my_task",
+    "my_tools",
+    "my_env",
+    "my_graders",
+    "own_engine",
+)
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -103,6 +111,8 @@ def example(tmp_path, monkeypatch):
     tools, environment, _ = fences((ROOT / "docs/agents.md").read_text(), "python")
     (tmp_path / "my_tools.py").write_text(tools)
     (tmp_path / "my_env.py").write_text(environment)
+    task, _ = fences((ROOT / "README.md").read_text(), "python")
+    (tmp_path / "my_task.py").write_text(task)
     (grader,) = fences((ROOT / "docs/reward_hacking.md").read_text(), "python")
     (tmp_path / "my_graders.py").write_text(grader)
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
@@ -320,7 +330,7 @@ def test_the_readme_opens_with_two_complete_commands():
 
 
 def test_the_readmes_python_runs_as_it_stands():
-    (block,) = fences((ROOT / "README.md").read_text(), "python")
+    _, block = fences((ROOT / "README.md").read_text(), "python")
     names: dict = {}
     exec(compile(block, "README.md", "exec"), names)
     assert names["logp_BT"].shape == names["tokens_BT"].shape == (2, 24)

@@ -14,7 +14,7 @@ from tests.pages import DOCS, PAGES, ROOT, START, named
 # by how the block begins: what it is, and why it is not run
 NOT_RUN = {
     "flowchart TD": "a picture",
-    "study\n__main__ | train | eval | doctor": "the layers, compared with the contract",
+    "studies\nstudy\n__main__ | train | eval | doctor": "the layers, compared with the contract",
     "python -m jaxmoe.train --config tiny.py --set optim.lr=1e-4\n 1  ": "a trace that "
     "tests/jaxmoe/test_whole_run.py prints; its command is run",
     "384 sampled tokens of 64 answers": "what the doctor prints",
