@@ -17,14 +17,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import paged_decode_attention
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import one
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
-from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.grouped_matmul import (
     test_grouped_matmul_mosaic_invariant as grouped_invariant,
 )
@@ -144,38 +142,6 @@ def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
         one.replace_implementation(OPS[name], impl), LARGEST[name], impl, jnp.float32, repeats=1
     )
     assert fault is not None and fault.startswith(f"{result}: relative error 3.00e-02")
-
-
-@pytest.mark.parametrize(
-    "case, impl",
-    [
-        pytest.param(
-            case,
-            impl,
-            id=f"{case.name}-{impl}",
-            marks=getattr(pytest.mark, PLATFORMS[impl]) if impl in PLATFORMS else (),
-        )
-        for case in decode_cases.PAGED_TEST_CASES
-        for impl in ("mosaic_gpu", "mosaic_tpu", "xla")
-    ],
-)
-def test_pages_are_read_as_the_formula_says(case, impl):
-    def paged(q, k, v, sink, table, lengths, window, scale):
-        return paged_decode_attention(
-            q,
-            k,
-            v,
-            sink,
-            page_table_BJ=table,
-            lengths_B=lengths,
-            window=window or None,
-            scale=scale,
-            impl=impl,
-        )
-
-    inputs = checks.inputs_of(case)
-    ready(impl, lambda *x: paged(*x, case.window, 0.125), inputs)
-    checks.check(paged, case)
 
 
 @pytest.mark.parametrize(
