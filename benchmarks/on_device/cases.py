@@ -119,9 +119,7 @@ def list_cases(platform: str = "gpu") -> dict[str, Case]:
     cases[OTHER_ROWS] = Case(
         "invariant",
         0,
-        _call(
-            test_on_chip.test_a_rows_bits_do_not_depend_on_the_other_rows, "mosaic_gpu_invariant"
-        ),
+        _call(test_on_chip.test_a_rows_bits_ignore_the_other_rows, "mosaic_gpu_invariant"),
     )
     return cases
 

@@ -111,7 +111,7 @@ def test_numpys_arrays_and_lists_are_taken(impl):
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
-def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
+def test_empty_batches_and_no_keys_are_taken(impl):
     o, lse = compiled(lambda: attend(Q[:0], K[:0], V[:0], SINK, impl=impl))
     assert o.shape == Q[:0].shape and lse.shape == (0, 6, 4)
     options = dict(PLACES, k_positions_BS=K_POS[:, :0], k_segment_ids_BS=K_SEG[:, :0])
@@ -124,14 +124,14 @@ def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
     assert rows.shape == (0, 4) and not sizes.any()
 
 
-def test_a_window_longer_than_any_row_is_no_window():
+def test_a_very_long_window_is_no_window():
     o, lse = compiled(lambda: attend(Q, K, V, SINK, window=10**12))
     expected = compiled(lambda: attend(Q, K, V, SINK))
     np.testing.assert_array_equal(o, expected[0])
     np.testing.assert_array_equal(lse, expected[1])
 
 
-def test_float32_is_multiplied_as_float32_whatever_the_surroundings_ask():
+def test_float32_products_ignore_default_precision():
     calls = (
         lambda: attend(Q, K, V, SINK)[0].sum(),
         lambda: attend(Q, K, V, SINK, impl="reference")[0].sum(),

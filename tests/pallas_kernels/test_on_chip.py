@@ -105,7 +105,7 @@ def ready(impl, call, inputs):
 
 
 @pytest.mark.parametrize("name, case, impl", list(calls()))
-def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, impl):
+def test_values_and_gradients_repeat_ten_times(name, case, impl):
     op, dtype = OPS[name], jnp.float32 if impl == "xla" else jnp.bfloat16
     ready(impl, op.call(case, impl), jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     try:
@@ -152,7 +152,7 @@ def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
         if impl.endswith("invariant")
     ],
 )
-def test_a_rows_bits_do_not_depend_on_the_other_rows(impl):
+def test_a_rows_bits_ignore_the_other_rows(impl):
     """Batch invariance on the chip; interpreted in the tests of the operations."""
     for window in attention_invariant.WINDOWS:
         differing, _ = attention_invariant.compositions(

@@ -24,18 +24,18 @@ from tests.pallas_kernels.interpreted import TPU, interpreted
 
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_a_cache_through_xla_is_as_good_as_the_plain_formula(case):
+def test_xla_decodes_as_the_plain_formula(case):
     checks.check(xla.decode_attention_xla, case, jnp.float32)
 
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_a_cache_through_batch_invariant_decoding_is_as_good_as_the_plain_formula(case):
+def test_xla_invariant_decodes_as_the_plain_formula(case):
     """One case has keys of other segments than the queries'."""
     checks.check(api.IMPLS["xla_invariant"].run, case, jnp.float32)
 
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_so_is_one_through_the_batch_invariant_tpu_kernel(case):
+def test_the_invariant_tpu_kernel_decodes_as_the_formula(case):
     with interpreted(TPU):
         checks.check(api.IMPLS[TPU].run, case, jnp.float32)
 
@@ -134,7 +134,7 @@ def stacked(x, layer, n_layers=3):
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_layer_of_a_stack_is_decoded_as_the_layer_itself(layer):
+def test_a_stacks_layer_decodes_as_the_layer(layer):
     q, k, v, sink, *places = cases.init_attention_inputs(checks.SHORT, jnp.float32)
     names = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
     options = dict(zip(names, places, strict=True)) | {"window": 40, "impl": "xla"}

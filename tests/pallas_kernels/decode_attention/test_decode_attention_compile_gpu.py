@@ -29,7 +29,7 @@ def compiled(case):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copied(name):
+def test_no_spills_and_no_copy_of_the_cache(name):
     case = cases.get_decode_case(name)
     compiled_case = compiled(case)
     assert (

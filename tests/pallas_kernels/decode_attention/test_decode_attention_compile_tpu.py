@@ -37,7 +37,7 @@ def compiled(chip, case, flat):
 
 @pytest.mark.parametrize("chip", ahead_of_time.TPUS)
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_it_compiles_for_every_chip_and_copies_no_cache(chip, name):
+def test_every_chip_compiles_without_copying_the_cache(chip, name):
     compiled_case, bytes_of_k = compiled(chip, cases.get_decode_case(name), flat=True)
     assert compiled_case.temp_bytes < 0.06 * bytes_of_k
 

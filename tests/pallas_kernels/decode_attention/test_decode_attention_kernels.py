@@ -58,14 +58,14 @@ def test_float32_keeps_float32_on_a_tpu(name):
     checks.check(KERNELS["mosaic_tpu"], cases.get_decode_case(name), jnp.float32)
 
 
-def test_more_rows_than_a_tile_of_a_gpu_take_several():
+def test_more_rows_than_a_tile_take_several():
     case = cases.AttentionCase("tiles", 1, 13, 72, 12, 2, 64, 33)
     assert pallas_gpu.decode_tiles(13, 6) == (2, 64)
     checks.check(KERNELS["mosaic_gpu"], case)
 
 
 @pytest.mark.slow
-def test_one_large_step_of_a_tpu_gives_the_same_numbers(monkeypatch):
+def test_one_large_tpu_step_changes_nothing(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "KEYS", 512)
     checks.check(lambda *args: KERNELS["mosaic_tpu"](*args), cases.get_decode_case("uneven"))
 

@@ -26,7 +26,7 @@ def test_what_it_cannot_do_has_a_reason(q, k, reason):
     assert reason in pallas_tpu.decode_attention_mosaic_tpu_unsupported(q, k)
 
 
-def test_rows_of_the_page_table_are_counted_as_scalar_memory_holds_them(monkeypatch):
+def test_page_tables_are_counted_in_scalar_memory(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "KEYS", 512)
     q, cache = shape(1536, 1, 8, 64), shape(1536, 128, 2, 64)
     assert pallas_tpu.decode_attention_mosaic_tpu_unsupported(q, cache) is None
