@@ -116,7 +116,7 @@ def test_a_line_that_is_there_twice_is_lost(tmp_path):
         (2, "", False),
     ],
 )
-def test_a_full_disk_is_one_line_and_status_2(status, told, passes):
+def test_a_full_disk_is_one_line_and_status(status, told, passes):
     assert fault_training.expected("disk", status, fault_training.SIGNALS[0], told) == passes
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_one_line_and_status_2(status, told, passes):
         ((0.1, 0, "RequestFailed", fault_answers.KEY), "other"),
     ],
 )
-def test_an_answer_is_judged_by_time_memory_error_and_key(answer, failure):
+def test_answers_are_judged_by_time_memory_error_key(answer, failure):
     assert fault_answers.judged("generate: x", *answer) == failure
 
 
@@ -199,7 +199,7 @@ def test_a_reader_that_ends_its_process_is_found(tmp_path, monkeypatch):
     assert fault["failure"] == "traceback" and "out of memory" in fault["what"]
 
 
-def test_every_fault_is_drawn_once_whoever_asks_and_a_second_call_goes_on(tmp_path):
+def test_every_fault_is_drawn_once_and_calls_resume(tmp_path):
     every = batches(200, 0, ["kill", "signal", "disk", "answer", "file"])
     kinds = [kind for faults in every.values() for kind in faults]
     assert {k: kinds.count(k) for k in kinds} == {

@@ -45,7 +45,7 @@ def started(tmp_path, script, *args, **env):
     return told.read_text().splitlines(), dict(row.split("=", 1) for row in rows)
 
 
-def test_slurm_starts_a_task_a_node_that_knows_the_first_and_its_number(tmp_path):
+def test_slurm_starts_one_task_per_node_with_rank(tmp_path):
     # more names than a pipe holds: who reads the first and leaves would kill it
     double(tmp_path, "scontrol", "#!/usr/bin/env bash\nexec seq -f node%g 7 20000\n")
     # srun: the second of two tasks
@@ -77,9 +77,7 @@ def test_slurm_starts_a_task_a_node_that_knows_the_first_and_its_number(tmp_path
         ({"XLA_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.4),
     ],
 )
-def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
-    tmp_path, monkeypatch, set_before, share
-):
+def test_jax_accepts_the_launchers_share_of_memory(tmp_path, monkeypatch, set_before, share):
     """jaxlib refuses the older name of the variable beside the newer one."""
     double(tmp_path, "scontrol", "#!/usr/bin/env bash\necho node7\n")
     double(tmp_path, "srun", '#!/usr/bin/env bash\nshift\nSLURM_PROCID=0 exec "$@"\n')
@@ -102,7 +100,7 @@ def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
     assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == share
 
 
-def test_the_older_name_of_the_share_of_memory_is_given_to_nobody():
+def test_no_file_sets_the_older_memory_variable():
     # where somebody's own value is read
     read = {"launch/env.sh", "jaxmoe/vllm/engine/placement.py"}
     files = [p for top in ("launch", "jaxmoe", "docs") for p in (ROOT / top).rglob("*.*")]
@@ -114,7 +112,7 @@ def test_the_older_name_of_the_share_of_memory_is_given_to_nobody():
     assert named == read
 
 
-def test_a_tpu_slice_gets_the_command_on_every_host(tmp_path):
+def test_tpu_slices_get_the_command_on_every_host(tmp_path):
     double(tmp_path, "gcloud")
     typed, _ = started(
         tmp_path, LAUNCH / "tpu_pod.sh", "pod", "zone", "/runs/a b", "--config", "tiny.py"
@@ -125,7 +123,7 @@ def test_a_tpu_slice_gets_the_command_on_every_host(tmp_path):
     assert r"--workdir /runs/a\ b" in command
 
 
-def test_a_vllm_server_has_a_door_and_its_key_is_not_on_its_command_line(tmp_path):
+def test_a_vllm_servers_key_is_not_an_argument(tmp_path):
     double(tmp_path, "python-double")
     vllm = LAUNCH / "vllm_server.sh"
     env = {"PYTHON": str(tmp_path / "python-double"), "VLLM_API_KEY": "s3cret"}
@@ -147,14 +145,14 @@ def test_a_vllm_server_has_a_door_and_its_key_is_not_on_its_command_line(tmp_pat
 
 
 @pytest.mark.parametrize("script", ["slurm.sbatch", "tpu_pod.sh", "local.sh", "vllm_server.sh"])
-def test_a_launcher_without_its_arguments_says_what_to_type(script):
+def test_a_launcher_without_arguments_prints_its_usage(script):
     done = subprocess.run([str(LAUNCH / script)], text=True, capture_output=True)
     assert done.returncode != 0 and f"first: launch/{script} " in done.stderr.replace(
         "sbatch launch", "launch"
     )
 
 
-def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
+def test_a_kubernetes_pod_knows_its_coordinator_and_rank():
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
     made, _ = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
     (job,) = made["spec"]["replicatedJobs"]
@@ -169,7 +167,7 @@ def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
     assert "job-completion-index" in str(env["JAX_PROCESS_ID"])
 
 
-def test_the_servers_of_kubernetes_have_the_names_and_the_key_that_a_run_is_told():
+def test_kubernetes_servers_have_the_runs_names_and_key():
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
     service, servers, policy = yaml.safe_load_all((LAUNCH / "k8s" / "vllm.yaml").read_text())
     run, guard = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())

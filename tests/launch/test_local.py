@@ -49,7 +49,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_number_of_another_program_in_the_pid_file_stops_nobody(tmp_path):
+def test_a_recycled_pid_is_not_stopped(tmp_path):
     """It was written by a run that has ended; the system gave the number to somebody else."""
     work = tmp_path / "run"
     work.mkdir()
@@ -63,7 +63,7 @@ def test_the_number_of_another_program_in_the_pid_file_stops_nobody(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.extended  # test_train.py sends the signal itself
-def test_a_detached_run_is_stopped_by_its_pid_and_saves(tmp_path):
+def test_a_detached_run_is_stopped_and_saves(tmp_path):
     work = tmp_path / "run"
     done = launch(work, *SMALL)
     assert done.returncode == 0, done.stderr

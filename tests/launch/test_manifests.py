@@ -43,12 +43,12 @@ def job():
     }
 
 
-def test_servers_service_and_policy_are_as_kubernetes_has_them(valid):
+def test_servers_service_and_policy_follow_the_schema(valid):
     for manifest in documents("vllm.yaml"):
         assert valid(manifest) is None, manifest["kind"]
 
 
-def test_the_job_of_the_jobset_is_as_kubernetes_has_it_and_a_misspelt_field_is_seen(valid):
+def test_the_jobset_follows_the_schema_without_misspelt_fields(valid):
     assert valid(job()) is None
     wrong = deepcopy(job())
     wrong["spec"]["completion"] = wrong["spec"].pop("completions")

@@ -31,9 +31,7 @@ def compute_logits(hugging, model):
 
 
 @pytest.mark.parametrize("limit", ["1GB", "100KB"])
-def test_every_tensor_of_a_transformers_checkpoint_loads_and_streams_out_again(
-    hugging, tmp_path, limit
-):
+def test_every_transformers_tensor_loads_and_streams_back(hugging, tmp_path, limit):
     model = hugging.model(**PACKABLE)
     model.save_pretrained(tmp_path, max_shard_size=limit)
     cfg = read_hf_config(tmp_path)
@@ -90,7 +88,7 @@ def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_bits_decode_to_transformers_values_in_every_bit(hugging, dtype):
+def test_four_bits_decode_to_transformers_values_bitwise(hugging, dtype):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     rng = np.random.default_rng(0)

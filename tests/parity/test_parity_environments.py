@@ -66,7 +66,7 @@ def test_skyrl_gsm8k_of_several_turns():
     assert sum(result.metrics["env/steps"] for result in results) == 3
 
 
-def test_skyrl_gsm8k_of_one_turn_and_a_wrong_name():
+def test_skyrl_gsm8k_has_one_turn_and_suggests_names():
     import_peer("skyrl_gym", "skyrl-gym")
     _, (result,), _ = run_episode(read_environment("skyrl:gsm8k")(), say("#### 42"))
     assert result.reward == 1 and result.terminated
@@ -228,7 +228,7 @@ def search(
     return query
 
 
-def test_the_schema_of_a_function_is_that_of_transformers(hugging):
+def test_the_functions_schema_is_that_of_transformers(hugging):
     utilities = importlib.import_module("transformers.utils")
     function = utilities.get_json_schema(search)["function"]
     description = describe_function(search, "")

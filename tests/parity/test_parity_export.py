@@ -102,7 +102,7 @@ def score_with_hf(hugging, model, tokens):
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 265, (3, 27)), jnp.int32)
 
 
-def test_transformers_has_our_log_probs_of_what_was_trained_and_exported(hugging, trained_run):
+def test_transformers_has_our_log_probs_of_an_export(hugging, trained_run):
     model = reload_export(hugging, trained_run / "float32")
     gap = np.abs(
         score_with_jax(trained_run / "float32", TOKENS) - score_with_hf(hugging, model, TOKENS)
@@ -129,7 +129,7 @@ def test_four_bits_mean_the_same_to_transformers(hugging, trained_run):
     assert gap <= 5e-5
 
 
-def test_generation_stops_at_the_token_that_the_export_names(hugging, trained_run):
+def test_generation_stops_at_the_exports_token(hugging, trained_run):
     model = reload_export(hugging, trained_run / "float32")
     tokenizer = hugging.transformers.AutoTokenizer.from_pretrained(trained_run / "float32")
     stops = json.loads((trained_run / "float32" / "generation_config.json").read_text())[

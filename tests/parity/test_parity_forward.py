@@ -234,7 +234,7 @@ def log_probs(logits_BTV, tokens_BT):
 
 
 @pytest.mark.parametrize("extreme", list(EXTREMES))
-def test_log_probs_of_extreme_weights_err_no_more_than_transformers(hugging, tmp_path, extreme):
+def test_log_probs_of_extreme_weights_err_like_transformers(hugging, tmp_path, extreme):
     """Compare errors to an oracle; the difference of the two reveals little, since both err, by up
     to 1.5e-3 nats.
 
@@ -278,7 +278,7 @@ def test_frequencies_equal_transformers_in_every_bit(make_case):
     assert factor == rope.attention_scaling
 
 
-def test_frequencies_at_the_released_size_differ_by_no_more_than_torchs_own_powers(hugging):
+def test_released_size_frequencies_match_torchs_powers(hugging):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = hugging.transformers.GptOssConfig()
@@ -326,7 +326,7 @@ def test_a_mistake_is_seen(make_case, hugging, mistake):
     assert share > 10, line
 
 
-def test_the_right_forward_is_not_taken_for_a_mistake(make_case, hugging):
+def test_the_right_forward_is_no_mistake(make_case, hugging):
     case = make_case(**CASES["far"])
     naives = [naive[0] for naive in run_hf(case, hugging, "float32")]
     share, line = check_deviation("logits", our_logits(case), naives, case.oracle[0], "float32")

@@ -137,7 +137,7 @@ def test_messages_have_the_same_tokens(harmony):
     check()
 
 
-def test_a_prompt_and_a_turn_have_the_tokens_that_they_train_on(harmony):
+def test_a_prompt_and_turn_have_their_training_tokens(harmony):
     keep = harmony.module.RenderConversationConfig(auto_drop_analysis=False)
     question = Message("user", "q")
     thought = Message("assistant", "hm", channel="analysis")
@@ -150,7 +150,7 @@ def test_a_prompt_and_a_turn_have_the_tokens_that_they_train_on(harmony):
         assert ours == harmony.encoding.render_conversation_for_training(theirs, keep)
 
 
-def test_what_a_turn_writes_is_read_from_it_and_by_them(harmony):
+def test_we_and_harmony_read_what_turns_write(harmony):
     tokens, m = harmony.tokenizer, harmony.module
     prompt = write_messages([Message("user", "q")], tokens)
     turn = [
@@ -175,7 +175,7 @@ def test_what_a_turn_writes_is_read_from_it_and_by_them(harmony):
     ]
 
 
-def test_a_prompt_of_messages_and_tools_has_the_same_tokens(harmony):
+def test_prompts_of_messages_and_tools_have_equal_tokens(harmony):
     m, encoding = harmony.module, harmony.encoding
     schema = {"type": "object", "properties": {"query": {"type": "string"}}}
     tools = [ToolDescription("search", "Finds.", schema), ToolDescription("python", "", {})]

@@ -307,7 +307,7 @@ def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path,
         check_log_probs(hugging, setting, adapters, scales, read, replaced_adapters=wrong_adapters)
 
 
-def test_every_field_of_pefts_config_is_read_or_harmless_or_must_be_off(peft, tmp_path):
+def test_every_peft_field_is_read_harmless_or_refused(peft, tmp_path):
     """Fields of the installed PEFT; a field that a later version adds is refused once it is set."""
     config_dict = json.loads(json.dumps(peft.LoraConfig().to_dict()))
     file = tmp_path / CONFIG
@@ -324,7 +324,7 @@ INITS = (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_just_those_adapters_are_read_whose_base_peft_leaves_alone(peft, tmp_path, init):
+def test_adapters_that_change_the_base_are_not_read(peft, tmp_path, init):
     import torch
 
     torch.manual_seed(0)

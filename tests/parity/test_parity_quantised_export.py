@@ -44,9 +44,7 @@ def score_with_hf(hugging, folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_has_the_log_probs_of_the_weights_that_the_run_read(
-    hugging, tmp_path, capsys, dtype
-):
+def test_transformers_has_the_runs_log_probs_of_export(hugging, tmp_path, capsys, dtype):
     """In bfloat16 the values agree as closely, shown in float32 arithmetic; arithmetic in bfloat16
     may be as far from that on either side as the other's is, by the three-way rule."""
     work, out = tmp_path / "run", tmp_path / "export"

@@ -36,7 +36,7 @@ def hf_frequencies(hugging):
     return GptOssRotaryEmbedding(config).inv_freq.numpy()
 
 
-def test_two_of_32_frequencies_differ_from_torchs_by_their_last_bit(hf_frequencies):
+def test_two_of_32_frequencies_differ_by_last_bit(hf_frequencies):
     actual, _ = yarn_frequencies(RELEASED)
     differs = actual != hf_frequencies
     assert actual.shape == hf_frequencies.shape == (32,) and differs.sum() <= 2
@@ -63,7 +63,7 @@ def compute_logps(params, first, frequencies, monkeypatch):
 _, FACTOR = yarn_frequencies(RELEASED)
 
 
-def test_what_the_last_bits_do_to_log_probs_grows_with_the_position(hf_frequencies, monkeypatch):
+def test_last_bits_change_log_probs_more_with_position(hf_frequencies, monkeypatch):
     params = jax.tree.map(
         lambda x: 6.0 * x if x.ndim > 2 else x, init_params(jax.random.key(2), HOT)
     )

@@ -25,7 +25,7 @@ def test_every_symbol_permutes_the_states():
     np.testing.assert_array_equal(np.sort(SMALL.table, axis=1), np.tile(np.arange(5), (3, 1)))
 
 
-def test_answers_are_the_states_that_the_symbols_of_the_prompt_lead_to():
+def test_answers_are_the_states_after_the_symbols():
     prompts, answers = SMALL.sample_prompts(np.random.default_rng(0), 11)
     for prompt, answer in zip(prompts, answers, strict=True):
         begin, *symbols, first = prompt.tokens
@@ -38,7 +38,7 @@ def test_answers_are_the_states_that_the_symbols_of_the_prompt_lead_to():
         assert max(answer) < SMALL.vocab_size - 1
 
 
-def test_equal_seeds_give_equal_prompts_and_others_other_ones():
+def test_equal_seeds_give_equal_prompts():
     first, again, other = (
         SMALL.sample_prompts(np.random.default_rng(seed), 4) for seed in (1, 1, 2)
     )
@@ -46,7 +46,7 @@ def test_equal_seeds_give_equal_prompts_and_others_other_ones():
     np.testing.assert_array_equal(first[1], again[1])
 
 
-def test_the_score_is_the_share_of_right_states_of_the_rollouts_own_prompt():
+def test_the_score_is_the_share_of_right_states():
     prompts, answers = SMALL.sample_prompts(np.random.default_rng(0), 3)
     wrong = 3 + (answers[1] - 3 + 1) % 5
     half = np.where(np.arange(7) < 3, answers[2], 3 + (answers[2] - 3 + 1) % 5)

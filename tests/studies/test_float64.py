@@ -49,7 +49,7 @@ def test_integers_and_masks_stay_what_they_are():
     assert indices.dtype == count.dtype == np.int32 and mask.tolist() == [False, True]
 
 
-def test_a_function_of_the_bits_of_float32_is_refused():
+def test_a_function_of_float32_bits_is_refused():
     def hash_bits(x):
         return lax.bitcast_convert_type(x, jnp.uint32)
 

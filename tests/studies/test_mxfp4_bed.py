@@ -36,7 +36,7 @@ def released():
     return decode_experts(round_experts(jax.tree.map(jnp.asarray, masters)), jnp.float32)
 
 
-def test_a_word_backward_is_right_and_all_else_is_wrong():
+def test_only_the_word_backward_is_right():
     task = Reversal(n_letters=5, length=3)
     prompts, answers = task.sample_prompts(np.random.default_rng(0), 4)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -53,7 +53,7 @@ def test_the_start_has_four_bit_values(released):
             )
 
 
-def test_beds_with_the_same_task_and_loss_share_their_warm_starts(tmp_path, monkeypatch, released):
+def test_beds_of_equal_task_share_warm_starts(tmp_path, monkeypatch, released):
     folders = []
 
     def load(cfg, task, seed, folder, *, max_loss):
@@ -70,14 +70,14 @@ def test_beds_with_the_same_task_and_loss_share_their_warm_starts(tmp_path, monk
 @pytest.mark.parametrize(
     "contender", [MXFP4_CONTENDERS[i] for i in (0, 1, 5, 6)], ids=lambda c: c.name
 )
-def test_only_a_four_bit_engine_differs_from_its_trainer(released, contender):
+def test_only_four_bit_engines_differ_from_their_trainer(released, contender):
     programs = make_mxfp4_programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
     metrics = train_on_mxfp4_bed(programs, 0, released, rate=0.01)
     assert (metrics["k3"] > 1e-6) == (contender.name == "four-bit engine")
     assert (metrics["moved"] == 0) == (contender.name == "LoRA on the packed base")
 
 
-def test_the_share_of_moved_codes_of_a_lora_base_is_zero_and_of_others_is_counted(released):
+def test_moved_codes_are_counted_and_bases_have_none(released):
     packed = round_experts(released)
     assert changed_share(packed, packed) == 0.0
     other = round_experts(jax.tree.map(lambda x: -x, released))
@@ -87,9 +87,7 @@ def test_the_share_of_moved_codes_of_a_lora_base_is_zero_and_of_others_is_counte
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_tables_and_goes_on_where_it_stopped(
-    tmp_path, monkeypatch, capsys, released
-):
+def test_the_command_writes_tables_and_resumes(tmp_path, monkeypatch, capsys, released):
     contenders = [Contender(c.name, c.settings, (1e-3,)) for c in MXFP4_CONTENDERS[::5]]
     monkeypatch.setattr(mxfp4_trained, "MXFP4_CONTENDERS", contenders)
     monkeypatch.setitem(MXFP4_BEDS, "reversal", BED)

@@ -31,7 +31,7 @@ def routing_inputs():
     return h_BTD, layer
 
 
-def test_the_noise_of_a_bed_switches_experts_in_every_forward_and_leaves_replayed_ones():
+def test_a_beds_noise_switches_experts_except_replayed_ones():
     h_BTD, layer = routing_inputs()
     own, _ = route_top_k(h_BTD, layer, active=2)
     noisy, _ = route_disturbed(h_BTD, layer, active=2, context=CONTEXT, scale=0.3)
@@ -50,7 +50,7 @@ def test_the_noise_of_a_bed_switches_experts_in_every_forward_and_leaves_replaye
 
 
 @pytest.mark.parametrize("name", BEDS)
-def test_every_contender_of_a_bed_is_a_config_that_can_run(name):
+def test_every_contender_of_a_bed_can_run(name):
     bed = BEDS[name]
     contenders = bed_contenders(bed, (1e-3,))
     assert contenders[0].name == "nothing" and len(contenders) >= 20
@@ -60,7 +60,7 @@ def test_every_contender_of_a_bed_is_a_config_that_can_run(name):
 
 
 @pytest.mark.slow
-def test_a_bed_runs_its_contenders_and_a_second_call_repeats_none(tmp_path, monkeypatch):
+def test_a_second_call_repeats_no_contender(tmp_path, monkeypatch):
     weights = init_params(jax.random.key(0), CFG)
     monkeypatch.setattr(router_trained, "load_bed_weights", lambda seed, folder: weights)
     few = {name: router_trained.REMEDIES[name] for name in ("nothing", "R2", "token IS")}
@@ -76,7 +76,7 @@ def test_a_bed_runs_its_contenders_and_a_second_call_repeats_none(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_noise_between_two_forwards_moves_the_ratio_and_r2_moves_it_back():
+def test_noise_moves_the_ratio_and_r2_restores_it():
     params = init_params(jax.random.key(0), CFG)
     # Without a learning rate the two forwards differ by the noise alone.
     ratios = {
@@ -110,9 +110,7 @@ def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
     assert not np.array_equal(params["head"], fresh["head"])
 
 
-def test_the_cost_of_a_step_is_the_median_of_alternated_pairs_and_is_measured_once(
-    tmp_path, monkeypatch
-):
+def test_a_steps_cost_is_measured_once_in_pairs(tmp_path, monkeypatch):
     few = {name: router_trained.REMEDIES[name] for name in ("nothing", "soft")}
     order = []
 

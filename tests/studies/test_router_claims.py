@@ -81,7 +81,7 @@ def selected_experts():
 
 
 @pytest.mark.slow
-def test_an_unselected_expert_gets_no_gradient_under_top_k():
+def test_an_unselected_expert_gets_no_gradient():
     is_selected, _ = selected_experts()
     gradient = programs(route_top_k).gradient(NO_CHANGE)
     assert gradient.dtype == np.float64
@@ -90,7 +90,7 @@ def test_an_unselected_expert_gets_no_gradient_under_top_k():
     assert np.mean(np.abs(gradient[is_selected]) > 1e-6) > 0.9
 
 
-def test_soft_routing_gives_every_expert_the_gradient_of_central_differences():
+def test_soft_routing_matches_central_differences_for_all_experts():
     is_selected, _ = selected_experts()
     soft = programs(route_softly)
     gradient = soft.gradient(NO_CHANGE)
@@ -103,7 +103,7 @@ def test_soft_routing_gives_every_expert_the_gradient_of_central_differences():
         assert abs(difference - gradient[place]) <= 1e-4 * abs(gradient[place])
 
 
-def test_a_straight_through_gradient_is_not_the_derivative_of_its_policy():
+def test_a_straight_through_gradient_is_not_the_derivative():
     is_selected, logits = selected_experts()
     straight = programs(route_straight_through)
     gradient = straight.gradient(NO_CHANGE)
@@ -139,14 +139,14 @@ def gap_across(router, step, position=0):
     return np.abs(above - below).max()
 
 
-def test_the_one_sided_limits_of_the_policy_differ_across_a_boundary():
+def test_one_sided_limits_differ_across_a_boundary():
     gaps = [gap_across(route_top_k, step) for step in (1e-6, 5e-7, 1e-9)]
     assert min(gaps) > 1e-2
     # The gap is that of the limits: a smaller step leaves it as it is.
     np.testing.assert_allclose(gaps, gaps[-1], rtol=1e-3)
 
 
-def test_a_soft_policy_has_no_gap_at_the_same_place():
+def test_a_soft_policy_has_no_gap():
     gaps = [gap_across(route_softly, step) for step in (1e-3, 5e-4, 2.5e-4)]
     # Proportional to the step, as a differentiable function's: it goes to 0.
     np.testing.assert_allclose(np.divide(gaps[:-1], gaps[1:]), 2.0, rtol=1e-4)
@@ -167,7 +167,7 @@ def errors_of_approximations(router, start, step, direction):
 
 
 @pytest.mark.parametrize("router", [route_top_k, route_softly])
-def test_the_surrogate_is_first_order_where_no_expert_switches(router):
+def test_the_surrogate_is_first_order_without_switches(router):
     # The logit of a selected expert, since no other has an effect under top-k.
     is_selected, _ = selected_experts()
     direction = NO_CHANGE.copy()
@@ -184,7 +184,7 @@ def test_the_surrogate_is_first_order_where_no_expert_switches(router):
     np.testing.assert_array_equal(before, after)
 
 
-def test_the_surrogate_keeps_an_error_where_a_switch_changes_several_tokens():
+def test_the_surrogate_errs_where_several_tokens_change():
     """The first token's key and value are read by all later tokens, so all ratios jump."""
     shift, direction = boundary(position=0)
     start = shift - 1e-9 * direction
@@ -196,7 +196,7 @@ def test_the_surrogate_keeps_an_error_where_a_switch_changes_several_tokens():
     assert np.all(soft[-1] < 1e-3 * hard[-1])
 
 
-def test_the_surrogate_is_exact_where_a_switch_changes_one_token():
+def test_the_surrogate_is_exact_for_one_changed_token():
     """No later token reads the last one, so the answer's ratio is one token's ratio.
 
     The surrogate is then exact at any jump. Its tangent, which a step along the gradient follows,
@@ -212,12 +212,12 @@ def test_the_surrogate_is_exact_where_a_switch_changes_one_token():
 
 
 @pytest.mark.parametrize("router", [route_top_k, route_softly])
-def test_the_enumerated_answers_have_a_total_probability_of_one(router):
+def test_enumerated_answers_have_total_probability_one(router):
     total = np.exp(programs(router).run(NO_CHANGE)[0].sum(1)).sum()
     assert abs(total - 1.0) < 1e-13
 
 
-def test_float64_in_place_of_float32_changes_no_more_than_rounding():
+def test_float64_changes_no_more_than_float32_rounding():
     tokens = jnp.asarray(ANSWERS.inputs_BT), jnp.asarray(ANSWERS.tokens_BT)
     narrow, _ = jax.jit(partial(answer_logprobs, cfg=SIZES.config, router=route_top_k))(
         make_micro_params(1, SIZES), *tokens

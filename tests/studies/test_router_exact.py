@@ -66,25 +66,25 @@ def test_unbounded_sequence_weights_have_no_bias(key):
 
 @pytest.mark.parametrize("key", ["selection 0", "weights 0"])
 @pytest.mark.parametrize("target", ["trainer", "engine"])
-def test_without_noise_only_another_gradient_of_the_router_is_biased(key, target):
+def test_without_noise_only_other_router_gradients_are_biased(key, target):
     for name, bias in biases(key, target).items():
         changes_router = name.startswith(("straight-through", "router.freeze"))
         assert bias > 1e-2 if changes_router else bias < ROUNDING, name
 
 
 @pytest.mark.parametrize("key", ["forward 0", "update 0", "frozen 0"])
-def test_without_a_second_forward_or_a_step_no_ratio_is_biased(key):
+def test_one_forward_and_one_step_bias_no_ratio(key):
     for name, bias in biases(key).items():
         changes_router = name.startswith(("straight-through", "router.freeze"))
         assert changes_router or bias < ROUNDING, name
 
 
-def test_detached_old_logprobs_do_not_see_the_second_forward():
+def test_detached_old_logprobs_do_not_see_second_forwards():
     bias = biases("forward 0.3")
     assert bias["old_logp=detached"] < ROUNDING < bias["surrogate, no clip"]
 
 
-def test_replay_estimates_the_gradient_of_an_engine_whose_selection_is_noisy():
+def test_replay_estimates_the_noisy_engines_gradient():
     assert biases("selection 0.3", "engine")["R3"] < ROUNDING
     assert biases("selection 0.3", "trainer")["R3"] > 1e-2
     # With other weights the engine's policy is not the replayed one.
@@ -92,12 +92,12 @@ def test_replay_estimates_the_gradient_of_an_engine_whose_selection_is_noisy():
     assert measured()["selection 0.3"]["statistics"]["gap_replayed"] < 1e-14
 
 
-def test_soft_routing_selects_nothing_and_feels_no_noise_of_the_selection():
+def test_soft_routing_is_immune_to_selection_noise():
     assert biases("selection 0.3")["soft routing"] < ROUNDING
     assert biases("weights 0.3")["soft routing"] > 1e-3
 
 
-def test_annealed_routing_is_its_own_policy_and_half_of_it_selects():
+def test_annealed_routing_is_its_policy_and_half_selects():
     assert biases("weights 0")["annealed, halfway"] < ROUNDING
     assert biases("weights 0.3")["annealed, halfway"] > 1e-3
     gaps = measured()["weights 0.3"]["statistics"]
@@ -105,7 +105,7 @@ def test_annealed_routing_is_its_own_policy_and_half_of_it_selects():
     assert gaps["gap_soft"] < gaps["gap_annealed"] < gaps["gap"]
 
 
-def test_the_bias_of_a_frozen_router_is_the_routers_part_of_the_gradient():
+def test_a_frozen_routers_bias_is_its_gradient_part():
     model = MicroModel(study().programs, 0)
     target = policy_gradient(model.current[0], model.answers.pairs_BT, model.rewards_B)
     router_part = np.linalg.norm(target[model.is_router_N]) / np.linalg.norm(target)
@@ -130,7 +130,7 @@ def test_the_policy_gradient_is_that_of_central_differences():
     assert change / (2 * step) == pytest.approx(gradient_N @ direction_N, rel=1e-6)
 
 
-def test_mean_and_deviation_are_those_of_the_answers_gradients():
+def test_mean_and_deviation_match_the_answers_gradients():
     model = MicroModel(study().programs, 0)
     scenario, _, _ = make_engine_scenarios(model, 0.3, noise="selection")
     weights_BT = np.random.default_rng(1).normal(size=scenario.pairs_BT.shape)
@@ -145,7 +145,7 @@ def test_mean_and_deviation_are_those_of_the_answers_gradients():
     assert sums["trainer/bias"] == pytest.approx(error_N @ error_N)
 
 
-def test_a_surrogate_of_no_step_is_exact_and_of_a_large_one_is_not():
+def test_a_surrogate_is_exact_for_zero_steps_only():
     for key, is_exact in (("update 0", True), ("update 0.003", False)):
         statistics = measured()[key]["statistics"]
         for name in ("current", "replayed", "soft", "annealed"):
@@ -158,7 +158,7 @@ def test_a_frozen_router_does_not_move():
     assert np.all(scenario.targets["trainer"][model.is_router_N] == 0.0)
 
 
-def test_all_experts_at_once_are_the_experts_of_the_model():
+def test_dense_experts_equal_the_models_experts():
     model = MicroModel(study().programs, 0)
     answers, cfg = model.answers, model.sizes.config
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), model.params)
@@ -172,12 +172,12 @@ def test_all_experts_at_once_are_the_experts_of_the_model():
     np.testing.assert_allclose(model.current[0].logp_BT, expected_BT, atol=1e-5)
 
 
-def test_no_two_estimators_of_a_table_have_one_name():
+def test_no_two_estimators_share_a_name():
     for estimators in (ENGINE_ESTIMATORS, FORWARD_ESTIMATORS):
         assert len({x.name for x in estimators}) == len(estimators)
 
 
-def test_a_stopped_study_continues_with_the_models_that_are_stored(tmp_path):
+def test_a_stopped_study_continues_with_stored_models(tmp_path):
     lines = []
 
     def stop_after_first(line):
@@ -210,9 +210,7 @@ def test_the_command_writes_its_tables_and_figure(tmp_path, small_study, capsys)
     assert (folder / "router_exact.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ctrl_c_ends_the_command_and_says_how_to_continue(
-    tmp_path, small_study, monkeypatch, capsys
-):
+def test_ctrl_c_says_how_to_continue(tmp_path, small_study, monkeypatch, capsys):
     def stop(seed):
         raise KeyboardInterrupt
 
@@ -229,7 +227,7 @@ def test_a_users_mistake_is_one_line(tmp_path, small_study, capsys):
         assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_a_difference_of_biases_is_in_units_of_its_own_error():
+def test_bias_differences_are_in_units_of_their_error():
     def models(bias):
         return [{"x/bias": b**2, "x/target": 1.0} for b in bias]
 

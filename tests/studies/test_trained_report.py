@@ -23,7 +23,7 @@ BETTER = comparison("better", [0.5, 0.59, 0.56], BASE)
 SAME = comparison("same", [0.2, 0.31, 0.24], BASE)
 
 
-def test_the_overview_has_a_row_a_remedy_and_marks_intervals_without_zero():
+def test_the_overview_has_a_row_per_remedy():
     results = {"a": [NOTHING, BETTER, SAME], "b": [NOTHING, BETTER]}
     text = format_trained_tables(results, {"nothing": 1.0, "better": 2.0})
     rows = {line.split("|")[1].strip(): line for line in text.splitlines()[:5]}
@@ -64,9 +64,7 @@ def test_the_command_writes_the_tables_of_each_bed(tmp_path, stored_runs, capsys
     assert text in capsys.readouterr().out
 
 
-def test_ctrl_c_keeps_the_tables_of_the_beds_before_and_says_how_to_continue(
-    tmp_path, stored_runs, capsys
-):
+def test_ctrl_c_preserves_tables_and_says_what_continues(tmp_path, stored_runs, capsys):
     argv = ["router", "--beds", "two_forwards", "many_updates", "--out", str(tmp_path)]
     assert command.main(argv) == 130
     assert "the same command continues" in capsys.readouterr().out

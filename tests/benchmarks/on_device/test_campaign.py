@@ -204,14 +204,14 @@ def test_names_of_stages_are_unique_and_name_files():
         assert len(set(names)) == len(names) and not any("/" in x for x in names)
 
 
-def test_a_simulation_has_phases_one_device_and_some_stages_at_a_time():
+def test_simulations_have_phases_devices_and_few_stages():
     first, second = (Stage(x, (), 9, 10, 5) for x in "ab")
     later = Stage("c", (), 9, 1, 1, phase=1)
     assert campaign.simulate((first, second, later), 8) == [("a", 15), ("b", 20), ("c", 22)]
     assert campaign.simulate((first, second), 1) == [("a", 15), ("b", 30)]
 
 
-def test_a_lent_card_tells_the_most_in_ten_minutes_and_all_in_thirty():
+def test_a_gpu_finishes_key_stages_in_ten_minutes():
     ends = dict(campaign.simulate(GPU, 8))
     assert ends.keys() == {x.name for x in GPU}
     kinds = ("smoke", "step_", "decode_", "pair_", "cases_")
@@ -264,7 +264,7 @@ def test_what_cannot_begin_is_refused_in_one_line(monkeypatch, tmp_path, capsys,
     assert not (tmp_path / "outputs.txt").exists()
 
 
-def test_stages_are_compiled_for_a_card_one_by_one(monkeypatch, capfd):
+def test_stages_are_compiled_for_a_card_in_turn(monkeypatch, capfd):
     """A stage's own program is asked; here one that takes the flag and one that does not."""
     compiled = Stage("compiled", (FAULTS, "compile"), 60)
     refused = Stage("refused", ("timeit", "--no-such-flag"), 60)

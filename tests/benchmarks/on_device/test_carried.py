@@ -44,7 +44,7 @@ def names(needs):
     return [need.name for need in needs]
 
 
-def test_every_form_of_a_list_of_packages_is_read():
+def test_every_form_of_a_package_list_is_read():
     columns = carried.parse_packages(PIP_LIST)
     assert set(columns) == {"jax", "ml-dtypes", "torch", "local"}
     assert columns["torch"] == Version("2.11.0+cu130")
@@ -55,14 +55,14 @@ def test_every_form_of_a_list_of_packages_is_read():
         carried.parse_packages("\n")
 
 
-def test_missing_is_what_is_neither_there_nor_left_out():
+def test_missing_packages_are_neither_present_nor_excluded():
     there = carried.parse_packages(PIP_LIST)
     wanted = [Requirement(x) for x in ("ml_dtypes", "grain>=0.2", "nvidia-cutlass-dsl", "jax>=1")]
     assert names(carried.find_missing(wanted, there)) == ["grain"]
     assert carried.find_unmet(wanted, there) == ["jax>=1: 0.11.2"]
 
 
-def test_what_a_wheel_needs_is_carried_in_turn_and_once(registry, tmp_path):
+def test_a_wheels_requirements_are_carried_in_turn_once(registry, tmp_path):
     registry["grain"] = "0.2", ["array[path]", "portpicker", 'old; python_version < "3.12"']
     registry["array"] = "1", ["portpicker>=1", 'etils; extra == "path"', 'no; extra == "dev"']
     registry["portpicker"] = "1.6", ["torch>=3"]
@@ -82,7 +82,7 @@ def test_two_versions_of_one_package_are_refused(registry, tmp_path):
         carried.carry([Requirement("bfi"), Requirement("grain")], {}, tmp_path)
 
 
-def test_more_than_the_limit_is_refused_in_one_line(tmp_path):
+def test_more_than_the_limit_is_refused(tmp_path):
     wheels = [write_wheel(tmp_path, "small"), write_wheel(tmp_path, "large", size=2**20)]
     assert carried.check_size(wheels, 2) > 1
     with pytest.raises(SystemExit, match="1.0 MiB, above 1 MiB; the largest is large-1.0") as error:

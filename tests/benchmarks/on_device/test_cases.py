@@ -23,7 +23,7 @@ def count_gpu_tests():
     return count
 
 
-def test_the_groups_have_every_case_of_a_gpu_once():
+def test_the_groups_have_every_gpu_case_once():
     every = list_cases()
     grouped = [name for group in GROUPS for name in order_group(every, group, set())]
     assert sorted(grouped) == sorted(every) and len(every) == count_gpu_tests() > 250
@@ -35,7 +35,7 @@ def test_the_groups_have_every_case_of_a_gpu_once():
     assert all(x.endswith("triton") for x in order_group(every, "triton", set()))
 
 
-def test_what_the_campaign_has_as_right_is_not_run_again(tmp_path):
+def test_cases_already_right_are_not_repeated(tmp_path):
     first, second, third = order_group(list_cases(), "real", set())[:3]
     figures = [
         {"case": first, "verdict": "right"},
@@ -50,7 +50,7 @@ def test_what_the_campaign_has_as_right_is_not_run_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_what_is_not_done_in_processes_and_reports_each(capfd, tmp_path):
+def test_a_rehearsal_runs_and_reports_each_open_case(capfd, tmp_path):
     done = tmp_path / "results.jsonl"
     figures = [{"case": REHEARSAL[1], "verdict": "right"}]
     done.write_text(json.dumps({"figures": figures}))
@@ -74,7 +74,7 @@ for name in sys.stdin:
 """
 
 
-def test_a_worker_that_died_or_raised_is_replaced_and_no_case_is_lost(monkeypatch, capfd):
+def test_a_dead_worker_is_replaced_without_losing_cases(monkeypatch, capfd):
     monkeypatch.setattr(
         cases,
         "_start_worker",
@@ -102,9 +102,7 @@ def test_a_worker_that_died_or_raised_is_replaced_and_no_case_is_lost(monkeypatc
         (MemoryError("full"), 2, ("refused", "it needs more memory: MemoryError: full")),
     ],
 )
-def test_a_case_has_a_verdict_and_for_want_of_memory_the_device_alone(
-    monkeypatch, raised, size, verdict
-):
+def test_memory_errors_repeat_a_case_alone(monkeypatch, raised, size, verdict):
     held = []
 
     def hold(name):
@@ -124,7 +122,7 @@ def test_a_case_has_a_verdict_and_for_want_of_memory_the_device_alone(
     assert held == (["shared", "alone"] if isinstance(raised, MemoryError) else ["shared"])
 
 
-def test_a_fault_is_wrong_and_a_failed_test_too(monkeypatch):
+def test_a_fault_and_a_failed_test_are_wrong(monkeypatch):
     assert cases.judge_case(Case("rest", 0, lambda _: "o: relative error 1")) == (
         "wrong",
         "o: relative error 1",

@@ -79,7 +79,7 @@ def test_the_commands_of_the_page_can_be_typed():
             assert declared or not word.startswith("--"), command
 
 
-def test_a_page_that_differs_is_found_and_not_written(write, capsys):
+def test_a_page_that_differs_is_reported_and_unwritten(write, capsys):
     text = write(make_record("step_x", TIMED))
     assert page.main(["--check"]) == 0
     page.PAGE.write_text(text.replace("2.50", "2.51"))
@@ -90,7 +90,7 @@ def test_a_page_that_differs_is_found_and_not_written(write, capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_records_that_are_none_are_refused_in_one_line(write, capsys):
+def test_invalid_records_are_refused_in_one_line(write, capsys):
     write(make_record("step_x", TIMED))
     (page.FOLDER / "more.jsonl").write_text("text\n")
     with pytest.raises(SystemExit, match="2"):
@@ -98,7 +98,7 @@ def test_records_that_are_none_are_refused_in_one_line(write, capsys):
     assert (error := capsys.readouterr().err).count("\n") == 1 and "line 1 must be JSON" in error
 
 
-def test_the_newest_done_record_of_a_stage_counts_and_names_its_commit(write):
+def test_the_newest_done_record_counts_with_its_commit(write):
     compiled = STEP | {"compile_s": 71.26, "compiler_bytes": 2e10, "flags": "", "settings": ["a=1"]}
     text = write(
         make_record("step_x", STEP, TIMED, date="2026-01-05", commit="later"),
@@ -145,7 +145,7 @@ def test_the_newest_done_record_of_a_stage_counts_and_names_its_commit(write):
     assert "### Decoding" not in text, "a section without rows is left out"
 
 
-def test_what_a_stage_had_measured_when_it_was_ended_is_kept_with_a_note(write):
+def test_figures_of_an_ended_stage_have_a_note(write):
     errors = PAIR | {"errors": {"mosaic_gpu": [1e-3, 2e-3], "package:peer": [0.25], "x": [9.0]}}
     forward, backward = PAIR | FASTER, PAIR | FASTER | {"pass": "backward", "ms": 0.5}
     text = write(
@@ -171,7 +171,7 @@ def test_what_a_stage_had_measured_when_it_was_ended_is_kept_with_a_note(write):
     ]
 
 
-def test_the_newest_verdict_of_a_case_counts_in_its_stages_group(write):
+def test_the_newest_verdict_counts_in_its_group(write):
     def judge(name, verdict, message=""):
         return {"case": name, "verdict": verdict, "message": message}
 
@@ -202,7 +202,7 @@ def test_the_newest_verdict_of_a_case_counts_in_its_stages_group(write):
     assert [x[0] for x in read_rows(text, "What came to no good end")] == ["cases_real"]
 
 
-def test_runs_and_their_peers_have_their_gap_and_their_scores(write):
+def test_runs_and_peers_have_gaps_and_scores(write):
     run = {
         "config": "tiny.py",
         "settings": ["wide=1", "equal=1"],
@@ -222,7 +222,7 @@ def test_runs_and_their_peers_have_their_gap_and_their_scores(write):
     ]
 
 
-def test_torchs_step_its_decoding_and_its_want_of_memory_have_rows(write):
+def test_torchs_step_decoding_and_memory_have_rows(write):
     common = {"attention": "eager", "torch": "2", "transformers": "5"}
     step = common | {
         "what": "step",
@@ -242,7 +242,7 @@ def test_torchs_step_its_decoding_and_its_want_of_memory_have_rows(write):
     ]
 
 
-def test_what_was_computed_again_after_a_call_is_named(write):
+def test_recomputation_after_a_call_is_named(write):
     x = {
         "model": "20b",
         "rows": 64,
@@ -270,7 +270,7 @@ def test_forms_of_a_kernel_have_rows(write):
     ]
 
 
-def test_each_chip_has_a_section_from_whatever_files_its_records_are_in(write):
+def test_each_chip_has_a_section_from_any_files(write):
     write(make_record("step_x", TIMED, chip="NVIDIA H200"), name="first.jsonl")
     text = write(make_record("step_x", TIMED), make_record("step_y", TIMED, chip="NVIDIA H200"))
     assert re.findall("^## (.*)$", text, re.M) == ["NVIDIA H100", "NVIDIA H200"]
@@ -306,7 +306,7 @@ def test_commands_are_shown_as_they_are_typed():
     assert format_code("a |\n`b`") == "`a / 'b'`" and format_code("") == ""
 
 
-def test_a_done_record_outranks_figures_and_figures_outrank_none():
+def test_done_records_outrank_figures_which_outrank_none():
     ranked = [
         make_record("a", status="failed"),
         make_record("a", {"x": 1}, status="cut off"),

@@ -14,13 +14,13 @@ full_20b  transpose_jvp_sink_attention_dq__.2: 9 bundles, 3.25 ms (DMA not inclu
 """
 
 
-def test_times_of_each_kernel_are_read_and_those_of_a_pass_added():
+def test_kernel_times_are_read_and_summed_per_pass():
     ms = schedules.parse_milliseconds(PRINTED)
     assert len(ms) == 4 and ms["sink_attention_forward"] == 16.18
     assert schedules.split_passes(ms) == (16.18, 23.75)
 
 
-def test_the_section_has_a_row_a_case_and_a_column_a_chip(tmp_path):
+def test_the_section_has_cases_by_chips(tmp_path):
     records = [
         schedules.make_record("sink_attention", "full_20b", chip, PRINTED)
         for chip in schedules.CHIPS

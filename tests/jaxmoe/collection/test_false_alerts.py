@@ -79,7 +79,7 @@ def find_alerts_of_steps(task, write_answer):
         (result_of_this_row, 1.0, 1.0),
     ],
 )
-def test_no_alert_speaks_on_gsm8k_where_nothing_is_bought(task, write_answer, least, most):
+def test_no_alert_occurs_on_honest_gsm8k(task, write_answer, least, most):
     alerts, reward = find_alerts_of_steps(task, write_answer)
     assert alerts == {} and least <= reward <= most
 

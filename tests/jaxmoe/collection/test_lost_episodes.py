@@ -103,7 +103,7 @@ def test_a_reset_that_fails_once_is_tried_again():
         (([Message("user", "x" * 10_000_000)], 0.0, False, False, {}), ""),
     ],
 )
-def test_an_environment_that_cannot_be_right_ends_its_episodes_with_the_reason(result, reason):
+def test_a_faulty_environment_ends_episodes_with_its_reason(result, reason):
     if result is None.__class__:
         result = lambda messages: None  # noqa: E731
     rollouts = sample(make_echo(step_result=result), FINAL)
@@ -115,7 +115,7 @@ def test_an_environment_that_cannot_be_right_ends_its_episodes_with_the_reason(r
 
 
 @pytest.mark.parametrize("where", ["step", "reset"])
-def test_an_async_method_that_exits_ends_neither_run_nor_event_loop(where):
+def test_an_exiting_async_method_ends_no_loop(where):
     async def leave(self, *args, **options):
         sys.exit(3)
 
@@ -159,7 +159,7 @@ def test_an_error_without_a_text_loses_its_episode(where, error):
         assert "it has no text" in rollout.env_fault
 
 
-def test_a_reply_that_hangs_ends_its_own_episode_and_its_thread_is_counted():
+def test_a_hanging_reply_ends_only_its_episode():
     release = threading.Event()
 
     def step(self, messages):
@@ -187,7 +187,7 @@ def test_a_reply_that_hangs_ends_its_own_episode_and_its_thread_is_counted():
     assert threads.n_abandoned == 0
 
 
-def test_a_reward_after_the_timeout_is_not_paid_and_its_environment_is_closed_later():
+def test_rewards_after_the_timeout_are_not_paid():
     events = []
 
     def step(self, messages):
@@ -240,7 +240,7 @@ def test_a_late_reward_is_not_paid():
     assert max(late.env_metrics.values()) == 0.0
 
 
-def test_more_abandoned_threads_than_a_run_may_have_end_it():
+def test_too_many_abandoned_threads_end_the_run():
     with pytest.raises(EngineError, match=r"rollout\.reply_threads"):
         sample(
             make_echo(step=lambda self, messages: time.sleep(2)),

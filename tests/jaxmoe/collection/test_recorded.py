@@ -51,7 +51,7 @@ def make_group_rows(texts, samples, rewards):
     )
 
 
-def test_each_token_of_an_answer_stands_with_its_own_gap():
+def test_each_token_is_recorded_with_its_gap():
     (row,) = make_group_rows(["hé", "no"], 2, [1.0, np.nan])
     first, second = row["samples"]
     # byte 2 of é is the farther one: tokens 3 to 6 of the row have gaps of 0.03 to 0.06
@@ -101,7 +101,7 @@ def test_a_cut_text_keeps_both_its_ends():
     assert truncate_text(text[1:-1]) == text[1:-1]
 
 
-def test_held_out_rows_take_turns_until_all_were_shown():
+def test_held_out_rows_are_shown_in_turn():
     assert {i for number in range(4) for i in rotate_rows(4 * N_PROMPTS - 3, number)} == set(
         range(4 * N_PROMPTS - 3)
     )
@@ -120,7 +120,7 @@ def test_pass_at_k_is_chens_estimator(c, n, k):
     np.testing.assert_allclose(pass_at_k(rewards_PR, k), product, rtol=1e-12)
 
 
-def test_pass_at_k_of_other_rewards_is_the_best_of_k_and_leaves_out_what_has_none():
+def test_pass_at_k_of_rewards_ignores_nan():
     # pairs of (0.2, 0.5, 1): best 0.5, 1, 1
     rewards_PR = np.array([[0.2, 1.0, 0.5, np.nan], [np.nan, np.nan, np.nan, 1.0]])
     np.testing.assert_allclose(pass_at_k(rewards_PR, 2), 2.5 / 3)
@@ -147,7 +147,7 @@ def make_episode(turns, replies, stop=StopReason.MAX_TURNS):
     )
 
 
-def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
+def test_an_episode_is_recorded_by_turns_with_gaps():
     episode = make_episode(["ab", "c"], ["xyz"])
     shape = (1, LENGTH)
     mask_BT = np.zeros(shape, bool)

@@ -116,14 +116,14 @@ def test_honest_answers_earn_nothing_from_another_row(open_with, rewards):
     assert metrics["reward/swapped"] == 0.0 and metrics["reward/swapped_share"] == 1.0
 
 
-def test_an_answer_that_is_paid_whatever_is_asked_is_paid_by_another_row_too(open_with):
+def test_swapped_rows_reveal_answers_that_always_pay(open_with):
     scores, metrics = check(open_with(rewards="check_rewards:with_hole"), trick)
     assert scores.rewards.tolist() == [1.0] * 16 and metrics["reward/swapped"] == 0.5
     _, metrics = check(open_with(rewards="check_rewards:honest"), trick)
     assert metrics["reward/swapped"] == 0.0
 
 
-def test_functions_get_the_other_row_and_the_answer_as_it_is(open_with):
+def test_functions_get_the_other_row_and_unchanged_answer(open_with):
     task = open_with(rewards="check_rewards:honest")
     check(task, right, samples=1)
     calls = sys.modules["check_rewards"].calls
@@ -134,7 +134,7 @@ def test_functions_get_the_other_row_and_the_answer_as_it_is(open_with):
     assert [text for _, text, _ in calls[8:]] == [text for _, text, _ in calls[:8]]
 
 
-def test_the_function_that_pays_is_named_if_there_are_several(open_with):
+def test_the_paying_function_of_several_is_named(open_with):
     task = open_with(rewards="0.9 * check_rewards:honest + 0.1 * check_rewards:form")
     _, metrics = check(task, right)
     assert metrics["reward/swapped"] == pytest.approx(0.1)
@@ -142,7 +142,7 @@ def test_the_function_that_pays_is_named_if_there_are_several(open_with):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 1.0])
-def test_the_share_decides_how_many_answers_are_graded_twice(open_with, share):
+def test_the_share_sets_how_many_answers_are_regraded(open_with, share):
     task = open_with(rewards="check_rewards:honest", swapped_share=share)
     _, metrics = check(task, right)
     n_checked = len(sys.modules["check_rewards"].calls) - 16
@@ -150,14 +150,14 @@ def test_the_share_decides_how_many_answers_are_graded_twice(open_with, share):
     assert metrics.get("reward/swapped_share", 0.0) == n_checked / 16
 
 
-def test_a_share_is_spread_over_as_many_prompts_as_possible():
+def test_a_share_is_spread_over_many_prompts():
     assert choose_evenly(32, 0.25, 4) == {0, 4, 8, 12, 16, 20, 24, 28}
     assert choose_evenly(32, 0.125, 4) == {0, 8, 16, 24}
     assert choose_evenly(8, 0.5, 8) == {0, 1, 2, 3}
     assert choose_evenly(6, 1.0, 2) == set(range(6)) and choose_evenly(6, 0.0, 2) == set()
 
 
-def test_rows_of_one_answer_or_one_question_are_not_compared():
+def test_rows_of_equal_answers_are_not_compared():
     rows = [Row(f"q{i}", str(i)) for i in range(40)]
     assert find_other_rows(rows) == [*range(20, 40), *range(20)]
     rows[3], rows[23] = Row("q3", "1,000"), Row("q23", "so #### 1000")
@@ -172,7 +172,7 @@ def test_rows_of_one_answer_or_one_question_are_not_compared():
     assert find_other_rows([Row("q", "1"), Row("r", "1.0")]) == [NO_ROW, NO_ROW]
 
 
-def test_rows_that_one_honest_answer_can_satisfy_are_not_compared(open_with):
+def test_rows_with_a_common_key_are_not_compared(open_with):
     """As with instructions: what follows "in quotes" follows it in each row that asks for it."""
     kinds = [["list", "title"], ["title"], ["list"], ["quote"]] + [["list"], ["title"]] * 2
     rows = [Row(f"{i}?", str(i), columns={"kinds": kind}) for i, kind in enumerate(kinds)]
@@ -185,14 +185,14 @@ def test_rows_that_one_honest_answer_can_satisfy_are_not_compared(open_with):
         find_other_rows([Row("0?", "0"), Row("1?", "1")], rewards)
 
 
-def test_rows_that_share_a_key_all_of_them_are_not_measured_and_said(open_with):
+def test_rows_that_all_share_a_key_are_unmeasured(open_with):
     rows = [{"question": f"{i}?", "answer": str(i), "kinds": ["list"]} for i in range(N_ROWS)]
     task = open_with(rows=rows, rewards="check_rewards:alike(option=1)")
     text = "not measured: one honest answer can satisfy all rows"
     assert describe_checks(task) == {"swapped": text}
 
 
-def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with, capsys):
+def test_answers_that_chance_would_pay_are_unmeasured(open_with, capsys):
     """Of yes and no, a wrong answer is right for another row."""
     rows = [{"question": f"{i}?", "answer": "yes" if i % 2 else "no"} for i in range(N_ROWS)]
     task = open_with(rows=rows)
@@ -205,7 +205,7 @@ def test_answers_that_chance_alone_would_pay_are_not_measured_and_said(open_with
     assert find_other_rows([Row("q", "a")]) == [NO_ROW]
 
 
-def test_rows_without_an_answer_are_compared_by_their_columns_if_functions_score_them(open_with):
+def test_rows_without_answers_are_compared_by_columns(open_with):
     rows = [{"question": f"{i}?", "tests": f"assert f({i})"} for i in range(N_ROWS)]
     task = open_with(rows=rows, rewards="check_rewards:form")
     assert check(task, lambda row, _: "hm")[1]["reward/swapped"] == 1.0
@@ -216,7 +216,7 @@ def test_rows_without_an_answer_are_compared_by_their_columns_if_functions_score
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan", "text"])
-def test_a_function_that_fails_on_another_row_is_counted_and_ends_nothing(open_with, kind):
+def test_a_failure_on_another_row_is_counted(open_with, kind):
     task = open_with(rewards="check_rewards:honest")
     (honest,) = task.rewards
     failing = open_with(rewards=f"check_rewards:fails(kind='{kind}')").rewards
@@ -229,7 +229,7 @@ def test_a_function_that_fails_on_another_row_is_counted_and_ends_nothing(open_w
     assert honest.key == "data.rewards"
 
 
-def test_where_an_environment_pays_it_is_not_measured_and_said(open_with, capsys):
+def test_environment_rewards_are_described_as_unmeasured(open_with, capsys):
     task = open_with(rewards="check_rewards:honest")
     paid = replace(task, rewards=(), episodes=EpisodeSettings(lambda: None, ReplyThreads(1)))
     (text,) = describe_checks(paid).values()
@@ -255,7 +255,7 @@ def test_processes_grade_their_share_against_rows_of_others(open_with, monkeypat
     assert shared.parts == expected.parts and (shared.rewards == expected.rewards).all()
 
 
-def test_a_second_grader_disagrees_where_one_pays_and_the_other_does_not(open_with):
+def test_a_second_grader_disagrees_if_one_pays(open_with):
     task = open_with(
         rewards="check_rewards:with_hole",
         second_grader="check_rewards:honest",
@@ -270,7 +270,7 @@ def test_a_second_grader_disagrees_where_one_pays_and_the_other_does_not(open_wi
     assert describe_checks(task)["2nd grader"] == "honest, on 100% of the answers"
 
 
-def test_partial_rewards_agree_on_the_same_side_of_a_half(open_with):
+def test_partial_rewards_agree_on_one_side_of_half(open_with):
     task = open_with(
         rewards="0.9 * check_rewards:honest + 0.1 * check_rewards:form",
         second_grader="check_rewards:honest",
@@ -281,7 +281,7 @@ def test_partial_rewards_agree_on_the_same_side_of_a_half(open_with):
 
 
 @pytest.mark.parametrize(("first", "second"), [("0.5 * ", ""), ("", "0.5 * ")])
-def test_exactly_a_half_is_not_paid_by_either_grader(open_with, first, second):
+def test_exactly_a_half_is_paid_by_no_grader(open_with, first, second):
     task = open_with(
         rewards=f"{first}check_rewards:honest",
         second_grader=f"{second}check_rewards:honest",
@@ -301,7 +301,7 @@ def test_exactly_a_half_is_not_paid_by_either_grader(open_with, first, second):
         ("undecided", "undecided"),
     ],
 )
-def test_faults_of_the_second_grader_are_counted_by_name(open_with, kind, name):
+def test_a_second_graders_faults_are_counted_by_name(open_with, kind, name):
     task = open_with(
         rewards="check_rewards:honest",
         second_grader_share=0.5,
@@ -316,7 +316,7 @@ def test_faults_of_the_second_grader_are_counted_by_name(open_with, kind, name):
         assert scores.first_fault.startswith("data.second_grader: fails")
 
 
-def test_a_second_grader_that_hangs_is_late_and_costs_three_calls(open_with):
+def test_a_hanging_second_grader_costs_three_calls(open_with):
     task = open_with(
         rewards="check_rewards:form",
         second_grader="check_rewards:hangs",
@@ -342,13 +342,13 @@ def test_a_second_grader_that_hangs_is_late_and_costs_three_calls(open_with):
         ({"second_grader_share": -1.0}, "data.second_grader_share must be"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_in_one_line(open_with, fields, message):
+def test_impossible_settings_are_refused_in_one_line(open_with, fields, message):
     with pytest.raises(ConfigError, match=message) as caught:
         open_with(**fields)
     assert "\n" not in str(caught.value)
 
 
-def test_shares_are_of_all_answers_though_only_some_batches_have_something_to_count(open_with):
+def test_shares_are_of_the_answers_of_all_batches(open_with):
     """The batches of a step, and the shares of processes, are scored one by one."""
     task = open_with(
         rewards="check_rewards:strange",

@@ -36,7 +36,7 @@ def configure(tmp_path, monkeypatch):
     return lambda *changes: override(load_config("tiny.py"), *common, *changes)
 
 
-def test_training_and_held_out_rows_are_mapped_and_scored_by_the_task(configure):
+def test_mapped_rows_train_and_are_held_out(configure):
     cfg = configure("data.map_rows=own_maps:ask(times=2)", "seed=7")
     task = open_task(cfg)
     for source in (task.train, task.held_out):
@@ -49,7 +49,7 @@ def test_training_and_held_out_rows_are_mapped_and_scored_by_the_task(configure)
     assert digest_contents(cfg, task)["data.task"] == plain["data.task"]
 
 
-def test_rows_are_dropped_by_the_length_of_the_mapped_prompt(configure):
+def test_rows_are_dropped_by_their_mapped_length(configure):
     changes = ("data.overlong_prompts=drop", "data.max_prompt_tokens=5", "data.train_rows=7")
     assert open_task(configure(*changes)).overlong.dropped == set()
     task = open_task(configure(*changes, "data.map_rows=own_maps:ask"))
@@ -66,7 +66,7 @@ def test_rows_are_dropped_by_the_length_of_the_mapped_prompt(configure):
         ("ask(time=2)", "Did you mean times?"),
     ],
 )
-def test_what_a_run_would_get_wrong_is_refused_in_one_line(configure, name, message, drop):
+def test_faulty_row_functions_are_refused_in_one_line(configure, name, message, drop):
     with pytest.raises(ConfigError, match=message) as caught:
         open_task(configure(f"data.map_rows=own_maps:{name}", f"data.overlong_prompts={drop}"))
     assert "\n" not in str(caught.value) and str(caught.value).startswith("data.map_rows")

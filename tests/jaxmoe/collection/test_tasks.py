@@ -91,7 +91,7 @@ class Parrot:
         return rollouts
 
 
-def test_the_stored_answer_and_its_stop_token_earn_the_whole_reward(task):
+def test_stored_answers_with_stop_token_earn_full_reward(task):
     prompts = task.held_out_prompts()
     assert len(prompts) == N_HELD_OUT
     rollouts = []
@@ -118,7 +118,7 @@ def test_an_answer_cut_short_keeps_its_last_token(task):
 
 
 @pytest.mark.parametrize("stop", [StopReason.STOP_TOKEN, StopReason.MAX_TURNS])
-def test_the_answer_of_an_episode_is_the_last_turn(task, stop):
+def test_an_episodes_answer_is_its_last_turn(task, stop):
     prompt = task.held_out_prompts()[0]
     answer = answer_tokens(prompt, task)
     ask, reply = [*task.tokenizer.encode("2*3"), answer[-1]], task.tokenizer.encode("6\n")
@@ -130,7 +130,7 @@ def test_the_answer_of_an_episode_is_the_last_turn(task, stop):
     assert score_rollouts([episode], task.held_out, task).rewards.tolist() == [1.0]
 
 
-def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
+def test_accuracy_is_of_samples_and_of_greedy_answers(task):
     def answer(prompt: Prompt, sample: int) -> str:
         stored = prompt.answer or ""
         return stored if sample == 0 else "banana"
@@ -153,7 +153,7 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     assert engine.requests[len(first) :] == first  # the same seeds every time
 
 
-def test_accuracy_is_told_by_data_source_where_there_are_several(tmp_path):
+def test_accuracy_is_reported_by_data_source(tmp_path):
     rows = [
         {"question": f"{i}", "answer": f"{i}", "data_source": "odd/x" if i % 2 else "even"}
         for i in range(14)
@@ -169,13 +169,13 @@ def test_accuracy_is_told_by_data_source_where_there_are_several(tmp_path):
     assert not [name for name in metrics if name.startswith("eval/accuracy/")]
 
 
-def test_answers_by_other_weights_than_the_ones_scored_are_refused(task):
+def test_answers_by_another_version_are_refused(task):
     engine = Parrot(task.tokenizer, lambda prompt, sample: "banana", version=2)
     with pytest.raises(EngineError, match="must be sampled by weight version 3"):
         evaluate_held_out(engine, task.held_out_prompts(), task, version=3)
 
 
-def test_the_longest_prompt_that_does_not_fit_is_named_at_once(tmp_path):
+def test_the_longest_prompt_over_the_limit_is_named(tmp_path):
     questions = ["short"] + ["x" * (20 + i) for i in range(13)]
     path = write_questions(tmp_path / "q.jsonl", questions)
     task = open_task(make_config(path, held_out_rows=7, train_rows=7))
@@ -186,7 +186,7 @@ def test_the_longest_prompt_that_does_not_fit_is_named_at_once(tmp_path):
     ).check_prompts()
 
 
-def test_rows_with_longer_prompts_are_dropped_and_counted_where_asked(tmp_path):
+def test_rows_with_longer_prompts_are_dropped_and_counted(tmp_path):
     questions = [f"{i:02}" + "x" * (30 * (i % 4 == 0)) for i in range(16)]  # four of them too long
     path = write_questions(tmp_path / "q.jsonl", questions)
     with pytest.raises(ConfigError, match=r"--set data.overlong_prompts=drop in a new run"):
@@ -202,7 +202,7 @@ def test_rows_with_longer_prompts_are_dropped_and_counted_where_asked(tmp_path):
         make_config(path, overlong_prompts="skip")
 
 
-def test_a_procedural_tasks_next_row_stands_in_for_one_that_is_too_long():
+def test_procedural_tasks_replace_rows_that_are_too_long():
     words = {"options": {"min_word_len": 1, "max_word_len": 12}, "max_prompt_tokens": 54}
     task = open_task(
         make_config("reasoning_gym:spell_backward", train_rows=40, overlong_prompts="drop", **words)
@@ -217,7 +217,7 @@ def test_a_procedural_tasks_next_row_stands_in_for_one_that_is_too_long():
     assert questions == [same_task.train[i].question for i in range(40)]
 
 
-def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
+def test_the_longest_answer_over_the_limit_is_named(tmp_path):
     rows = [{"question": chr(96 + i), "answer": i * "y"} for i in range(1, 15)]
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -230,7 +230,7 @@ def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
     check_targets(task, prompt + longest)
 
 
-def test_of_slow_sources_as_many_rows_are_looked_at_as_are_held_out(task, monkeypatch):
+def test_slow_sources_check_only_the_first_rows(task, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", -1.0)
     assert (
         list(task.rows_to_check(task.train)) == list(range(N_HELD_OUT))
@@ -284,7 +284,7 @@ class Channels(Parrot):
 
 
 @pytest.mark.parametrize("template", [CHANNEL_PROMPT, "harmony"])
-def test_only_the_final_channel_is_scored_where_the_prompt_asks_for_channels(tmp_path, template):
+def test_only_the_final_channel_is_scored(tmp_path, template):
     path = write_questions(tmp_path / "q.jsonl", [f"what is {i}?" for i in range(14)])
     task = open_task(make_config(path, template=template, max_prompt_tokens=400))
 
@@ -303,7 +303,7 @@ def test_only_the_final_channel_is_scored_where_the_prompt_asks_for_channels(tmp
         assert score_rollouts([taught], task.held_out, task).rewards.tolist() == [1.0]
 
 
-def test_functions_are_shown_the_final_channel_and_what_was_thought(tmp_path, monkeypatch):
+def test_functions_get_the_final_channel_and_the_thoughts(tmp_path, monkeypatch):
     (tmp_path / "shown.py").write_text(
         "seen = []\ndef f(prompt, response, row, analysis):\n"
         "    seen.append((response, analysis))\n    return len(response)\n"
@@ -325,7 +325,7 @@ def test_functions_are_shown_the_final_channel_and_what_was_thought(tmp_path, mo
         open_task(replace(cfg, data=replace(cfg.data, rewards="")))
 
 
-def test_a_sources_score_that_is_no_number_is_refused(task, monkeypatch):
+def test_a_score_that_is_no_number_is_refused(task, monkeypatch):
     class Odd:
         def __len__(self):
             return 1
@@ -352,7 +352,7 @@ def test_the_large_configs_ask_for_a_final_channel(name):
     assert read_response(tokens, b"#### 4", ByteTokenizer()).has_final is False
 
 
-def test_what_files_hold_has_a_digest_that_does_not_know_their_place(tmp_path):
+def test_content_digests_do_not_depend_on_the_path(tmp_path):
     rows = [f"what is {i}?" for i in range(14)]
     (tmp_path / "moved").mkdir()
     paths = (

@@ -34,7 +34,7 @@ from jaxmoe.data.scoring import score_text
         r"\boxed{4},000",
     ],
 )
-def test_a_box_in_a_formula_is_not_its_number(response):
+def test_a_box_in_a_formula_is_no_number(response):
     assert score_text(response, "4") == 0.0
 
 

@@ -36,7 +36,7 @@ def _write_file(tmp_path, *rows, name="a.jsonl"):
     return str(path)
 
 
-def test_a_chat_is_its_last_turn_what_came_before_and_a_system_prompt():
+def test_chats_have_system_earlier_and_last_turns():
     row = read_row("a:1", {"prompt": CHAT, "answer": 4}, answers=True)
     assert row.question == "2+2=" and row.system == "Be brief."
     assert row.earlier == (Message("user", "1+1="), Message("assistant", "2"))
@@ -45,7 +45,7 @@ def test_a_chat_is_its_last_turn_what_came_before_and_a_system_prompt():
     )
 
 
-def test_a_file_keeps_every_column_of_verls_and_trls_rows(tmp_path):
+def test_files_preserve_every_column_of_verl_and_trl(tmp_path):
     trl = {"prompt": "q", "solution": "$4$", "level": 3}
     source = open_source(_write_file(tmp_path, VERL, trl))
     assert [source[i].answer for i in range(2)] == ["4", "$4$"]
@@ -78,7 +78,7 @@ def test_numbers_and_lists_are_answers(tmp_path, answer, text, correct, incorrec
     assert source.score(correct, 0) == 1.0
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')
     assert open_source(str(path))[0].question == "q"
@@ -94,7 +94,7 @@ def test_an_answer_is_needed_where_nothing_else_scores(tmp_path):
 
 
 @pytest.mark.parametrize("write", [json.dumps, str], ids=["json", "python"])
-def test_a_chat_stored_as_text_is_read_as_the_chat(write):
+def test_a_chat_stored_as_text_is_a_chat(write):
     """Else it would be trained on as a question full of brackets."""
     for name in ("prompt", "question", "messages"):
         row = read_row("a:1", {name: write(CHAT), "answer": "4"}, answers=True)
@@ -111,7 +111,7 @@ def test_a_chat_stored_as_text_is_read_as_the_chat(write):
         '[{"role": "user", "content": "a"}] what?',
     ],
 )
-def test_a_text_that_looks_like_a_chat_and_is_none_is_refused(text):
+def test_text_that_resembles_a_chat_is_refused(text):
     with pytest.raises(ConfigError, match=r"a:1: prompt looks like a chat stored as text"):
         read_row("a:1", {"prompt": text, "answer": "4"}, answers=True)
 
@@ -121,7 +121,7 @@ def test_a_question_about_json_stays_a_text():
         assert read_row("a:1", {"prompt": text, "answer": "4"}, answers=True).question == text
 
 
-def test_openais_content_parts_and_a_column_messages_are_read():
+def test_openais_content_parts_and_message_columns_are_read():
     parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "=", "image_url": None}]
     chat = [*CHAT[:-1], {"role": "user", "content": parts}]
     row = read_row("a:1", {"messages": chat, "answer": "4"}, answers=True)
@@ -139,7 +139,7 @@ def test_verls_columns_stored_as_json_are_read(tmp_path):
         read_row("a:1", {"prompt": "q", "reward_model": "{ground_truth"}, answers=True)
 
 
-def test_a_boolean_is_an_answer_as_python_and_as_json_write_it(tmp_path):
+def test_boolean_answers_are_read_in_python_and_json(tmp_path):
     source = open_source(_write_file(tmp_path, {"question": "q", "answer": False}))
     assert source[0].answer == "False"
     assert [source.score(t, 0) for t in ("False", "false", "True", "0")] == [1.0, 1.0, 0.0, 0.0]
@@ -162,7 +162,7 @@ _NAMES = ["prompt", "messages", "question", "answer", "solution", "system", "rew
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), _CELL) | _CELL, st.booleans())
-def test_any_row_is_read_whole_or_refused_by_its_place(record, answers):
+def test_any_row_is_read_completely_or_refused(record, answers):
     try:
         row = read_row("file:3", record, answers=answers)
     except ConfigError as error:

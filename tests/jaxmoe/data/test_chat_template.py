@@ -35,7 +35,7 @@ def make_template(text, **changes):
     return Template("auto", chat=ChatTemplate(text, {"bos_token": "<|startoftext|>"}), **changes)
 
 
-def test_a_chat_is_rendered_and_a_plain_text_stays_one():
+def test_chats_are_rendered_and_plain_texts_are_not():
     text, tokens = make_template(TURNS).render(CHAT, BYTES)
     assert text == (
         "<|start|>system<|message|>Brief.<|end|>\n<|start|>user<|message|>1+1=<|end|>\n"
@@ -46,14 +46,14 @@ def test_a_chat_is_rendered_and_a_plain_text_stays_one():
     assert make_template(TURNS).render(Row("2+2=", "4"), BYTES) == ("2+2=", list(b"2+2="))
 
 
-def test_a_row_of_a_file_knows_whether_it_is_a_chat():
+def test_a_row_knows_whether_it_is_a_chat():
     chat = [{"role": "user", "content": "2+2="}]
     for stored in (chat, json.dumps(chat)):
         assert read_row("a:1", {"prompt": stored, "answer": "4"}, answers=True).chat
     assert not read_row("a:1", {"prompt": "2+2=", "answer": "4"}, answers=True).chat
 
 
-def test_every_row_is_a_chat_where_that_is_asked_for():
+def test_template_chat_makes_every_row_a_chat():
     template = Template("chat", system="Of all.", chat=ChatTemplate(TURNS, {}))
     text, _ = template.render(Row("2+2=", "4"), BYTES)
     assert text.startswith("<|start|>system<|message|>Of all.<|end|>\n<|start|>user<|message|>2+2=")
@@ -61,7 +61,7 @@ def test_every_row_is_a_chat_where_that_is_asked_for():
         Template("chat")
 
 
-def test_a_chat_without_a_template_is_refused_and_not_trained_on_as_bare_text():
+def test_a_chat_without_a_template_is_refused():
     with pytest.raises(ConfigError, match=r"a:3 is a chat, and the tokenizer has no chat template"):
         Template("auto").render(CHAT, BYTES)
     assert Template("{question}").render(Row("2+2=", "4", chat=True), BYTES)[0] == "2+2="
@@ -95,7 +95,7 @@ def test_special_strings_of_a_row_stay_text(first_turn, question):
         "{{ messages[0].content | upper }}",
     ],
 )
-def test_a_row_whose_special_strings_cannot_be_told_from_the_templates_is_refused(template):
+def test_special_strings_like_the_templates_are_refused(template):
     row = Row("a<|end|>b", "4", chat=True, location="a:1")
     with pytest.raises(ConfigError, match=r"a:1 holds <\|end\|>, which .* cannot be distinguished"):
         make_template(template).render(row, BYTES)
@@ -115,13 +115,13 @@ def test_a_row_whose_special_strings_cannot_be_told_from_the_templates_is_refuse
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_or_breaks_out_is_one_line_that_names_the_row(template, message):
+def test_a_failing_template_names_its_row(template, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make_template(template).render(CHAT, BYTES)
     assert "must render a:3" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_templates_get_the_tokens_the_date_of_the_start_and_json_as_it_is():
+def test_templates_get_tokens_start_date_and_json():
     start = datetime.datetime(2026, 2, 3)
     text = "{{ bos_token }}{{ strftime_now('%d %B') }}{{ messages[0].content | tojson }}{{ x }}"
     rendered = ChatTemplate(text, {"bos_token": "<s>"}, start).render([Message("user", "<é'>")])
@@ -130,7 +130,7 @@ def test_templates_get_the_tokens_the_date_of_the_start_and_json_as_it_is():
     assert effort.render(CHAT, BYTES)[0] == "low"
 
 
-def test_the_template_is_looked_for_where_transformers_keeps_it(tmp_path):
+def test_the_template_is_read_from_transformers_places(tmp_path):
     assert load_chat_template("bytes") is None
     write_byte_tokenizer(tmp_path)
     assert load_chat_template(str(tmp_path)) is None

@@ -69,7 +69,7 @@ def test_both_formats_are_the_same_messages():
     ) in text
 
 
-def test_several_calls_without_a_content_and_arguments_as_an_object_are_read():
+def test_calls_without_content_and_object_arguments_are_read():
     calls = [
         {**CALL, "id": str(i), "function": {"name": "mul", "arguments": {"é": i}}} for i in range(2)
     ]
@@ -111,7 +111,7 @@ def test_python_is_called_by_its_own_name():
         ({"role": "assistant", "content": ""}, "a content that is a non-empty text"),
     ],
 )
-def test_a_turn_that_cannot_be_written_is_refused_in_one_line(turn, message):
+def test_an_unwritable_turn_is_refused_in_one_line(turn, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_chat([USER, turn, LAST])
     assert str(caught.value).startswith("a:1: messages[1]") and "\n" not in str(caught.value)
@@ -129,7 +129,7 @@ def test_other_templates_refuse_tool_calls(text):
         Template(text, chat=chat).render(read_chat(OPENAI), BYTES)
 
 
-def test_rows_that_differ_in_a_recipient_are_other_rows(tmp_path):
+def test_rows_with_different_recipients_are_different(tmp_path):
     other = json.loads(json.dumps(HARMONY).replace("functions.mul", "functions.add"))
     rows = [read_chat(chat) for chat in (HARMONY, other)]
     assert rows[0].identity != rows[1].identity

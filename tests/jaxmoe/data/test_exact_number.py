@@ -88,6 +88,6 @@ def test_any_text_can_be_read(text):
         assert value is None or isinstance(value, Fraction)
 
 
-def test_a_number_that_is_cut_off_by_the_window_is_none():
+def test_a_number_cut_by_the_window_is_none():
     assert read_last_number("1" + "0" * 2000) is None
     assert read_last_number("so " * 3000 + "17") == 17

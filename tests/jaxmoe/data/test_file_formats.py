@@ -103,7 +103,7 @@ def test_a_saved_dataset_has_its_rows_in_order(tmp_path):
         open_source(str(tmp_path / "saved"))
 
 
-def test_a_saved_dict_of_splits_needs_one_of_them(tmp_path):
+def test_a_dict_of_splits_needs_one_chosen(tmp_path):
     for split in ("train", "test"):
         save_to_disk(tmp_path / "saved" / split, ROWS)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -112,7 +112,7 @@ def test_a_saved_dict_of_splits_needs_one_of_them(tmp_path):
     assert list_columns(tmp_path / "saved" / "test") == ROWS
 
 
-def test_arrow_files_of_either_format_are_read_or_refused(tmp_path):
+def test_arrow_files_of_either_format_are_read(tmp_path):
     pa = pytest.importorskip("pyarrow")
     ipc = importlib.import_module("pyarrow.ipc")
     table = pa.Table.from_pylist(ROWS)

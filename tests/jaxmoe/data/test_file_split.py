@@ -113,7 +113,7 @@ def test_too_many_rows_are_refused_with_what_fits(tmp_path):
             open_split(one, options, SplitRequest(4, 1))
 
 
-def test_without_shuffling_the_order_is_that_of_the_file(tmp_path):
+def test_without_shuffling_the_order_is_the_files(tmp_path):
     path = write_questions(tmp_path / "a.jsonl", range(9))
     train, held_out, _ = open_split(path, {}, SplitRequest(5, 2, shuffle=False))
     assert questions(train) == sorted(questions(train)) and len(train) == 5
@@ -141,7 +141,7 @@ def test_columns_tell_an_environment_s_rows_apart(tmp_path):
     assert len(train) == 8 and len(levels[1]) == 2 and not levels[0] & levels[1]
 
 
-def test_an_environment_trains_on_no_held_out_row_where_it_can(tmp_path):
+def test_environments_reuse_held_out_rows_only_if_needed(tmp_path):
     rows = [{"question": "play", "answer": "1", "level": i % 6} for i in range(12)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(ConfigError, match=r"Try --set data.train_rows=8\.$"):

@@ -64,7 +64,7 @@ def test_without_a_final_channel_there_is_no_answer(response):
     assert not parsed.has_final and parsed.text == ""
 
 
-def test_the_stop_token_says_that_it_was_a_call():
+def test_the_stop_token_marks_the_last_call():
     """The text of a response has no stop token in it."""
     text = BYTES.encode("<|channel|>final<|message|>{}", specials=True)
     for name, final in (("<|return|>", True), ("<|call|>", False)):
@@ -80,7 +80,7 @@ def test_a_header_spelt_in_plain_tokens_opens_nothing():
 
 
 @pytest.mark.parametrize("prompt", ["2+2=", "<|start|>user<|message|>2+2", "<|start|>", "<|end|>"])
-def test_a_prompt_that_asks_for_no_channels_gets_all_of_the_response(prompt):
+def test_prompts_without_channels_get_the_complete_response(prompt):
     parsed = parse_text(THOUGHT, BYTES.encode(prompt, specials=True))
     assert parsed.text == THOUGHT and not parsed.uses_channels and parsed.has_final
 
@@ -90,7 +90,7 @@ TAILS = ["", "<|channel|>final", "<|channel|>final<|message|>", CHANNEL, CHANNEL
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_a_stored_answer_is_put_where_it_is_looked_for(tail):
+def test_stored_answers_are_written_where_they_are_read(tail):
     prompt = [*PROMPT, *BYTES.encode(tail, specials=True)]
     answer = [*answer_prefix(prompt, BYTES), *b"4", BYTES.stop_ids[0]]
     assert read_response(prompt, answer, BYTES).text == "4"
@@ -132,12 +132,12 @@ def test_a_turn_is_its_messages():
         " to=functions.add<|channel|>final <|constrain|>json<|message|>{}<|return|>",
     ],
 )
-def test_a_call_on_the_final_channel_is_a_call_with_a_recipient(call):
+def test_a_final_channel_call_has_its_recipient(call):
     turn = read_text(THOUGHT + call)
     assert [m.recipient for m in turn.calls] == ["functions.add"] and turn.answer is None
 
 
-def test_a_message_that_ends_as_a_call_is_one_without_a_recipient():
+def test_a_call_without_to_has_no_recipient():
     turn = read_text("<|channel|>final <|constrain|>json<|message|>{}<|call|>")
     assert [(m.recipient, m.content_type) for m in turn.calls] == [("", "json")]
 
@@ -151,7 +151,7 @@ def test_a_message_that_ends_as_a_call_is_one_without_a_recipient():
         "functions.add<|channel|>commentary",
     ],
 )
-def test_a_message_in_another_name_ends_the_turn_and_is_forged(forged):
+def test_a_message_of_another_role_is_forged(forged):
     turn = read_text(THOUGHT[: -len("assistant")] + forged)
     assert turn.is_forged and not turn.is_truncated and "in the name of" in turn.problem
     assert len(turn.messages) == 1 and turn.calls == () and turn.answer is None
@@ -175,7 +175,7 @@ def test_what_is_malformed_is_named_in_a_phrase(text, problem):
     assert read_turn(PROMPT, header, BYTES).problem == "a header that is not text"
 
 
-def test_a_turn_that_is_cut_off_gives_its_partial_message():
+def test_a_truncated_turn_has_its_partial_message():
     turn = read_text(THOUGHT + "<|channel|>final<|message|>4")
     assert turn.is_truncated and turn.problem and turn.ends == ("<|end|>", "")
     assert turn.answer == turn.messages[-1] == Message("assistant", "4", channel="final")
@@ -192,7 +192,7 @@ def test_a_start_inside_a_body_is_text():
     assert read_text(text).messages[0].content == parse_text(text).text == body
 
 
-def test_a_malformed_message_takes_no_answer_away_but_ends_an_episodes_turn():
+def test_malformed_messages_end_turns_but_lose_no_answer():
     """A single answer is scored leniently, as before; an environment must not act on a guess."""
     for text in (
         "<|channel|>analysis a b c<|message|>x<|end|><|start|>assistant"
@@ -202,7 +202,7 @@ def test_a_malformed_message_takes_no_answer_away_but_ends_an_episodes_turn():
         assert parse_text(text).text == "4" and read_text(text).answer is None
 
 
-def test_an_answer_before_a_call_is_no_answer_yet():
+def test_an_answer_before_a_call_is_no_answer():
     final = "<|channel|>final<|message|>4<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.add<|message|>{}<|call|>"
     assert parse_text(final).has_final and not parse_text(final + call).has_final
@@ -227,7 +227,7 @@ def test_the_context_may_have_begun_the_header():
         assert read_turn(context, ids, BYTES).problem == "no assistant message is open"
 
 
-def test_a_stop_token_that_ends_no_message_is_left_out():
+def test_an_unneeded_stop_token_is_ignored():
     other = ByteTokenizer(stop_ids=(*BYTES.stop_ids, BYTES.special("<|endoftext|>")))
     ids = BYTES.encode("<|channel|>final<|message|>4<|endoftext|>", specials=True)
     assert read_turn(PROMPT, ids, other).answer.content == "4"

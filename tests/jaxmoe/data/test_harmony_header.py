@@ -69,7 +69,7 @@ def test_other_headers_are_malformed_and_other_roles_forged(text, is_forged, pro
     assert caught.value.is_forged == is_forged
 
 
-def test_a_role_that_is_cut_off_may_become_the_assistants():
+def test_a_truncated_role_may_become_the_assistants():
     check_role("assis", is_cut=True)
     for role, is_cut in (("assis", False), ("user", True)):
         with pytest.raises(HeaderError):

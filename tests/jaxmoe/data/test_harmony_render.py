@@ -18,7 +18,7 @@ def decode_specials(ids):
     return [BYTES.decode([i]) for i in ids if i >= 256]
 
 
-def test_a_tools_message_is_to_the_assistant_on_the_channel_of_its_calls():
+def test_tool_messages_go_to_the_assistants_channel():
     for name, header in (
         ("functions.search", "functions.search<|channel|>commentary to=assistant"),
         ("python", "python to=assistant<|channel|>analysis"),
@@ -43,14 +43,14 @@ def test_contents_and_names_are_never_marks():
     ]
 
 
-def test_a_tool_without_a_name_and_an_unknown_role_are_refused():
+def test_a_nameless_tool_and_unknown_role_are_refused():
     with pytest.raises(ConfigError, match=r"must have the name of the tool, such as python"):
         write_messages([Message("tool", "4")], BYTES)
     with pytest.raises(ConfigError, match=r"role of a message must be .*; got 'environment'"):
         write_messages([Message("environment", "4")], BYTES)
 
 
-def test_a_call_ends_in_call_an_answer_in_end_and_as_a_target_in_return():
+def test_calls_answers_and_targets_have_their_end_tokens():
     call = Message("assistant", "1+1", channel="analysis", recipient="python", content_type="code")
     final = Message("assistant", "2", channel="final")
     text = "<|start|>assistant to=python<|channel|>analysis <|constrain|>code<|message|>1+1<|call|>"

@@ -40,7 +40,7 @@ def test_functions_are_a_namespace_of_types():
     assert write_developer_text("", [SEARCH]).startswith("# Tools")
 
 
-def test_python_is_declared_in_the_system_message_and_calls_of_functions_are_named_there():
+def test_the_system_message_declares_python_and_function_calls():
     rule = "\nCalls to these tools must go to the commentary channel: 'functions'."
     plain, python, both = (
         write_system_text("low", tools) for tools in ([], [PYTHON], [PYTHON, SEARCH])

@@ -28,25 +28,25 @@ def _read_ids(stream, steps):
     return [[prompt.id for prompt in next(stream)] for _ in range(steps)]
 
 
-def test_a_prompt_carries_its_row_text_tokens_and_answer():
+def test_prompts_have_row_text_tokens_and_answer():
     for prompt in next(_make_stream()):
         assert prompt.text == f"q{prompt.id}="
         assert prompt.tokens == tuple(prompt.text.encode())
         assert prompt.answer == str(prompt.id)
 
 
-def test_each_epoch_covers_every_row_once_in_a_new_order():
+def test_epochs_cover_every_row_once_in_new_order():
     epochs = [sum(_read_ids(stream, 3), []) for stream in [_make_stream()] for _ in range(3)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(12))
 
 
-def test_without_shuffling_every_epoch_has_the_order_of_the_source():
+def test_unshuffled_epochs_have_the_sources_order():
     stream = _make_stream(shuffle=False)
     assert sum(_read_ids(stream, 6), []) == [*range(12), *range(12)]
 
 
-def test_the_epoch_says_how_often_all_rows_were_read_and_resumes():
+def test_the_epoch_counts_passes_and_resumes():
     stream, resumed = _make_stream(), _make_stream()
     assert stream.epoch == 0.0
     _read_ids(stream, 4)
@@ -55,7 +55,7 @@ def test_the_epoch_says_how_often_all_rows_were_read_and_resumes():
 
 
 @pytest.mark.parametrize("per_step", [1, 5, 15])
-def test_an_epoch_need_not_be_a_whole_number_of_steps(per_step):
+def test_an_epoch_may_have_fractional_steps(per_step):
     flat = sum(_read_ids(_make_stream(prompts_per_step=per_step), 60 // per_step), [])
     assert all(sorted(flat[i : i + 12]) == list(range(12)) for i in range(0, 60, 12))
 
@@ -69,7 +69,7 @@ def test_the_seed_decides_the_order():
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
-def test_a_restored_stream_goes_on_at_the_exact_element(before):
+def test_a_restored_stream_resumes_at_the_exact_element(before):
     expected = _read_ids(_make_stream(prompts_per_step=5), before + 6)
     first = _make_stream(prompts_per_step=5)
     _read_ids(first, before)
@@ -91,7 +91,7 @@ def test_the_state_of_another_stream_is_refused(change, message):
         _make_stream(**change).set_state(_make_stream().get_state())
 
 
-def test_a_long_prompt_names_its_row_length_and_option():
+def test_a_long_prompt_names_its_row_and_option():
     stream = _make_stream(FileSource((Row("short", "1"), Row("é" * 5, "1"))), prompts_per_step=2)
     with pytest.raises(ValueError, match=r"\(9\) tokens; row 1 has 11.*max_prompt_tokens=11"):
         next(stream)
@@ -108,7 +108,7 @@ def test_a_step_without_prompts_is_refused():
         _make_stream(prompts_per_step=0)
 
 
-def test_specials_of_the_template_are_ids_and_those_of_a_question_are_text():
+def test_template_specials_are_ids_and_question_specials_text():
     source = FileSource((Row("<|end|>{question}", "1"),))
     prompt = make_prompt(source, 0, ByteTokenizer(), Template("<|start|>{question}<|end|>"), 99)
     assert prompt.tokens == (261, *b"<|end|>{question}", 262)

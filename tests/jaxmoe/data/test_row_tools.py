@@ -101,7 +101,7 @@ def test_stored_arguments_become_one_object(arguments):
 
 
 @pytest.mark.parametrize("arguments", ["city=Rome", "[1]", '"x"', "{"])
-def test_arguments_that_are_no_object_are_refused_by_line(arguments):
+def test_arguments_that_are_no_object_are_refused(arguments):
     with pytest.raises(ConfigError, match=r"a:1: prompt\[1\] must have tool_calls whose arguments"):
         read(prompt=call(arguments))
 

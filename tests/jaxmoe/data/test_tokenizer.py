@@ -40,7 +40,7 @@ def test_bytes_round_trip_any_text(text):
 @pytest.mark.parametrize(
     "text", ["", "2+2= é😀👩‍👩‍👧\n\t ", "\x00\x7f", HOSTILE, "<|end", "  a  b "]
 )
-def test_the_exported_file_gives_the_ids_of_the_byte_tokenizer(exported, text, specials):
+def test_the_exported_file_gives_the_byte_tokenizers_ids(exported, text, specials):
     ids = ByteTokenizer().encode(text, specials=specials)
     assert exported.encode(text, specials=specials) == ids
     assert exported.decode(ids) == ByteTokenizer().decode(ids) == text
@@ -60,7 +60,7 @@ def test_special_ids_are_256_to_264_in_both(exported):
         assert tokenizer.pad_id == 257
 
 
-def test_special_strings_in_text_stay_plain_unless_asked_for(exported):
+def test_special_strings_become_tokens_only_on_request(exported):
     for tokenizer in (ByteTokenizer(), exported):
         assert max(tokenizer.encode(HOSTILE)) < 256
         assert 262 in tokenizer.encode(HOSTILE, specials=True)
@@ -84,7 +84,7 @@ def test_load_tokenizer_knows_bytes_files_and_directories(tmp_path):
     assert load_tokenizer(str(file.parent)).vocab_size == 265
 
 
-def test_a_missing_or_broken_file_says_what_to_type(tmp_path):
+def test_a_missing_or_broken_file_gets_advice(tmp_path):
     with pytest.raises(ValueError, match=r"init\.tokenizer must be .*--set init\.tokenizer=bytes"):
         load_tokenizer(str(tmp_path / "nope"))
     broken = tmp_path / "tokenizer.json"
@@ -103,7 +103,7 @@ def _write_generic(directory, *, eos):
     return file
 
 
-def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
+def test_a_generic_file_stops_at_end_of_text(tmp_path):
     tokenizer = HFTokenizer(_write_generic(tmp_path / "known", eos="</s>"))
     assert tokenizer.stop_ids == (256,) and tokenizer.pad_id == 256
     file = _write_generic(tmp_path / "own", eos="[FIN]")
@@ -125,7 +125,7 @@ def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
         HFTokenizer(file).special("<|start|>")
 
 
-def test_all_end_tokens_that_a_checkpoint_lists_end_an_answer(tmp_path):
+def test_all_end_tokens_of_a_checkpoint_end_answers(tmp_path):
     """GPT-OSS lists <|return|>, <|endoftext|> and <|call|>, in this order."""
     file = write_byte_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "checkpoint").mkdir()
@@ -140,7 +140,7 @@ def test_all_end_tokens_that_a_checkpoint_lists_end_an_answer(tmp_path):
     assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
 
 
-def test_without_a_generation_config_the_models_config_lists_them(tmp_path):
+def test_without_generation_config_the_models_config_is_read(tmp_path):
     file = write_byte_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 257}))
     assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
@@ -157,7 +157,7 @@ def test_end_tokens_of_another_type_are_one_line(tmp_path, spoilt):
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_special_strings_in_text_stay_plain_whatever_the_file_says_of_them(tmp_path, special):
+def test_special_strings_are_plain_whatever_the_file_says(tmp_path, special):
     file = write_byte_tokenizer(tmp_path)
     value = json.loads(file.read_text())
     for token in value["added_tokens"]:
@@ -181,7 +181,7 @@ def _write_word_tokenizer(directory, **model):
     return file
 
 
-def test_a_text_that_would_end_the_policys_turn_is_refused(tmp_path):
+def test_text_that_would_end_the_turn_is_refused(tmp_path):
     tokenizer = HFTokenizer(_write_word_tokenizer(tmp_path))
     assert tokenizer.encode("hello world") == [0, 1]
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_text_that_would_end_the_policys_turn_is_refused(tmp_path):
         tokenizer.encode("hello </s> world")
 
 
-def test_a_text_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path):
+def test_text_without_tokens_is_refused_in_one_line(tmp_path):
     with pytest.raises(
         ConfigError, match="must be able to encode every text; .* for 'hi'"
     ) as error:
@@ -198,7 +198,7 @@ def test_a_text_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_truncation_and_padding_stored_in_a_file_are_off(tmp_path):
+def test_truncation_and_padding_of_a_file_are_off(tmp_path):
     file = write_byte_tokenizer(tmp_path)
     stored = tokenizers.Tokenizer.from_file(str(file))
     stored.enable_truncation(3)
@@ -207,7 +207,7 @@ def test_truncation_and_padding_stored_in_a_file_are_off(tmp_path):
     assert HFTokenizer(file).encode("abcde") == [97, 98, 99, 100, 101]
 
 
-def test_a_model_with_fewer_rows_than_ids_is_refused():
+def test_a_model_with_fewer_rows_is_refused():
     check_tokenizer(ByteTokenizer(), 265)
     with pytest.raises(ValueError, match=r"model\.vocab_size \(264\).*=265"):
         check_tokenizer(ByteTokenizer(), 264)

@@ -32,5 +32,5 @@ from jaxmoe.data.scoring import score_text
         (r"\boxed{5} cm", "5 cm", 1.0),
     ],
 )
-def test_a_unit_is_the_stored_one_in_any_spelling(response, gold, score):
+def test_a_unit_is_valid_in_any_spelling(response, gold, score):
     assert score_text(response, gold) == score

@@ -9,7 +9,7 @@ from jaxmoe.distributed import channel as module
 from jaxmoe.distributed.channel import Channel
 
 
-def test_what_the_first_makes_is_everybodys_and_only_it_makes_it(monkeypatch):
+def test_process_0_makes_values_for_all(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 10)
     board, calls = Board(3), []
 
@@ -37,7 +37,7 @@ def test_what_the_first_makes_is_everybodys_and_only_it_makes_it(monkeypatch):
         (KeyError("a"), EngineError, "process 0: KeyError: 'a'"),
     ],
 )
-def test_an_error_of_the_first_ends_all_with_its_cause(raised, kind, message):
+def test_an_error_of_process_0_ends_all(raised, kind, message):
     def run_process(channel):
         def make_data():
             raise raised
@@ -64,7 +64,7 @@ def test_one_process_needs_nobody():
     assert single.broadcast_from_first(lambda: b"x") == b"x" and single.gather_values(1) == [1]
 
 
-def test_channels_of_two_names_do_not_hear_each_other():
+def test_channels_of_different_names_are_separate():
     def run_process(channel):
         other_channel = Channel("other", client=channel._client, number=channel.number, count=2)
         return [
@@ -76,5 +76,5 @@ def test_channels_of_two_names_do_not_hear_each_other():
     assert as_processes(2, run_process) == [heard, heard]
 
 
-def test_a_message_is_as_small_as_grpc_takes_it():
+def test_a_message_fits_grpcs_limit():
     assert module.CHUNK_BYTES < 4 * 2**20

@@ -19,14 +19,14 @@ def test_nobody_says(tmp_path):
     assert count_free_bytes(tmp_path) is None
 
 
-def test_without_a_limit_it_is_what_the_machine_has(tmp_path):
+def test_without_a_limit_memory_is_the_machines(tmp_path):
     two = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}
     write_files(tmp_path, MACHINE | two)
     assert count_free_bytes(tmp_path) == 50 * 1024
 
 
 @pytest.mark.parametrize("place", ["a/b", "a", ""])
-def test_the_least_of_all_groups_counts_and_cached_pages_are_free(tmp_path, place):
+def test_the_smallest_group_limits_memory_without_page_cache(tmp_path, place):
     top = f"sys/fs/cgroup/{place}".rstrip("/")
     write_files(
         tmp_path,
@@ -56,7 +56,7 @@ def test_the_first_version_of_groups_is_read_too(tmp_path):
     assert count_free_bytes(tmp_path) == 10_700
 
 
-def test_devices_of_a_cpu_get_a_thread_each_beside_the_flags_there_are():
+def test_cpu_devices_get_a_thread_preserving_flags():
     environ = {"XLA_FLAGS": "--a=b"}
     use_one_thread_per_device(environ)
     use_one_thread_per_device(environ)

@@ -21,7 +21,7 @@ def run_two(work, **changes):
 
 
 @pytest.mark.slow  # two processes
-def test_two_processes_have_the_same_episodes_and_call_each_tool_once(tmp_path):
+def test_two_processes_share_episodes_and_call_tools_once(tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()

@@ -72,7 +72,7 @@ def test_what_one_process_writes_is_refused_to_several(environ):
         check_one_process("export", environ)
 
 
-def test_a_first_process_that_does_not_answer_is_one_line(monkeypatch):
+def test_a_silent_first_process_is_one_line(monkeypatch):
     monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.1)
     with pytest.raises(ConfigError, match="nothing answered for 0.1 s .*Start process 0"):
         join_processes(make_environ(address=f"127.0.0.1:{free_port()}"))
@@ -92,14 +92,14 @@ def as_three(monkeypatch, number, other_values):
     monkeypatch.setattr(processes, "_open_channel", lambda: channel)
 
 
-def test_what_differs_between_processes_is_named_with_who_has_it(monkeypatch):
+def test_differences_between_processes_are_named_by_process(monkeypatch):
     values = {"config": "lr 1\nseed 2", "code": "abc"}
     as_three(monkeypatch, 0, {1: values, 2: values | {"config": "lr 1\nseed 3"}})
     with pytest.raises(ConfigError, match="config .* in 2: 'seed 3' and not 'seed 2'"):
         check_same_everywhere(**values)
 
 
-def test_neighbours_stay_together_in_a_share_and_all_is_shared_out(monkeypatch):
+def test_shares_are_contiguous_and_complete(monkeypatch):
     shares = []
     for number in range(3):
         as_three(monkeypatch, number, {i: {"value": None} for i in range(3)})
@@ -274,7 +274,7 @@ def read_final(work):
 @pytest.mark.slow
 @pytest.mark.extended  # four processes that compile a run each, three times
 @pytest.mark.timeout(2 * MINUTES * (1 + KILLS))
-def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path):
+def test_a_dead_process_ends_all(tmp_path):
     want = read_final(tmp_path / "whole")
     for kill in range(KILLS):
         differences = kill_and_resume(tmp_path / f"killed{kill}", kill, want)
@@ -363,7 +363,7 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
 @pytest.mark.slow
 @pytest.mark.extended  # two processes; test_invariant_mesh.py has their mesh in one
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path, dtype):
+def test_two_processes_have_their_engines_log_probs_bitwise(tmp_path, dtype):
     exact = {"model.numerics": "invariant", "model.dtype": dtype, "rollout.sequences_per_step": 32}
     work = tmp_path / "run"
     for code, output in wait_for_end(

@@ -30,7 +30,7 @@ with joined_processes():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_processes_leave_the_device_to_the_check_of_kernels(count):
+def test_processes_leave_the_device_to_kernel_checks(count):
     """A TPU is one process's at a time: what comes before the check must not open it."""
     address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [

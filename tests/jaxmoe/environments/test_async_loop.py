@@ -16,11 +16,11 @@ async def wait(seconds):
     return asyncio.get_running_loop(), threading.get_ident()
 
 
-def test_a_result_that_is_there_is_returned_as_it_is():
+def test_a_plain_result_is_returned_unchanged():
     assert wait_for_result(3) == 3 and wait_for_result(None) is None
 
 
-def test_calls_of_many_threads_wait_at_the_same_time_on_one_loop():
+def test_calls_of_several_threads_wait_simultaneously():
     start = time.perf_counter()
     with ThreadPoolExecutor(32) as pool:
         results = set(pool.map(lambda _: wait_for_result(wait(0.2)), range(32)))
@@ -28,7 +28,7 @@ def test_calls_of_many_threads_wait_at_the_same_time_on_one_loop():
     assert time.perf_counter() - start < 3  # one after the other: 6.4 s
 
 
-def test_an_exception_of_the_call_is_raised_where_it_is_waited_for():
+def test_exceptions_are_raised_to_the_waiting_caller():
     async def fail():
         raise KeyError("x")
 
@@ -41,7 +41,7 @@ def test_an_exception_of_the_call_is_raised_where_it_is_waited_for():
         wait_for_result(cancel())
 
 
-def test_a_call_that_would_wait_for_its_own_loop_is_refused():
+def test_a_call_waiting_for_its_loop_is_refused():
     async def call_back():
         return wait_for_result(wait(0))
 

@@ -91,14 +91,14 @@ def test_an_environment_of_our_own_form(text):
     assert results[0].truncated and not results[0].terminated
 
 
-def test_each_call_of_a_factory_is_an_episode_of_its_own():
+def test_each_factory_call_is_a_separate_episode():
     factory = read_environment(f"{MODULE}:Guess(limit=2)")
     for _ in range(2):
         _, results, _ = run_episode(factory(), say("1"), say("2"))
         assert [result.truncated for result in results] == [False, True]
 
 
-def test_a_trl_environment_offers_its_methods_and_is_rewarded_at_the_end():
+def test_trl_environments_offer_methods_and_a_final_reward():
     environment = make("Counter(start=1)")
     call = {"channel": "commentary", "recipient": "functions.add"}
     messages, results, rewards = run_episode(
@@ -116,7 +116,7 @@ def test_a_trl_environment_offers_its_methods_and_is_rewarded_at_the_end():
     assert ROW.columns["level"] == 2
 
 
-def test_a_trl_reset_gets_all_columns_and_the_row_stays_as_it_was():
+def test_a_trl_reset_gets_columns_without_changing_rows():
     environment = make("Silent")
     closed = Silent.closed
     _, (result,), rewards = run_episode(environment, say("", recipient="functions.peek"))
@@ -125,7 +125,7 @@ def test_a_trl_reset_gets_all_columns_and_the_row_stays_as_it_was():
     assert [tool.name for tool in environment.tools] == ["peek"]
 
 
-def test_a_column_that_a_trl_reset_requires_is_missed_before_the_run():
+def test_a_missing_trl_column_is_refused_before_work():
     rows = [ROW, Row("?", "", columns={"question": "?"}, location="a.jsonl:2")]
     with pytest.raises(ConfigError, match="^a.jsonl:2: there is no column level, which reset of"):
         check_rows(read_environment(f"{MODULE}:Counter"), rows)
@@ -184,7 +184,7 @@ def test_a_tunix_environment_gets_texts_and_calls():
     assert messages[0].content == "Say hi." and results[0].messages[0].content == "again"
 
 
-def test_a_verl_tool_has_an_instance_in_each_episode():
+def test_a_verl_tool_has_an_instance_per_episode():
     (tool,) = read_tools(f"{MODULE}:ToolOfVerl(config={{'a': 1}}, tool_schema={SCHEMA})")
     assert tool.address == "functions.note"
     assert tool.description.parameters["required"] == ["word"]
@@ -206,7 +206,7 @@ def test_a_verl_tool_has_an_instance_in_each_episode():
     assert result.terminated and rewards == {}  # no call, no instance
 
 
-def test_tools_of_a_config_join_those_of_an_environment():
+def test_tools_of_configs_and_environments_are_joined():
     environment = make("Counter", tools=read_tools("python"))
     _, results, _ = run_episode(
         environment,
@@ -325,7 +325,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, text, package):
         ("x" * 10_000_000, 0.0, False, {}),
     ],
 )
-def test_a_bad_result_of_any_form_is_a_fault(monkeypatch, form, value):
+def test_bad_results_of_any_form_are_faults(monkeypatch, form, value):
     environment = make(form.__name__)
     environment.reset(ROW, seed=0)
     monkeypatch.setattr(form, "step", lambda self, action: value)

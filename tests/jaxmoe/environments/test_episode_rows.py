@@ -64,13 +64,13 @@ def open_episodes(make_environment, rows=None, *, samples=2, timeout_s=5.0):
     )
 
 
-def test_rows_are_read_in_the_thread_of_the_caller():
+def test_rows_are_read_in_the_callers_thread():
     rows = Rows()
     open_episodes(make_quiet(), rows)[1]()
     assert set(rows.threads) == {threading.current_thread()}
 
 
-def test_an_environment_that_changes_its_row_changes_no_other():
+def test_an_environment_changing_its_row_changes_no_other():
     def reset(self, row, *, seed):
         row.columns["unit"].append("g")
         return [Message("user", f"{row.question} in {row.columns['unit']}")], {}
@@ -81,7 +81,7 @@ def test_an_environment_that_changes_its_row_changes_no_other():
     assert all("['kg', 'g']" in prompt.text for prompt in prompts)
 
 
-def test_prompts_of_one_text_and_other_tokens_are_refused():
+def test_prompts_of_equal_text_but_other_tokens_fail():
     number = iter(range(100))
 
     def reset(self, row, *, seed):
@@ -105,7 +105,7 @@ def test_an_environment_whose_reset_fails_is_closed():
     assert kind.n_closed == 9
 
 
-def test_an_environment_whose_reset_returns_too_late_is_closed():
+def test_an_environment_with_a_late_reset_is_closed():
     release = threading.Event()
 
     def reset(self, row, *, seed):
@@ -148,7 +148,7 @@ def test_all_processes_know_which_resets_failed(monkeypatch):
     assert prompts[2].tokens == (1, 2) and prompts[1].text.count("question 1") == 1
 
 
-def test_a_turn_that_is_late_before_its_step_does_not_step_a_closed_environment():
+def test_a_late_turn_does_not_step_closed_environments():
     environment: Environment = make_quiet()()
     state = EpisodeState(environment, ())
     state.close()

@@ -57,7 +57,7 @@ def test_an_episode_keeps_its_variables_and_shares_none(tools, environment):
         ),
     ],
 )
-def test_a_program_loses_its_interpreter_and_the_policy_reads_why(environment, code, text, metric):
+def test_a_dying_program_shows_the_policy_its_reason(environment, code, text, metric):
     call_tool(environment, "x = 1")
     reply, metrics = call_tool(environment, code)
     assert text in reply and "variables and files are lost" in reply and "\n" not in reply
@@ -73,7 +73,7 @@ def test_an_episode_without_a_call_starts_no_sandbox(tools):
     assert "ended" in session.run("1").text
 
 
-def test_the_tool_takes_no_options_and_stands_for_python():
+def test_the_tool_takes_no_options_and_replaces_python():
     first_kind()
     with pytest.raises(ConfigError, match="has no option 'k'"):
         read_tools("python_sandbox(k=3)")
@@ -83,7 +83,7 @@ def test_the_tool_takes_no_options_and_stands_for_python():
         read_tools("python_sandbx")
 
 
-def test_a_sandbox_that_does_not_start_ends_the_episode(monkeypatch):
+def test_a_sandbox_that_cannot_start_ends_episodes(monkeypatch):
     first_kind()
     monkeypatch.setattr(sandbox_tool, "choose_sandbox", lambda c: BrokenLauncher(first_kind(), c))
     environment = ToolEnvironment(read_tools("python_sandbox", SandboxConfig(disk_mb=0, warm=0)))

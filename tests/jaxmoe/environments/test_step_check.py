@@ -46,7 +46,7 @@ class HostileNumber(float):
         raise HostileError
 
 
-def test_a_step_has_messages_a_reward_two_flags_and_info():
+def test_steps_have_messages_reward_two_flags_and_info():
     info = {"rewards": {"format": 0.25, "answer": 0.5}, "metrics": {"env/tries": np.int64(2)}}
     assert check_step(([REPLY], 0.75, False, np.bool_(False), info)) == StepResult(
         (REPLY,), 0.75, False, False, {"format": 0.25, "answer": 0.5}, {"env/tries": 2.0}
@@ -110,7 +110,7 @@ def test_half_a_surrogate_pair_cannot_reach_the_tokenizer():
         (([REPLY], 0.0, False, False, {"metrics": {"a": "x"}}), "metrics['a']"),
     ],
 )
-def test_any_other_step_is_a_fault_with_a_short_reason(result, reason):
+def test_any_other_step_is_a_fault_with_reason(result, reason):
     with pytest.raises(EnvironmentFault) as fault:
         check_step(result)
     assert reason in str(fault.value)
@@ -137,7 +137,7 @@ _VALUES = st.recursive(
 
 
 @given(_VALUES | st.tuples(_VALUES, _VALUES, st.booleans(), st.booleans(), _VALUES))
-def test_no_result_gets_past_the_check_unless_it_is_usable(result):
+def test_only_usable_results_pass_the_check(result):
     try:
         checked = check_step(result)
     except EnvironmentFault:
@@ -157,7 +157,7 @@ def test_a_reset_has_at_least_one_message():
             check_reset(result)
 
 
-def test_the_rewards_of_close_are_finite_numbers_by_part():
+def test_rewards_of_close_are_finite_numbers_by_part():
     assert check_numbers({"judge": np.float32(0.5)}, "rewards") == {"judge": 0.5}
     assert check_numbers(None, "rewards") == {}
     for values in ({"judge": math.nan}, 0.5, {"judge": None}):

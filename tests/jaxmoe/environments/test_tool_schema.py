@@ -135,7 +135,7 @@ def bad_choices(a: str):
         (bad_choices, "must be a JSON list"),
     ],
 )
-def test_a_function_that_cannot_be_described_is_one_line(function, message):
+def test_a_function_without_a_description_is_refused(function, message):
     with pytest.raises(ConfigError, match=message) as error:
         describe_function(function, "data.tools: my_tools:f")
     assert str(error.value).startswith("data.tools: my_tools:f") and "\n" not in str(error.value)

@@ -85,7 +85,7 @@ def test_a_mistake_in_data_tools_is_one_line(text, message):
     assert str(error.value).startswith("data.tools")
 
 
-def test_a_call_is_answered_on_its_channel_in_harmonys_form():
+def test_calls_are_answered_on_their_channel_in_harmony():
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     assert [tool.name for tool in environment.tools] == ["multiply", "python"]
     messages, _ = environment.reset(ROW, seed=0)
@@ -100,7 +100,7 @@ def test_a_call_is_answered_on_its_channel_in_harmonys_form():
     assert result.messages == (Message("tool", "42", "python", "analysis", "assistant"),)
 
 
-def test_a_call_on_the_final_channel_is_answered_as_a_call():
+def test_calls_on_the_final_channel_are_answered():
     environment = ToolEnvironment([tool_from_function(multiply)])
     environment.reset(ROW, seed=0)
     (message,) = run_step(environment, make_call('{"a": 6}', channel="final")).messages
@@ -115,7 +115,7 @@ def test_a_turn_without_a_call_ends_the_episode():
     assert check_step(environment.step([])).terminated
 
 
-def test_async_tools_and_enums_are_called_as_they_are_written():
+def test_async_tools_and_enums_are_called_as_written():
     assert (
         call_tool(tool_from_function(wait_and_add), '{"a": 1}').text == '{"sum": 2, "word": "für"}'
     )
@@ -169,7 +169,7 @@ def test_bad_arguments_become_an_error_text(content, text):
         ("long", "xxx", False),
     ],
 )
-def test_whatever_a_tool_does_the_policy_gets_a_short_text(kind, text, is_error):
+def test_any_tools_result_becomes_a_short_text(kind, text, is_error):
     start = time.perf_counter()
     result = call_tool(tool_from_function(fail), f'{{"kind": "{kind}"}}')
     assert result.text.startswith(text) and result.is_error is is_error
@@ -178,7 +178,7 @@ def test_whatever_a_tool_does_the_policy_gets_a_short_text(kind, text, is_error)
     result.text.encode()
 
 
-def test_an_unknown_tool_is_an_error_text_and_counted():
+def test_an_unknown_tool_is_an_error_and_counted():
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     environment.reset(ROW, seed=0)
     result = run_step(environment, make_call("{}", "functions.multiplyy"))
@@ -191,7 +191,7 @@ def test_an_unknown_tool_is_an_error_text_and_counted():
 @pytest.mark.parametrize(
     "recipient", ["user", "system", "assistant", "a<|end|>b", "ü b", "x" * 999]
 )
-def test_no_call_gets_a_reply_in_another_roles_name(recipient):
+def test_no_reply_has_another_roles_name(recipient):
     environment = ToolEnvironment([])
     environment.reset(ROW, seed=0)
     (message,) = run_step(environment, make_call("{}", recipient)).messages
@@ -220,7 +220,7 @@ def test_a_function_named_python_takes_code():
     st.text(min_size=1, max_size=10),
     st.sampled_from(["", "final", "analysis"]) | st.text(max_size=5),
 )
-def test_no_turn_of_a_policy_makes_a_tool_environment_raise(content, name, channel):
+def test_no_policys_turn_makes_a_tool_environment_raise(content, name, channel):
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     environment.reset(ROW, seed=0)
     for recipient in ("functions.multiply", "python", name, "functions." + name):
@@ -264,7 +264,7 @@ def test_other_turns_are_the_inner_environments():
     assert inner.turns == ["north", "42"] and environment.close() == {"end": 2.0}
 
 
-def test_two_calls_of_one_turn_are_answered_in_order():
+def test_calls_of_one_turn_are_answered_in_order():
     environment = ToolEnvironment([tool_from_function(multiply), make_python_tool()])
     environment.reset(ROW, seed=0)
     calls = [*make_call('{"a": 6, "b": 7}'), *make_call("print(3)", "python", "analysis")]
@@ -287,7 +287,7 @@ def test_a_call_before_the_answer_is_counted():
     assert result.terminated and result.metrics["tool/calls"] == 1
 
 
-def test_an_earlier_call_of_an_inner_tool_is_counted():
+def test_an_earlier_inner_call_of_tools_is_counted():
     inner = Inner()
     environment = ToolEnvironment([tool_from_function(multiply)], inner)
     environment.reset(ROW, seed=5)
@@ -318,7 +318,7 @@ def test_two_tools_of_one_name_are_refused():
         environment.reset(ROW, seed=0)
 
 
-def test_a_tool_with_a_state_is_started_for_each_episode_and_closed():
+def test_stateful_tools_are_started_and_closed_per_episode():
     log = []
 
     def start(row):
@@ -344,7 +344,7 @@ def test_a_tool_with_a_state_is_started_for_each_episode_and_closed():
     assert environment.close() == {} and log == ["closed"] * 2
 
 
-def test_every_tool_is_closed_even_if_another_one_fails_to():
+def test_every_tool_closes_although_another_fails_to():
     log = []
 
     def raise_error():

@@ -58,7 +58,7 @@ def test_a_message_has_its_author_and_its_recipient():
     ]
 
 
-def test_an_answer_of_one_turn_has_its_messages_too():
+def test_answers_of_one_turn_have_their_messages():
     rollout = make_rollout([THOUGHT, FINAL])
     assert [entry.speaker for entry in make_transcript(rollout, TOKENIZER)] == [
         "assistant (analysis)",
@@ -66,7 +66,7 @@ def test_an_answer_of_one_turn_has_its_messages_too():
     ]
 
 
-def test_a_message_that_is_cut_off_is_shown_like_others():
+def test_a_truncated_message_is_shown_like_others():
     rollout = make_rollout("<|channel|>final<|message|>47", stop=StopReason.MAX_TOKENS)
     assert make_transcript(rollout, TOKENIZER) == [("policy", "assistant", "47")]
 
@@ -99,7 +99,7 @@ def test_a_call_that_names_no_tool_is_marked():
         "<|start|>a<|channel|><|message|>x<|end|><|start|>assistant",
     ],
 )
-def test_a_reply_that_is_not_in_harmony_format_is_its_raw_text(reply):
+def test_replies_outside_harmony_are_their_raw_text(reply):
     rollout = make_rollout([CALL], reply, "x")
     assert make_transcript(rollout, TOKENIZER)[1] == ("environment", "", reply)
 

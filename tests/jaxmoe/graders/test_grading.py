@@ -44,7 +44,7 @@ def test_right_code_passes(pool):
 
 
 @pytest.mark.parametrize("name", CODE_CHEATS)
-def test_a_cheat_is_not_paid_and_has_a_name(pool, name):
+def test_a_cheat_is_named_and_not_paid(pool, name):
     cheat = CODE_CHEATS[name]
     timeout_s = 1.5 if "timeout" in cheat.statuses else 20.0
     assert grade(pool, cheat.code, timeout_s=timeout_s).status in cheat.statuses
@@ -65,14 +65,14 @@ class SlowPool(SandboxPool):
         return super().acquire()
 
 
-def test_a_slow_start_of_a_sandbox_costs_the_answer_no_time():
+def test_a_slow_sandbox_start_costs_answers_no_time():
     pool = SlowPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
     pool.acquire()  # the others start meanwhile
     assert grade(pool, HONEST, timeout_s=0.9).status is GradeStatus.PASSED
     pool.close()
 
 
-def test_numbers_of_one_hash_take_none_of_the_trainer_s_time(pool):
+def test_numbers_of_equal_hash_cost_the_trainer_nothing(pool):
     """A set of them takes 20 s or more to make; a program can write one without making it."""
     numbers = "[{'int': hex(i * (2**61 - 1))} for i in range(40_000)]"
     code = FORGE.replace("VALUE", f"{{'set': {numbers}}}")
@@ -91,13 +91,13 @@ def test_tests_that_catch_exceptions_hide_no_crash(pool):
     assert grade(pool, "def f(x): return 1 / 0", tests).status is GradeStatus.PASSED
 
 
-def test_tests_that_call_nothing_or_are_broken_are_not_the_answer_s_fault(pool):
+def test_broken_tests_are_not_the_answers_fault(pool):
     right = "def f(x): return 2 * x"
     for tests in ("pass", "def check(c): pass", "1 +", "undefined()"):
         assert grade(pool, right, tests).status is GradeStatus.BAD_TEST
 
 
-def test_code_is_found_in_blocks_and_behind_the_prompt():
+def test_code_is_read_in_blocks_and_after_prompts():
     whole = "def f(x): return 1"
     assert extract_code(f"So:\n```python\n{whole}\n```\nDone.", "f") == whole
     assert extract_code(f"```\nx = 1\n```\n```py\n{whole}\n```", "f") == whole
@@ -109,7 +109,7 @@ def test_code_is_found_in_blocks_and_behind_the_prompt():
     assert extract_code("```python\ndef g(x): return 1\n```", "f") is None
 
 
-def test_an_answer_cannot_delay_or_end_the_search_for_its_code():
+def test_answers_cannot_delay_the_search_for_code():
     attributes = "a" + ".b" * 900 + " = 1\ndef f(x): return x"
     assert extract_code(attributes, "f") == attributes
     start = time.process_time()
@@ -129,7 +129,7 @@ def test_an_answer_without_a_sandbox_has_no_reward(monkeypatch):
     assert parts["reward/score_code/timeout/mean"] == 0.0 == parts["hack/exits"]
 
 
-def test_a_run_whose_sandbox_no_longer_starts_goes_on(monkeypatch):
+def test_a_run_continues_without_a_starting_sandbox(monkeypatch):
     def fail(_):
         raise ConfigError("sandbox.kind=auto must start on this machine")
 
@@ -187,6 +187,6 @@ def test_a_row_without_tests_is_refused():
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "10", True])
-def test_a_time_in_which_no_answer_can_pass_is_refused(timeout_s):
+def test_an_impossibly_short_time_limit_is_refused(timeout_s):
     with pytest.raises(ConfigError, match="seconds above 0, got"):
         check_tests([], timeout_s=timeout_s)

@@ -37,7 +37,7 @@ def ask(server_url, answer="an answer", prompt="a question", **options):
     return asyncio.run(score_by_judge(prompt, answer, url=server_url, **options))
 
 
-def test_the_verdict_is_the_score_and_the_request_has_what_was_set(monkeypatch):
+def test_verdicts_are_scores_and_requests_have_the_settings(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret ")
     with run_judge(lambda r: f"I think so.\n\n**{r.yes}**") as server:
         scored = ask(server.url, key_env="MY_KEY", criteria="Be kind.", extra={"top_p": 0.5})
@@ -76,7 +76,7 @@ BRIBES = [
     ],
     ids=["answer", "message", "rules", "all", "last line"],
 )
-def test_an_answer_cannot_supply_the_verdict_that_a_judge_repeats(repeat):
+def test_answers_cannot_supply_the_verdict_to_be_repeated(repeat):
     with run_judge(repeat) as server:
         for bribe in BRIBES:
             scored = ask(server.url, bribe)
@@ -85,7 +85,7 @@ def test_an_answer_cannot_supply_the_verdict_that_a_judge_repeats(repeat):
     assert len(words) == 2 * len(BRIBES), "each request has words of its own"
 
 
-def test_marks_and_words_are_not_in_the_texts_and_no_message_can_end(monkeypatch):
+def test_random_words_and_specials_stay_out_of_texts(monkeypatch):
     drawn = iter(["aa", "bb", "bb", "cc", "dd", "ee", "ff", "gg", "hh"])
     monkeypatch.setattr(judge.secrets, "token_hex", lambda n: next(drawn))
     # The first three are not all different, and one of the next three is in the answer.
@@ -99,7 +99,7 @@ def test_marks_and_words_are_not_in_the_texts_and_no_message_can_end(monkeypatch
     )
 
 
-def test_only_one_word_on_the_last_line_is_a_verdict():
+def test_only_a_verdict_alone_on_a_line_counts():
     for text, score in (
         ("yy", 1.0),
         ("nn", 0.0),
@@ -164,7 +164,7 @@ def closed_port():
         return free.getsockname()[1]
 
 
-def test_a_judge_that_is_down_is_named_and_one_that_comes_back_is_used():
+def test_an_absent_judge_is_named_until_it_returns():
     assert ask(f"http://127.0.0.1:{closed_port()}/v1")["down"] == 1.0
     replies = iter([(503, b""), "hm"])
     with run_judge(lambda r: next(replies, r.yes)) as server:
@@ -173,7 +173,7 @@ def test_a_judge_that_is_down_is_named_and_one_that_comes_back_is_used():
     assert len({r.yes for r in server.requests}) == 1
 
 
-def test_the_deadline_holds_for_answers_that_wait_for_others():
+def test_deadlines_include_waiting_for_other_answers():
     async def many(url):
         calls = (
             score_by_judge("q", f"a{i}", url=url, model="m", concurrency=1, deadline_s=1.0)
@@ -187,7 +187,7 @@ def test_the_deadline_holds_for_answers_that_wait_for_others():
     assert sum(s["slow"] for s in scored) >= 3 and server.most_at_once == 1
 
 
-def test_many_answers_are_judged_at_once_in_the_reward_process():
+def test_answers_are_judged_concurrently_in_the_reward_process():
     """Of 12 answers, those with an even number are right; every third request fails."""
 
     def reply(request):
@@ -215,7 +215,7 @@ def test_an_empty_answer_costs_no_request():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_judge_that_refuses_the_key_or_the_model_stops_the_run(status):
+def test_a_refused_key_or_model_stops_the_run(status):
     with run_judge(lambda r: (status, b"no")) as server:
         with pytest.raises(
             ConfigError, match=f"it answered {status}.*Check url, model and key_env"
@@ -245,7 +245,7 @@ def test_a_judge_that_refuses_the_key_or_the_model_stops_the_run(status):
         ({"key_env": "BAD_KEY"}, "BAD_KEY, which has other characters than a key can have"),
     ],
 )
-def test_options_that_cannot_work_are_refused_in_one_line(options, message, monkeypatch):
+def test_impossible_options_are_refused_in_one_line(options, message, monkeypatch):
     monkeypatch.setenv("BAD_KEY", "a\nb")
     full = options and {"url": "http://localhost/v1", "model": "m"} | options
     with pytest.raises(ConfigError, match=message) as caught:
@@ -253,7 +253,7 @@ def test_options_that_cannot_work_are_refused_in_one_line(options, message, monk
     assert "\n" not in str(caught.value)
 
 
-def test_a_judge_without_its_key_is_refused_before_work_starts(tmp_path, capsys, monkeypatch):
+def test_a_missing_judge_key_is_refused_before_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     spec = (
         "jaxmoe.graders.judge:score_by_judge(url='http://a/v1', model='m', key_env='NO_SUCH_KEY')"

@@ -60,7 +60,7 @@ def score(code, **options):
     return asyncio.run(score_kernel(ROW["prompt"], f"```python\n{code}\n```", ROW, **options))
 
 
-def test_an_honest_kernel_is_paid_with_and_without_the_rules(honest):
+def test_an_honest_kernel_is_paid_under_all_rules(honest):
     assert honest.status is KernelStatus.CORRECT and honest.speedup > 1.2
     parts = score(HONEST_KERNEL)
     assert parts["correct"] == 1.0 and parts["score"] > CORRECT_SHARE and parts["speedup"] > 1.2

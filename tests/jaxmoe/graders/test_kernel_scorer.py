@@ -71,7 +71,7 @@ def test_code_is_refused_by_kind(code, kinds):
     assert refused(code) == kinds
 
 
-def test_the_builtins_of_a_kernel_exist_and_give_no_attribute_by_its_name():
+def test_builtins_of_kernels_exist_and_reach_no_attributes():
     assert all(hasattr(builtins, name) for name in BUILTIN_NAMES)
     reaching = {"getattr", "setattr", "vars", "type", "object", "eval", "exec", "__import__"}
     assert not reaching & set(BUILTIN_NAMES)
@@ -148,7 +148,7 @@ def test_each_doubling_of_the_speed_earns_the_same(monkeypatch, speedup, expecte
     assert parts["score"] == pytest.approx(expected) and parts["speedup"] == speedup
 
 
-def test_the_parts_are_the_same_for_all_outcomes_but_the_speedup():
+def test_outcomes_have_equal_parts_except_the_speedup():
     first_kind()
     wrong = score("def matmul(A, B): return A", repetitions=1)
     right = score(KERNELS["columns first"], repetitions=1)
@@ -202,11 +202,11 @@ def test_the_shipped_rows_are_those_that_are_made():
 
 
 @pytest.mark.parametrize("sizes", [[2000, 2, 2000], [112_000, 2, 2]])
-def test_matrices_that_do_not_fit_into_a_request_or_a_reply_are_refused(sizes):
+def test_matrices_beyond_the_message_limits_are_refused(sizes):
     with pytest.raises(ConfigError, match="factors and a product of at most 900,000 characters"):
         read_matrices({"sizes": sizes, "bound": 9})
     assert read_matrices({"sizes": [64, 72, 80], "bound": 100})
 
 
-def test_an_own_name_that_a_clock_has_too_is_no_clock():
+def test_a_local_named_like_a_clock_is_allowed():
     assert find_refusals(ast.parse("def matmul(A, B):\n    monotonic = 1\n    return A")) == {}

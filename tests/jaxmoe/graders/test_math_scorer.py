@@ -93,7 +93,7 @@ def test_the_cheats_are_different_and_take_no_time():
     assert time.process_time() - start < 10.0
 
 
-def test_work_that_is_refused_and_text_that_cannot_be_read_are_counted():
+def test_refused_work_and_unreadable_text_are_counted():
     assert score_math(r"\boxed{9^{9^{9^9}}}", r"\sqrt{2}")["refused"] == 1.0
     assert score_math(r"\boxed{\left}", r"\sqrt{2}")["unreadable"] == 1.0
     assert score_math(r"\boxed{x+2}", r"x+1") == {"score": 0.0, "refused": 0.0, "unreadable": 0.0}
@@ -112,7 +112,7 @@ def score_in_process(*responses, gold="5"):
         run.close()
 
 
-def test_it_runs_in_the_reward_process_and_its_counts_are_metrics():
+def test_it_runs_in_the_reward_process_with_metrics():
     scores = score_in_process(r"\boxed{\sqrt{12}}", r"\boxed{9^{9^{9^9}}}", "2", gold=r"2\sqrt{3}")
     assert scores.rewards.tolist() == [1.0, 0.0, 0.0]
     metrics = mean_part_metrics(scores.parts)
@@ -133,7 +133,7 @@ score = Unbounded()
 """
 
 
-def test_an_answer_that_sympy_never_finishes_is_late_by_name(tmp_path, monkeypatch):
+def test_an_answer_that_sympy_never_finishes_is_late(tmp_path, monkeypatch):
     """No such answer is known within the bounds, so they are taken away here."""
     (tmp_path / "unbounded_math.py").write_text(UNBOUNDED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -163,7 +163,7 @@ def read_installed(name):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_all_stored_solutions_of_gsm8k_and_math_500_are_right_where_they_are_installed():
+def test_stored_gsm8k_and_math_500_solutions_are_right():
     rows = [(row["answer"], row["answer"]) for row in read_installed("gsm8k")]
     assert len(rows) == 1319 and all(is_paid(*row) for row in rows)
     rows = [(row["solution"], row["answer"]) for row in read_installed("math_oai")]

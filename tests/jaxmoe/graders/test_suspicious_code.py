@@ -22,7 +22,7 @@ def kinds_of(code):
 
 
 @pytest.mark.parametrize("name", CODE_CHEATS)
-def test_a_cheat_has_the_signs_that_its_text_shows(name):
+def test_a_cheat_has_the_signs_of_its_text(name):
     assert kinds_of(CODE_CHEATS[name].code) == CODE_CHEATS[name].signs
 
 
@@ -178,7 +178,7 @@ def test_no_program_makes_the_reading_raise(text):
         assert find_suspicious_code(tree).keys() == set(KINDS)
 
 
-def test_what_the_prompt_does_is_not_the_answer_s():
+def test_the_prompts_code_gives_no_signs():
     prompt = "import sys\ndef helper():\n    sys.exit(1)\n\ndef f(x):\n    '''Double x.'''\n"
     assert not any(find_signs(prompt + "    return 2 * x\n", prompt).values())
     assert find_signs(prompt + "    sys.exit(1)\n", prompt)["hack/exits"] == 1.0
@@ -187,7 +187,7 @@ def test_what_the_prompt_does_is_not_the_answer_s():
     assert find_suspicious_code(ast.parse("exit(); exit()"))["exits"] == 2
 
 
-def test_the_reward_of_code_counts_the_signs_and_takes_nothing_off():
+def test_signs_are_counted_without_reducing_the_reward():
     first_kind()
     row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
     code = "import sys\ndef f(x):\n    sys.exit() if x is None else 0\n    return 2 * x"
@@ -198,5 +198,5 @@ def test_the_reward_of_code_counts_the_signs_and_takes_nothing_off():
     assert {f"hack/{kind}" for kind in KINDS} <= nothing.keys()
 
 
-def test_an_unknown_escape_prints_no_line_for_each_answer(recwarn):
+def test_an_unknown_escape_prints_no_line_per_answer(recwarn):
     assert parse_code("x = '\\d'") is not None and not recwarn.list

@@ -46,7 +46,7 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards, shift):
 
 
 @given(REWARDS, st.sampled_from([0.25, 2.0, 64.0]))
-def test_a_scale_of_all_rewards_changes_nothing_but_epsilon(rewards, scale):
+def test_reward_scale_changes_nothing_but_epsilon(rewards, scale):
     first, scaled = advantages(rewards), advantages([r * scale for r in rewards])
     if len(set(rewards)) > 1:
         min_size = 0.5 * min(1.0, scale)  # the deviation of whole numbers that are not all equal
@@ -64,7 +64,7 @@ def test_scaled_advantages_have_mean_zero_and_unit_deviation(rewards):
         assert abs(actual.std(ddof=1) - 1) <= 1e-6 / 0.5 + 8 * EPS
 
 
-def test_a_group_of_one_is_refused_since_its_advantage_would_always_be_zero():
+def test_a_group_of_one_is_refused():
     with pytest.raises(ValueError, match="at least 2 samples, got 1"):
         advantages([3.0])
 
@@ -99,5 +99,5 @@ def test_advantages_are_those_of_the_rewards_that_exist(estimator, rewards, gaps
 
 @pytest.mark.parametrize("estimator", [group_advantages, rloo_advantages])
 @pytest.mark.parametrize("rewards", [[math.nan] * 3, [2.0, math.nan, math.nan]])
-def test_a_group_of_one_reward_or_none_has_no_signal(estimator, rewards):
+def test_groups_of_equal_rewards_have_no_signal(estimator, rewards):
     np.testing.assert_array_equal(estimator(jnp.array([rewards])), np.zeros((1, 3)))

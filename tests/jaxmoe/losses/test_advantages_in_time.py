@@ -42,7 +42,7 @@ def gae_by_loop(rewards, values, discount, trace):
 @given(
     EIGHT_FLOATS, EIGHT_FLOATS, st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0])
 )
-def test_tool_output_is_passed_over_as_if_it_were_not_there(rewards, values, discount, trace):
+def test_tool_output_is_skipped_as_if_absent(rewards, values, discount, trace):
     # verl tests/trainer/ppo/test_core_algos_on_cpu.py, test_multi_turn_compute_gae_advantage_return
     r, v = (jnp.asarray([x], jnp.float32) for x in (rewards, values))
     advantages, returns = gae(r, v, MASK, discount=discount, trace=trace)
@@ -130,7 +130,7 @@ def test_leave_one_out_by_hand():
 
 @pytest.mark.paper
 @given(st.lists(st.integers(-8, 8), min_size=5, max_size=5), st.integers(-64, 64))
-def test_leave_one_out_is_the_others_mean_and_feels_no_shift(rewards, shift):
+def test_leave_one_out_ignores_a_shift_of_rewards(rewards, shift):
     # verl tests/trainer/ppo/test_core_algos_on_cpu.py, test_rloo_and_vectorized_equivalence:
     # r n/(n-1) - mean n/(n-1)
     r = np.array(rewards, np.float64)
@@ -145,7 +145,7 @@ def test_leave_one_out_of_one_is_refused():
         rloo_advantages(jnp.ones((3, 1)))
 
 
-def test_the_group_baseline_is_taken_before_the_batch_is_whitened():
+def test_the_group_baseline_precedes_the_batchs_whitening():
     rewards = jnp.asarray([[1.0, 0.0], [3.0, 3.0]])
     mask = jnp.asarray([[True, True], [True, False], [True, True], [True, True]])
     centred = jnp.broadcast_to(jnp.asarray([[0.5], [-0.5], [0.0], [0.0]]), (4, 2))
@@ -154,7 +154,7 @@ def test_the_group_baseline_is_taken_before_the_batch_is_whitened():
     assert not bool(actual[1, 1])
 
 
-def test_whitened_gae_whitens_the_advantages_and_leaves_the_returns():
+def test_whitened_gae_whitens_advantages_and_not_returns():
     rewards = jnp.asarray([[0.0, 0, 5, 0, 0, 0, 1.0, 7]])
     values = jnp.asarray([[0.3, 0.1, 9, 9, 9, 0.5, 0.7, 9]])
     advantages, returns = gae(rewards, values, MASK, discount=0.9, trace=0.8)
@@ -164,7 +164,7 @@ def test_whitened_gae_whitens_the_advantages_and_leaves_the_returns():
     assert float(jnp.sum(white)) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_cut_off_answer_is_worth_what_comes_after_it():
+def test_a_truncated_answer_is_worth_its_bootstrap_value():
     # by hand, γ = 1/2, λ = 1: one reward-less token, V = 1, and 4 behind it: δ = 0 + 4/2 − 1
     row = jnp.asarray([[0.0, 0.0], [0.0, 0.0]])
     values, mask = jnp.asarray([[0.0, 1.0]] * 2), jnp.asarray([[False, True]] * 2)

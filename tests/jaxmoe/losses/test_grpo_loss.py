@@ -42,7 +42,7 @@ def test_hand_worked_tokens():
     assert abs(float(metrics["policy/ratio_mean"]) - 1.0) <= 8 * EPS
 
 
-def test_gradient_is_that_of_the_float64_formula_by_finite_differences():
+def test_the_gradient_matches_float64_finite_differences():
     rng = np.random.default_rng(0)
     logp = rng.normal(-2, 0.5, (B, T)).astype(np.float32).astype(np.float64)
     # ratios away from the kinks at 0.8 and 1.28
@@ -64,7 +64,7 @@ def test_gradient_is_that_of_the_float64_formula_by_finite_differences():
     assert np.count_nonzero(want) >= 2  # not all clipped
 
 
-def test_on_policy_ratio_is_exactly_one_and_the_gradient_is_minus_advantage_over_total():
+def test_on_policy_gradient_is_minus_advantage_over_total():
     rng = np.random.default_rng(1)
     logp, adv, mask = arrays(rng.normal(-3, 2, (B, T)), rng.normal(size=(B, T)), MASK)
     value = jax.value_and_grad(

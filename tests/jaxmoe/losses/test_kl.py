@@ -63,14 +63,14 @@ def test_a_thousand_nats_apart_stays_finite(gap):
     assert np.isfinite(float(value)) and np.isfinite(np.asarray(grad)).all()
 
 
-def test_gradient_of_k3_is_one_minus_q_over_p():
+def test_gradient_of_k3_is_one_minus_q_p():
     logp, logq = jnp.asarray([[-1.0]], jnp.float32), jnp.asarray([[-1.5]], jnp.float32)
     grad = jax.grad(lambda x: kl_k3(x, logq)[0, 0])(logp)
     assert abs(float(grad[0, 0]) - (1 - np.exp(-0.5))) <= 2 * EPS
 
 
 @pytest.mark.paper
-def test_k3_with_k2_gradient_has_the_value_of_one_and_the_slope_of_the_other():
+def test_k3_with_k2_gradient_has_value_and_slope():
     # verl tests/trainer/ppo/test_core_algos_on_cpu.py asserts the same of its "k3+"
     logp, logq = jnp.asarray([[-1.0, -0.2]]), jnp.asarray([[-1.5, -2.2]])
 
@@ -117,7 +117,7 @@ def test_half_precision_is_widened_before_it_is_subtracted():
     assert float(explained_variance(values, large, mask)) == pytest.approx(want, rel=64 * EPS)
 
 
-def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence():
+def test_ratio_weighted_k3_has_the_divergences_gradient():
     # exactly, by enumeration of a vocabulary; the tokens are another policy's
     dice = np.random.default_rng(1)
     logits, q, mu = (jnp.asarray(dice.normal(size=11) / 2, jnp.float32) for _ in range(3))

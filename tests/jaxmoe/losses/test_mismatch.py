@@ -61,7 +61,7 @@ def test_weights_of_icepop_as_verl_asserts_them():
     assert float(metrics["rollout_corr/rollout_is_oob_ratio"]) == pytest.approx(2 / 3)
 
 
-def test_weights_of_sequences_are_counted_as_verl_counts_them():
+def test_sequence_weights_are_counted_as_in_verl():
     # compute_is_metrics, worked by hand: products of ratios 8, 1/2 and 1 on 4, 1 and 1 tokens, cut
     # at 2; shares, extremes and seq_… are of sequences, mean and deviation of tokens
     mask = jnp.asarray([[True] * 4, [True] + [False] * 3, [True] + [False] * 3, [False] * 4])
@@ -89,7 +89,7 @@ def test_weights_of_sequences_are_counted_as_verl_counts_them():
     assert float(metrics["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(4 / 6)
 
 
-def test_equal_log_probs_give_zero_everywhere_and_ratio_one():
+def test_equal_log_probs_give_zero_and_ratio_one():
     metrics = {name: float(x) for name, x in mismatch_metrics(OLD, OLD, ALL).items()}
     zero = {n for n in metrics if "diff" in n or "kl" in n or "chi2" in n}
     assert len(zero) == 8 and all(metrics[n] == 0.0 for n in zero)
@@ -155,7 +155,7 @@ def test_a_thousand_nats_leave_the_quantiles_finite():
     assert 0 < low < middle == 1.0 < high < np.inf
 
 
-def test_the_effective_sample_is_all_tokens_or_one_or_none():
+def test_the_effective_sample_is_all_one_or_none():
     def effective_size(*weights):
         return float(effective_sample_size(jnp.asarray([weights], jnp.float32), mask))
 

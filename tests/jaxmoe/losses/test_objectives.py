@@ -36,7 +36,7 @@ A, OLD, LOGP = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
 
 
 @pytest.mark.paper
-def test_dual_clip_bounds_the_loss_of_a_bad_token():
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
     # SkyRL tests/train/algorithms/test_losses.py
     terms = ppo_clip(LOGP, OLD, A, true_mask(A), dual_clip=3.0)
     np.testing.assert_allclose(terms, row(-0.5, 1, 12), atol=1e-4)
@@ -167,7 +167,7 @@ def test_false_tokens_never_matter_and_nothing_turns_nan(name, value):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("value", [1000.0, np.inf, -np.inf, np.nan])
-def test_what_stands_where_the_advantage_is_zero_breaks_nothing(name, value):
+def test_values_under_zero_advantage_break_nothing(name, value):
     mask, a = jnp.ones((2, 3), bool), jnp.asarray([[1.0, 0.0, -2.0], [0.0, 0.0, 0.0]])
     if name == "gspo":  # its ratio is the row's: there it is rows of advantage 0
         a = a.at[0, 1].set(3.0)
@@ -183,7 +183,7 @@ def test_what_stands_where_the_advantage_is_zero_breaks_nothing(name, value):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("gap", [1000.0, -1000.0])
-def test_a_thousand_nats_at_a_true_token_stay_finite(name, gap):
+def test_a_thousand_nats_at_true_tokens_stay_finite(name, gap):
     logp = row(gap, -1.0)
     terms, pull = jax.vjp(
         lambda x: OBJECTIVES[name](x, row(0.0, -1.0), row(1, -1), true_mask(logp)), logp
@@ -202,7 +202,7 @@ def test_on_policy_every_objective_has_the_policy_gradient(name):
     np.testing.assert_allclose(jax.grad(loss)(logp), -a, rtol=4 * EPS)
 
 
-def test_the_sequence_form_of_gspo_has_the_same_gradient():
+def test_gspos_sequence_form_has_the_same_gradient():
     rng = np.random.default_rng(2)
     logp, old = (jnp.asarray(-0.1 * rng.random((3, 6)), jnp.float32) for _ in range(2))
     a = jnp.broadcast_to(jnp.asarray([[1.0], [-2.0], [0.5]]), logp.shape)

@@ -57,7 +57,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("function", "name", "values"), REFUSED)
-def test_an_option_out_of_range_is_refused_by_its_name(function, name, values):
+def test_an_option_out_of_range_is_refused(function, name, values):
     for value in values:
         with pytest.raises(ValueError, match=rf"{name} must be [^\n]*, got {value!r}"):
             function(**{name: value})

@@ -27,7 +27,7 @@ def test_token_weights_are_truncated_at_the_cap():
 
 
 @pytest.mark.paper
-def test_a_sequence_weight_is_the_product_of_its_tokens():
+def test_a_sequence_weight_is_its_tokens_product():
     # SkyRL: test_compute_tis_ratio_sequence_level
     log_ratio, mask = ratios(OLD, ROLLOUT)
     np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[2.7183] * 3], rtol=1e-4)
@@ -42,7 +42,7 @@ def test_a_sequence_weight_is_truncated_at_the_cap():
 
 
 @pytest.mark.paper
-def test_a_masked_token_has_no_part_in_the_product():
+def test_a_masked_token_is_not_in_the_product():
     # SkyRL: test_compute_tis_ratio_with_mask
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
     np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[4.4817] * 3], rtol=1e-4)
@@ -106,7 +106,7 @@ def test_rejection_by_token_bounds_leaves_the_weights_positive():
 
 
 @pytest.mark.paper
-def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
+def test_icepop_zeroes_only_weights_out_of_bounds():
     # verl: test_exact_icepop_zeroes_weights_without_changing_mask
     ratio = row(0.4, 0.8, 6.0)
     log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), true_mask(ratio))
@@ -130,7 +130,7 @@ def test_icepop_weights_multiply_the_policy_gradient():
 
 
 @pytest.mark.paper
-def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
+def test_drifted_rows_of_negative_advantage_are_dropped():
     # TRL: test_get_off_policy_mask
     logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
     advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
@@ -151,7 +151,7 @@ def test_padding_has_no_part_in_the_drift():
 # --- our own
 
 
-def test_unequal_bounds_are_bounds_of_the_ratio_and_not_of_its_inverse():
+def test_unequal_bounds_are_of_the_ratio_not_inverse():
     # [0.5, 5] holds 4 and not 1/4; tested as -log rho against [log 0.5, log 5] it would not
     log_ratio, mask = ratios([0.0, 0.0], [-np.log(4), np.log(4)])
     assert c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=5.0).tolist() == [[True, False]]

@@ -16,7 +16,7 @@ REWARDS = jnp.asarray([1.0, -2.0, 4.0, 8.0])
 
 
 @pytest.mark.paper
-def test_the_length_penalty_of_dapo_in_its_three_regions():
+def test_dapos_length_penalty_has_three_regions():
     # DAPO, arXiv:2503.14476 eq. 13 and §4.1: 16384 tokens expected, 4096 more punished softly
     lengths = jnp.asarray([0, 16_384, 16_385, 18_432, 20_479, 20_480, 30_000], jnp.int32)
     actual = overlong_penalty(lengths, max_tokens=20_480, buffer=4096)
@@ -24,13 +24,13 @@ def test_the_length_penalty_of_dapo_in_its_three_regions():
     np.testing.assert_array_equal(actual, np.float32(want))
 
 
-def test_a_buffer_as_long_as_the_answer_punishes_from_the_first_token():
+def test_a_buffer_of_full_length_penalises_every_token():
     actual = overlong_penalty(jnp.arange(6, dtype=jnp.int32), max_tokens=4, buffer=4)
     np.testing.assert_array_equal(actual, [0, -0.25, -0.5, -0.75, -1, -1])
 
 
 @pytest.mark.parametrize("buffer", [-1, 0, 11])
-def test_a_buffer_that_is_none_or_longer_than_the_answer_is_refused(buffer):
+def test_a_buffer_outside_the_answers_length_is_refused(buffer):
     with pytest.raises(
         ValueError, match=rf"buffer must be in \(0, max_tokens=10\], got {buffer}\."
     ):
@@ -46,7 +46,7 @@ def test_the_reward_stands_at_the_last_true_token():
     np.testing.assert_array_equal(actual, want)
 
 
-def test_the_kl_penalty_is_paid_at_true_tokens_only():
+def test_the_kl_penalty_is_at_true_tokens_only():
     kl = jnp.asarray(np.random.default_rng(0).random(MASK.shape), jnp.float32)
     actual = token_rewards(REWARDS, MASK, kl, kl_coef=0.5)
     want = token_rewards(REWARDS, MASK) - jnp.where(MASK, 0.5 * kl, 0.0)

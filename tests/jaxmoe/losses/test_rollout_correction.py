@@ -47,7 +47,7 @@ def test_a_rejection_beside_weights_leaves_them_positive():
 
 
 @pytest.mark.paper
-def test_icepop_zeroes_what_is_out_of_bounds_and_drops_nothing():
+def test_icepop_zeroes_without_dropping_tokens():
     # verl tests/trainer/ppo/test_rollout_corr.py,
     # test_exact_icepop_zeroes_weights_without_changing_mask
     ratio = row(0.4, 0.8, 6.0)
@@ -91,7 +91,7 @@ def statistic64(name, x, mask):
 
 @pytest.mark.paper
 @pytest.mark.parametrize("statistic", VERL)
-def test_each_of_verls_statistics_keeps_what_is_inside_its_bounds(statistic):
+def test_verls_statistics_pass_what_is_within_bounds(statistic):
     # verl tests/trainer/ppo/test_rollout_corr.py, test_each_supported_rollout_rs_option: it draws
     # random rows and asserts the shape; here rows of growing mismatch, against float64
     rng = np.random.default_rng(0)
@@ -141,7 +141,7 @@ def test_bad_answers_that_the_policy_left_are_dropped():
 # --- by hand
 
 
-def test_each_level_weighs_by_its_ratio_up_to_the_cap():
+def test_each_level_weighs_by_its_capped_ratio():
     log_ratio, mask = ratios(OLD, ROLLOUT)
     e, mean = np.full(3, np.e), np.full(3, np.exp(1 / 3))
     for high in (1.3, 2.0, 3.0):
@@ -179,7 +179,7 @@ def test_icepop_keeps_the_ratio_itself_inside_its_bounds():
 
 
 @pytest.mark.parametrize("statistic", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
-def test_unequal_bounds_are_those_of_the_ratio_and_not_of_its_inverse(statistic):
+def test_unequal_bounds_are_of_the_ratio_not_inverse(statistic):
     # [0.5, 5] holds 4 and not 1/4; -log ρ tested against [log 0.5, log 5] has it the other way
     log_ratio = jnp.log(jnp.asarray([[4.0], [0.25]]))
     mask = true_mask(log_ratio)
@@ -192,7 +192,7 @@ def test_unequal_bounds_are_those_of_the_ratio_and_not_of_its_inverse(statistic)
         np.testing.assert_allclose(result.weights_BT, [[4.0], [0.0]], rtol=8 * EPS)
 
 
-def test_a_masked_token_has_no_part_in_its_sequences_weight():
+def test_a_masked_token_is_not_in_sequence_weights():
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
     np.testing.assert_allclose(sequence_is(log_ratio, mask, high=9.0)[0], [[np.exp(1.5)] * 3])
     result = geometric_is(log_ratio, mask, high=9.0)[0]
@@ -233,7 +233,7 @@ def test_one_token_past_either_bound_vetoes_its_sequence(log_ratio, is_kept):
     assert veto(x, nowhere, low=1e-3, high=100.0).keep_BT.tolist() == [[True], [True]]
 
 
-def test_drift_is_a_mean_over_the_true_tokens_and_has_a_sign():
+def test_drift_is_a_signed_mean_over_true_tokens():
     mask = jnp.asarray([[True, True, False]] * 4)
     log_ratio = jnp.asarray([[-2.0, -1.0, 9.0], [-2.0, 0.1, -99.0], [2.0, 1.0, 0.0], [0.0] * 3])
     keep = drift_mask(log_ratio, jnp.full((4, 3), -1.0), mask, max_drift=1.0).keep_BT
@@ -242,7 +242,7 @@ def test_drift_is_a_mean_over_the_true_tokens_and_has_a_sign():
     assert keep[:, 2].all()
 
 
-def test_only_tokens_of_negative_advantage_are_dropped_for_drift():
+def test_drift_drops_only_tokens_of_negative_advantage():
     log_ratio = jnp.full((1, 3), -2.0)
     keep = drift_mask(log_ratio, row(-1.0, 0.0, 1.0), true_mask(log_ratio), max_drift=1.0).keep_BT
     assert keep.tolist() == [[False, True, True]]
@@ -312,7 +312,7 @@ def test_what_stands_at_a_false_token_never_matters(value):
 
 
 @given(st.sampled_from([1000.0, -1000.0]), st.integers(0, 4))
-def test_a_thousand_nats_at_a_true_token_are_held_back(gap, column):
+def test_a_thousand_nats_at_a_token_are_bounded(gap, column):
     # the weights stay bounded, and the rejections drop the token or its row, and no other row
     mask = jnp.asarray(MASK).at[1, column].set(True)
     x = (0.01 * arrays(0)[0]).at[1, column].set(gap)
@@ -328,7 +328,7 @@ def test_a_thousand_nats_at_a_true_token_are_held_back(gap, column):
 
 
 @given(st.permutations(range(4)), st.integers(0, 99))
-def test_rows_in_another_order_give_the_same_in_that_order(order, seed):
+def test_permuted_rows_give_permuted_results(order, seed):
     order, (x, advantages) = np.array(order), arrays(seed)
     want = all_corrections(x, advantages, MASK)
     for name, result in all_corrections(x[order], advantages[order], MASK[order]).items():
@@ -338,7 +338,7 @@ def test_rows_in_another_order_give_the_same_in_that_order(order, seed):
                 np.testing.assert_allclose(actual, expected[order], rtol=rtol, err_msg=name)
 
 
-def test_a_row_without_true_tokens_is_kept_and_weighs_one():
+def test_a_row_without_true_tokens_weighs_one():
     for name, result in all_corrections(*arrays(0), MASK).items():
         keep, weights = (None if x is None else np.asarray(x)[2] for x in result[1::-1])
         assert keep is None or keep.all(), name

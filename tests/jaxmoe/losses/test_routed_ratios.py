@@ -143,7 +143,7 @@ def test_values_and_gradients_are_those_of_float64_differences(name, seed):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
-def test_masked_tokens_and_the_logits_of_unused_positions_never_matter(name, garbage):
+def test_masked_tokens_and_unused_logits_never_matter(name, garbage):
     x = make_arrays(4)
     # The position before a trained token is used, and no other.
     used = np.pad(MASK[:, 1:], ((0, 0), (0, 1)))[:, :, None, None]
@@ -186,7 +186,7 @@ def test_rows_are_independent_so_microbatches_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_policy_with_the_same_routing_each_has_the_policy_gradient(name):
+def test_on_policy_each_has_the_policy_gradient(name):
     x = make_arrays(7)
     x = x | {"old_logits": x["logits"], "old_experts": x["experts"]}
 
@@ -249,7 +249,7 @@ def test_erpo_by_hand():
     np.testing.assert_allclose(terms[0, 1:], -np.exp([0.2, 0.2, -0.2]), rtol=4 * EPS)
 
 
-def test_erpo_with_one_group_is_gspo_and_with_a_group_for_each_token_is_ppo_clip():
+def test_erpo_contains_gspo_and_ppo_clip():
     x = make_arrays(9)
     logp, old, a = (jnp.asarray(x[n], jnp.float32) for n in ("logp", "old", "a"))
     mask, options = jnp.asarray(MASK), {"clip_low": 0.3, "clip_high": 0.4}
@@ -271,7 +271,7 @@ def test_erpo_with_one_group_is_gspo_and_with_a_group_for_each_token_is_ppo_clip
         np.testing.assert_allclose(grad, expected_grad, rtol=32 * EPS, atol=8 * EPS)
 
 
-def test_the_range_of_a_switched_token_is_tighter_and_of_others_that_of_ppo_clip():
+def test_the_range_of_switched_tokens_is_tighter():
     logp = jnp.log(jnp.asarray([[1.15, 1.15, 1.3]]))
     switched, ones = jnp.asarray([[False, True, True]]), jnp.ones((1, 3))
     args = (jnp.zeros((1, 3)), ones, ones > 0)
@@ -285,7 +285,7 @@ def test_the_range_of_a_switched_token_is_tighter_and_of_others_that_of_ppo_clip
     )
 
 
-def test_the_range_shrinks_with_the_square_of_the_answers_length():
+def test_the_range_shrinks_with_the_squared_length():
     logp, mask = jnp.full((3, 8), float(np.log(1.5))), np.zeros((3, 8), bool)
     for row, tokens in enumerate((2, 4, 8)):
         mask[row, :tokens] = True
@@ -296,7 +296,7 @@ def test_the_range_shrinks_with_the_square_of_the_answers_length():
     np.testing.assert_array_equal(length_scaled_clip(logp, *args, length=8), ppo_clip(logp, *args))
 
 
-def test_a_bad_token_is_bounded_by_the_dual_clip_in_each():
+def test_the_dual_clip_bounds_a_bad_token():
     logp, zero = jnp.full((1, 2), 3.0), jnp.zeros((1, 2))
     args = (zero, jnp.full((1, 2), -1.0), jnp.ones((1, 2), bool))
     for terms in (
@@ -329,14 +329,14 @@ def test_options_out_of_range_are_refused(name, options, message):
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
-def test_rspo_weighs_the_ratio_by_at_most_one_and_at_least_the_floor(seed, floor):
+def test_rspo_weights_are_between_floor_and_one(seed, floor):
     x = make_arrays(seed)
     ones = x | {"old": x["logp"], "a": np.ones((B, T))}
     ratio = -np.asarray(call_objective("rspo", ones, floor=floor, clip_low=1.0))[MASK]
     assert (ratio <= 1.0).all() and (ratio >= np.float32(floor)).all()
 
 
-def test_an_array_moves_one_token_to_the_right_in_its_row():
+def test_an_array_shifts_one_token_right():
     x = jnp.arange(12).reshape(2, 3, 2)
     assert move_to_next_token(x).tolist() == [
         [[0, 0], [0, 1], [2, 3]],

@@ -115,7 +115,7 @@ def test_padding_never_counts(name, garbage):
 
 
 @pytest.mark.parametrize("logits", ["equal", "random"])
-def test_equal_load_has_the_balance_one_and_a_gradient_of_zero(logits):
+def test_equal_load_has_balance_one_and_zero_gradient(logits):
     x, old, _ = make_arrays(7)
     x = np.zeros_like(x) if logits == "equal" else x
     load = np.full((L, E), 12)
@@ -126,7 +126,7 @@ def test_equal_load_has_the_balance_one_and_a_gradient_of_zero(logits):
     assert np.abs(np.asarray(grad)).max() <= EPS
 
 
-def test_one_busy_expert_has_the_balance_of_all_experts_by_hand():
+def test_one_busy_experts_balance_is_the_expert_count():
     logits = np.full((B, T, L, E), -50.0)
     logits[..., 2] = 50.0
     load = np.zeros((L, E), int)
@@ -141,7 +141,7 @@ def test_one_busy_expert_has_the_balance_of_all_experts_by_hand():
     assert float(value) == pytest.approx(7 / 6, rel=4 * EPS)
 
 
-def test_a_layer_without_load_adds_nothing_and_stays_finite():
+def test_a_layer_without_load_adds_nothing():
     logits, old, load = make_arrays(8)
     load[1] = 0
     value, grad = jax.value_and_grad(lambda z: call_term("load_balance", z, old, load))(
@@ -161,7 +161,7 @@ def test_other_terms_by_hand():
     assert float(router_kl(logits, jnp.zeros_like(logits), mask, one)) == close(kl, rel=16 * EPS)
 
 
-def test_a_descent_step_on_each_term_does_what_its_name_says():
+def test_descent_on_each_term_has_its_named_effect():
     logits, old, _ = make_arrays(9)
     busy = np.zeros((L, E), int)
     busy[:, 1] = 9

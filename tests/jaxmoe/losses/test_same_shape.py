@@ -74,13 +74,13 @@ def test_other_losses_refuse_each_array_of_another_shape(function, arrays):
             function(*misshaped)
 
 
-def test_groups_of_one_are_refused_since_their_advantage_is_always_zero():
+def test_groups_of_one_are_refused():
     for function in (losses.group_advantages, losses.rloo_advantages):
         with pytest.raises(ValueError, match="at least 2 samples, got 1"):
             function(jnp.ones((4, 1)))
 
 
-def test_the_message_names_both_arrays_and_what_to_type():
+def test_the_message_names_both_arrays_and_the_fix():
     with pytest.raises(
         ValueError, match=r"a_BT .* \(3, 5\) of mask_BT, got \(3,\).*a_B\[:, None\]"
     ):

@@ -16,7 +16,7 @@ def test_hand_worked_answer():
     assert float(cross_entropy(logp, MASK, total=jnp.float32(4))) == 0.75
 
 
-def test_each_answer_token_pulls_alike_and_nothing_else_does():
+def test_each_answer_token_has_equal_weight():
     logp = jnp.asarray([[np.nan, -1.0, -2.0, np.inf]], jnp.float32)
     loss, grad = jax.value_and_grad(cross_entropy)(logp, MASK)
     assert float(loss) == 1.5

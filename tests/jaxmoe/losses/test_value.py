@@ -33,7 +33,7 @@ def value64(values, old, returns, clip):
         (-0.25, 1.0, 0.78125, -1.25),  # inside
     ],
 )
-def test_the_clip_holds_a_value_that_has_moved_far_toward_its_return(value, target, loss, slope):
+def test_the_clip_stops_values_that_moved_too_far(value, target, loss, slope):
     def term(x):
         return clipped_value_loss(
             x, *arrays([[0.0]], [[target]]), jnp.ones((1, 1), bool), clip=0.5
@@ -64,14 +64,14 @@ def test_values_and_gradients_are_those_of_float64_differences(clip):
     assert float(actual) == pytest.approx(total, rel=32 * EPS)
 
 
-def test_the_first_update_of_a_batch_is_never_clipped():
+def test_a_batchs_first_update_is_never_clipped():
     values, returns = arrays(*np.random.default_rng(1).normal(size=(2, *MASK.shape)))
     mask = jnp.asarray(MASK)
     grad = jax.grad(lambda x: clipped_value_loss(x, values, returns, mask, clip=0.1).sum())(values)
     np.testing.assert_allclose(grad, jnp.where(mask, values - returns, 0.0), rtol=4 * EPS)
 
 
-def test_no_gradient_reaches_the_old_values_or_the_returns():
+def test_old_values_and_returns_get_no_gradient():
     values, old, returns = arrays(*np.random.default_rng(2).normal(size=(3, *MASK.shape)))
     grads = jax.grad(
         lambda o, g: clipped_value_loss(values, o, g, jnp.asarray(MASK)).sum(), argnums=(0, 1)
@@ -105,7 +105,7 @@ def test_explained_variance_is_numpys():
     assert float(actual) == pytest.approx(want, abs=64 * EPS) and 0 < want < 1
 
 
-def test_a_perfect_critic_explains_all_a_constant_nothing_and_a_wrong_one_less():
+def test_explained_variance_ranks_perfect_constant_and_wrong_critics():
     (returns,), mask = arrays([[1.0, 2.0, 4.0]]), jnp.ones((1, 3), bool)
     assert float(explained_variance(returns, returns, mask)) == 1.0
     assert float(explained_variance(returns + 7.0, returns, mask)) == 1.0  # no variance either

@@ -76,9 +76,7 @@ def alerts_of(metrics, steps=3):
 
 
 @pytest.mark.parametrize(("metric", "healthy", "last", "bad", "bound", "suspect"), CASES)
-def test_a_rule_fires_just_past_its_bound_and_says_where_to_look(
-    metric, healthy, last, bad, bound, suspect
-):
+def test_rules_fire_past_their_bound_with_advice(metric, healthy, last, bad, bound, suspect):
     assert alerts_of({metric: healthy}) == {} and alerts_of({metric: last}) == {}
     past = math.nextafter(last, bad)
     (text,) = alerts_of({metric: past}).values()
@@ -91,7 +89,7 @@ def test_every_rule_is_tried_above():
     assert {rule.metric for rule in RULES} == {case[0] for case in CASES}
 
 
-def test_only_what_is_out_of_bounds_and_was_measured_is_told():
+def test_only_measured_values_out_of_bounds_alert():
     healthy = {case[0]: case[1] for case in CASES} | {"loss": 1e9}
     assert alerts_of(healthy) == {} and alerts_of({}) == {}
     assert list(alerts_of(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
@@ -103,7 +101,7 @@ def test_only_what_is_out_of_bounds_and_was_measured_is_told():
 @pytest.mark.parametrize(
     ("mean", "last"), [(0.2, 0.1), (-1.0, 0.1), (0.5, 0.3 * 0.5), (1.0, 0.3), (10.0, 3.0)]
 )
-def test_the_bound_of_swapped_rewards_depends_on_the_mean_reward(mean, last):
+def test_the_swapped_rewards_bound_follows_the_mean_reward(mean, last):
     def alerts(swapped):
         return alerts_of({"reward/mean": mean, "reward/swapped": swapped})
 
@@ -113,7 +111,7 @@ def test_the_bound_of_swapped_rewards_depends_on_the_mean_reward(mean, last):
     assert alerts_of({"reward/mean": 1.0, "reward/swapped": 1.0}, steps=1) == {}
 
 
-def test_a_share_that_varies_from_batch_to_batch_alerts_in_the_third_step_in_a_row():
+def test_a_varying_share_alerts_at_the_third_step():
     """tiny.py samples 128 groups a step; a few steps of a good run are above the bound."""
     bad, good = {"reward/zero_std_groups_frac": 0.95}, {"reward/zero_std_groups_frac": 0.8}
     assert alerts_of(bad, steps=2) == {}
@@ -126,7 +124,7 @@ def test_a_share_that_varies_from_batch_to_batch_alerts_in_the_third_step_in_a_r
     assert alerts_of({"gate/closed": 1.0}, steps=1)
 
 
-def test_a_resumed_run_counts_on_from_the_lines_of_its_log():
+def test_a_resumed_run_counts_from_its_log():
     name = "reward/zero_std_groups_frac"
     rows: list[dict] = [
         {"stage": "rl", "step": step, "alerts": [], "gate/closed": None, name: value}
@@ -139,5 +137,5 @@ def test_a_resumed_run_counts_on_from_the_lines_of_its_log():
     assert count_logged_bad_steps(rows[:3]) == {}
 
 
-def test_a_line_that_came_often_is_told_once_with_how_often():
+def test_a_repeated_line_is_printed_once_with_count():
     assert collapse_repeats(["a", "b", "a", "c", "a"]) == ["a (×3)", "b", "c"]

@@ -28,7 +28,7 @@ def _two_stages(folder: Path) -> None:
                 log.write(stage, step, {"reward/mean": step / 4})
 
 
-def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
+def test_every_line_is_strict_json_and_names_nonfinites(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"grad/norm": math.nan, "loss": -math.inf, "reward/mean": 0.5})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -37,14 +37,14 @@ def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
     assert row["not_finite"] == ["grad/norm", "loss"]
 
 
-def test_no_metric_replaces_the_stage_or_the_step_of_its_line(tmp_path):
+def test_no_metric_replaces_a_lines_stage_or_step(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 3, {"step": 999.0, "stage": 7.0, "loss": 0.5})
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (row["stage"], row["step"], row["loss"]) == ("rl", 3, 0.5)
 
 
-def test_alerts_are_named_in_the_line_of_their_step_and_in_no_other(tmp_path):
+def test_alerts_are_named_in_their_steps_line_only(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"policy/clip_frac": 0.5}, alerts=["clip_frac is 0.5", "gate"])
         log.write("rl", 2, {"policy/clip_frac": 0.1})
@@ -56,7 +56,7 @@ def test_alerts_are_named_in_the_line_of_their_step_and_in_no_other(tmp_path):
     )
 
 
-def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
+def test_lines_are_on_disk_before_the_log_closes(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"reward/mean": 0.5})
         assert _steps(tmp_path) == [("rl", 1)]
@@ -87,7 +87,7 @@ def test_lines_that_are_no_metrics_are_passed_over(tmp_path):
         pass
 
 
-def test_a_half_written_last_line_is_forgotten_on_resume(tmp_path):
+def test_a_half_written_line_is_dropped_on_resume(tmp_path):
     _two_stages(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"stage": "rl", "st')
@@ -126,7 +126,7 @@ def _read_scalars(folder: Path) -> list[tuple[int, str]]:
     return points
 
 
-def test_tensorboard_holds_each_stage_and_no_step_twice_after_a_resume(tmp_path):
+def test_tensorboard_has_each_stage_and_step_once(tmp_path):
     _two_stages(tmp_path)
     with MetricsLog(tmp_path, stage="rl", step=2) as log:
         log.write("rl", 3, {"reward/mean": 1.0})
@@ -152,9 +152,7 @@ def test_no_file_means_no_rows(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
-    tmp_path, monkeypatch
-):
+def test_samples_are_thinned_to_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_SAMPLES_BYTES", 4_000)
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         for step in range(200):
@@ -165,7 +163,7 @@ def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
     assert all(steps.count(step) == 2 for step in steps)
 
 
-def test_the_last_lines_tell_the_first_accuracy_and_the_last():
+def test_the_last_lines_show_first_and_last_accuracy():
     rows = [
         {"step": 0, "eval/accuracy": 0.15, "eval/accuracy_greedy": 0.35},
         {"step": 1},

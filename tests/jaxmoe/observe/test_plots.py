@@ -72,7 +72,7 @@ def test_every_reward_is_inside_its_picture(panel, values):
     assert high - low < 1.3 * (max(1, *values) - min(0, *values))
 
 
-def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
+def test_the_overlong_penalty_is_drawn_with_the_reward():
     axes = Figure().subplots()
     rows = [
         {"stage": "rl", "step": n, "reward/mean": 0.1, "reward/after_penalty_mean": -0.6}
@@ -83,7 +83,7 @@ def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with overlong penalty"]
 
 
-def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkeypatch):
+def test_the_held_out_picture_names_its_number(tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(
         plots,
@@ -124,7 +124,7 @@ def test_no_legend_covers_a_curve_or_a_value(monkeypatch, tmp_path, end):
             assert not any(place.count_contains(point) for point in points)
 
 
-def test_a_legend_names_how_many_lines_it_leaves_out():
+def test_a_legend_counts_the_lines_it_omits():
     axes = Figure().subplots()
     names = [f"tool/number_{i}/calls" for i in range(20)]
     rows = [row | dict.fromkeys(names, 1.0) for row in _rows(3)]
@@ -138,7 +138,7 @@ def test_smoothing_keeps_a_constant():
     np.testing.assert_allclose(smooth_values(np.full(9, 0.7)), 0.7, rtol=1e-12)
 
 
-def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_for_it_is():
+def test_the_time_panel_excludes_parallel_sampling():
     axes = Figure().subplots()
     rows = [row | {"time/wait_for_rollouts_s": 0.1} for row in _rows(9)]
     plots._draw_panel(axes, PANELS["time"], rows)
@@ -146,7 +146,7 @@ def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_
     assert legend and [t.get_text() for t in legend.get_texts()] == ["wait_for_rollouts", "train"]
 
 
-def test_panels_of_episodes_are_drawn_where_their_metrics_are(tmp_path):
+def test_panels_of_episodes_are_drawn_with_their_metrics(tmp_path):
     rows = [
         row | {"turns/mean": 2.5, "turns/max": 4, "tool/calls": 1.5, "stop/max_turns_frac": 0.1}
         for row in _rows(5)
@@ -165,7 +165,7 @@ def test_panels_of_episodes_are_drawn_where_their_metrics_are(tmp_path):
     assert shares["stop/max_turns_frac"][2] > shares["stop/max_turns_frac"][3]
 
 
-def test_what_shows_a_bought_reward_is_drawn_beside_the_reward(tmp_path):
+def test_swapped_rewards_are_drawn_with_the_reward(tmp_path):
     rows = [row | {"reward/mean": 0.8, "reward/swapped": 0.4} for row in _rows(5)]
     axes = Figure().subplots()
     plots._optional_panels(rows)["reward_checks"](axes, rows)

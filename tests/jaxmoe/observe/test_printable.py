@@ -18,11 +18,11 @@ from jaxmoe.observe.printable import escape_unprintable
         ("\ud800", "\\ud800"),
     ],
 )
-def test_what_would_move_a_cursor_or_turn_the_text_is_written_out(text, escaped):
+def test_control_characters_are_written_out(text, escaped):
     assert escape_unprintable(text) == escaped
 
 
-def test_an_error_that_quotes_a_hostile_row_is_shown_so(capsys):
+def test_a_hostile_row_in_an_error_is_escaped(capsys):
     with ExitStatus() as status:
         raise ConfigError("row 3 must be a question, got \x1b]52;c;aGk=\x07")
     assert status.code == 2

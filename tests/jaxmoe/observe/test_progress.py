@@ -31,7 +31,7 @@ def test_a_run_stopped_early_shows_its_last_step():
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/60", "3/60"]
 
 
-def test_seconds_left_is_the_median_step_times_what_is_left(monkeypatch):
+def test_remaining_seconds_are_median_step_times_remaining_steps(monkeypatch):
     out, console = _plain()
     clock = iter([0.0, 90.0, 100.0, 110.0, 150.0])  # the first step compiles, the last one stalls
     monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: next(clock))
@@ -42,7 +42,7 @@ def test_seconds_left_is_the_median_step_times_what_is_left(monkeypatch):
     assert lines == ["", "50 s left", "40 s left", "30 s left"]
 
 
-def test_a_terminal_shows_the_bar_and_keeps_the_notes_as_written():
+def test_a_terminal_shows_the_bar_and_the_notes():
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     with Progress(5, "rl", console=console) as progress:
@@ -65,7 +65,7 @@ def _alerting(*steps: dict[str, str], console: Console) -> None:
             progress.update(step, reward=0.5)
 
 
-def test_an_alert_is_told_once_while_it_lasts_and_again_when_it_returns():
+def test_a_lasting_alert_is_printed_once():
     out, console = _plain()
     high, low = {"kl": "kl is 0.2"}, {}
     _alerting(high, high, low, low, high, console=console)
@@ -73,7 +73,7 @@ def test_an_alert_is_told_once_while_it_lasts_and_again_when_it_returns():
     assert lines == ["! step 1: kl is 0.2", "! step 5: kl is 0.2"]
 
 
-def test_an_alert_beside_one_that_lasts_is_told_alone():
+def test_a_new_alert_is_printed_without_lasting_ones():
     out, console = _plain()
     one_alert, three_alerts = {"b": "b is bad"}, {"b": "b is bad", "c": "c is bad", "a": "a is bad"}
     _alerting(one_alert, three_alerts, three_alerts, {"a": "a is worse"}, console=console)
@@ -81,7 +81,7 @@ def test_an_alert_beside_one_that_lasts_is_told_alone():
     assert lines == ["! step 1: b is bad", "! step 2: a is bad", "! step 2: c is bad"]
 
 
-def test_the_number_of_alerts_stands_beside_the_numbers_while_they_last(monkeypatch):
+def test_the_count_of_lasting_alerts_is_shown(monkeypatch):
     monkeypatch.setattr("jaxmoe.observe.progress.PLAIN_INTERVAL_S", 0.0)
     out, console = _plain()
     _alerting({"a": "a is bad"}, {"a": "a is bad", "b": "b is bad"}, {}, console=console)
@@ -99,7 +99,7 @@ def test_an_alert_stays_above_the_bar_as_written():
     assert "! 1  reward 0.500" in out.getvalue()
 
 
-def test_what_takes_long_within_a_step_is_told_with_its_count(monkeypatch):
+def test_long_work_within_a_step_shows_its_count(monkeypatch):
     out, console = _plain()
     clock = [100.0]
     monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: clock[0])
@@ -119,7 +119,7 @@ def test_what_takes_long_within_a_step_is_told_with_its_count(monkeypatch):
     assert second == "rl      2/5  scoring 14/16, 7 s"
 
 
-def test_a_terminal_shows_what_goes_on_beside_the_bar():
+def test_a_terminal_shows_current_work_and_the_bar():
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     with Progress(5, "rl", console=console) as progress:

@@ -30,14 +30,14 @@ def test_the_heat_map_is_a_picture(tmp_path, rows):
     assert image.shape[1] >= 1000 and image.std() > 0.01
 
 
-def test_a_panel_has_the_values_of_its_metric_by_step_and_layer():
+def test_a_panel_has_values_by_step_and_layer():
     rows = make_rows([3, 1]) + [{"stage": "warmup", "step": 1, "entropy": [9.0, 9.0, 9.0]}]
     steps, values = read_layers([*rows, {"stage": "rl", "step": 2, "entropy": [1.0]}], "entropy")
     assert steps.tolist() == [1.0, 3.0]
     np.testing.assert_allclose(values, [[0.1, 1.1, 2.1], [0.3, 1.3, 2.3]])
 
 
-def test_layers_are_lines_of_router_jsonl_and_no_step_twice_after_a_resume(tmp_path):
+def test_layers_are_lines_with_unique_steps_after_resume(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_layers("rl", 1, {})
         assert not (tmp_path / "layers.jsonl").exists()  # a run without instruments has no file
@@ -58,7 +58,7 @@ def test_only_the_first_process_writes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_any_value_in_a_line_is_drawn_or_left_out(tmp_path):
+def test_any_line_is_drawn_or_skipped(tmp_path):
     file = tmp_path / "layers.jsonl"
     (row,) = make_rows([4])
     changes = [(path, value) for path in places(row) for value in VALUES]

@@ -35,7 +35,7 @@ def train(run, limit):
     )
 
 
-def test_a_disk_that_fills_ends_a_run_of_300_metrics_in_one_line(tmp_path):
+def test_a_full_disk_ends_runs_in_one_line(tmp_path):
     result = train(tmp_path, 50_000)
     assert result.returncode == 2 and result.stdout == ""
     *alerts, error = result.stderr.splitlines()
@@ -44,9 +44,7 @@ def test_a_disk_that_fills_ends_a_run_of_300_metrics_in_one_line(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_where_only_tensorboards_file_fails_there_is_one_alert_and_the_run_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_failing_tensorboard_file_is_one_alert(tmp_path, monkeypatch, capsys):
     def refuses(file, content):
         raise RunFolderError("the disk must take it") from OSError(116, "Stale file handle")
 
@@ -62,7 +60,7 @@ def test_where_only_tensorboards_file_fails_there_is_one_alert_and_the_run_goes_
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_clock_that_goes_back_a_month_stops_nothing(tmp_path, monkeypatch):
+def test_a_clock_set_back_a_month_stops_nothing(tmp_path, monkeypatch):
     clock = time.time
     with MetricsLog(tmp_path, stage="rl", step=0) as log:
         for step in range(1, 31):
@@ -72,7 +70,7 @@ def test_a_clock_that_goes_back_a_month_stops_nothing(tmp_path, monkeypatch):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 30
 
 
-def test_a_resume_after_the_clock_went_back_writes_behind_the_older_files(tmp_path, monkeypatch):
+def test_an_earlier_clock_keeps_event_files_in_order(tmp_path, monkeypatch):
     clock = time.time
     EventFile(tmp_path, suffix=".rl0").close()
     monkeypatch.setattr(time, "time", lambda: clock() - 30 * 86_400)

@@ -62,7 +62,7 @@ def run(folder, stage="warmup", step=0, **options):
     )
 
 
-def test_both_get_the_config_the_metrics_and_the_plots(tmp_path, standins):
+def test_both_get_config_metrics_and_plots(tmp_path, standins):
     with run(tmp_path, project="mine") as log:
         log.write("warmup", 1, {"loss": 3.0})
         log.write("rl", 2, {"reward/mean": 0.5})
@@ -78,7 +78,7 @@ def test_both_get_the_config_the_metrics_and_the_plots(tmp_path, standins):
         assert standin.finished == 1
 
 
-def test_a_resumed_run_is_the_same_run_there_and_one_that_starts_over_is_not(tmp_path, standins):
+def test_resumed_runs_are_the_same_and_restarts_new(tmp_path, standins):
     for stage, step in (("warmup", 0), ("rl", 3), ("warmup", 0)):
         with run(tmp_path, stage, step):
             pass
@@ -87,7 +87,7 @@ def test_a_resumed_run_is_the_same_run_there_and_one_that_starts_over_is_not(tmp
         assert names[0] == names[1] != names[2]
 
 
-def test_a_tracker_that_breaks_is_told_once_and_the_run_goes_on(tmp_path, standins, capsys):
+def test_a_broken_tracker_is_reported_once(tmp_path, standins, capsys):
     with run(tmp_path) as log:
         standins["wandb"].broken = True
         for step in (1, 2):
@@ -109,7 +109,7 @@ def test_one_that_cannot_begin_is_one_line(tmp_path, standins, monkeypatch):
         run(tmp_path)
 
 
-def test_one_that_is_not_installed_is_named_before_there_is_a_folder(tmp_path, monkeypatch):
+def test_a_missing_tracker_is_named_before_any_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"observe.to=trackio .*Try pip install trackio"):
         MetricsLog(tmp_path / "run", stage="warmup", step=0, trackers=["trackio"])
@@ -152,7 +152,7 @@ for stage, step in (("warmup", 0), ("rl", 2)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRACKERS)
-def test_the_real_one_takes_a_run_and_its_resume_without_a_network(tmp_path, name):
+def test_the_real_tracker_resumes_without_a_network(tmp_path, name):
     if find_spec(name) is None:
         pytest.skip(f"pip install {name}")
     env = os.environ | {

@@ -21,7 +21,7 @@ def make_answer(tokens, logp):
     )
 
 
-def test_what_is_compared_ends_where_another_token_was_drawn(capsys):
+def test_comparison_ends_at_the_first_different_token(capsys):
     batched = [make_answer([3, 4, 5], [-1, -2, -3]), make_answer([7, 8], [-1, -1])]
     identical = compare_batches(batched, batched)
     assert identical == BatchInvariance(2, 5, 5, 0.0)

@@ -78,7 +78,7 @@ def test_without_a_fault_they_agree(cfg):
 
 
 @pytest.mark.slow
-def test_an_engine_in_bfloat16_is_named_beside_a_trainer_in_float32():
+def test_bfloat16_engines_of_float32_trainers_are_named():
     rollouts_made = make_rollouts(Fault(), 0, "bfloat16")
     r = explain_gap(
         rollouts_made, make_weights(0), CFG, COOL, run=RUN, handshake=Handshake("bfloat16")
@@ -87,7 +87,7 @@ def test_an_engine_in_bfloat16_is_named_beside_a_trainer_in_float32():
     assert "in size" in r.verdict.reason
 
 
-def test_a_fault_is_seen_behind_an_engine_in_bfloat16():
+def test_a_fault_of_a_bfloat16_engine_is_named():
     rollouts_made = make_rollouts(Fault(Peer(sinks=False)), 0, "bfloat16")
     r = explain_gap(
         rollouts_made, make_weights(0), CFG, COOL, run=RUN, handshake=Handshake("bfloat16")
@@ -97,7 +97,7 @@ def test_a_fault_is_seen_behind_an_engine_in_bfloat16():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stale", [(), ("sinks",)])
-def test_an_engine_that_rounds_experts_as_the_run_asks_is_named_beside_another_fault(stale):
+def test_requested_expert_rounding_is_named_with_other_faults(stale):
     def round_engine(params):
         return map_experts(lambda x: jnp.asarray(round_to_eighth(np.asarray(x))), params)
 
@@ -210,7 +210,7 @@ def test_what_tells_no_cause_is_not_judged(rollouts_made, reason):
     assert re.search(reason, r.verdict.reason)
 
 
-def test_an_empty_answer_and_a_positive_log_prob_are_findings():
+def test_empty_answers_and_positive_log_probs_are_findings():
     def list_findings(rollouts_made):
         options = dict(encode=lambda prompt: prompt.tokens)
         return [f.name for f in run_checks(rollouts_made, COOL, 97, 0, **options)]
@@ -243,7 +243,7 @@ def make_episodes():
 
 
 @pytest.mark.slow
-def test_what_an_engine_reports_for_the_environment_s_tokens_is_not_compared():
+def test_environment_tokens_of_an_engine_are_not_compared():
     episodes = make_episodes()
     r = explain_gap(episodes, make_weights(0), CFG, COOL, run=RUN)
     assert name_faults(r) == ("agree",) and r.metrics["tokens"] == 7 * 27
@@ -252,7 +252,7 @@ def test_what_an_engine_reports_for_the_environment_s_tokens_is_not_compared():
     assert name_faults(explain_gap(wrong, make_weights(0), CFG, COOL, run=RUN)) != ("agree",)
 
 
-def test_checks_pass_over_the_environment_s_tokens_and_stops_between_turns():
+def test_checks_skip_environment_tokens_and_inner_stops():
     def list_findings(rollouts, stop=()):
         options = dict(encode=lambda prompt: prompt.tokens)
         return [

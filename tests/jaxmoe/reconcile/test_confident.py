@@ -44,7 +44,7 @@ def confident_rollouts(sharper, peer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharper", [3.0, 30.0, 200.0])
-def test_the_engine_of_a_confident_policy_is_not_accused(sharper):
+def test_a_confident_policys_engine_is_not_accused(sharper):
     """Its log-probs are near 0 and its logits are not: what is left of them is their rounding."""
     r = confident_rollouts(sharper, Peer())
     assert name_faults(r) == ("agree",), r.verdict

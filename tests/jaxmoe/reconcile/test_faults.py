@@ -80,7 +80,7 @@ def test_single_numbers_are_named_with_their_value(seed):
 
 
 @pytest.mark.slow  # as its faults in float32, and four numbers more to estimate
-def test_an_engine_of_another_temperature_or_shifted_sinks_is_named_with_the_value():
+def test_another_temperature_or_shifted_sinks_are_named():
     keys = ("temperature", 0.95), ("sink_shift", -2.0), ("rms_eps", 1e-6), ("rope_factor", 40.0)
     misnamed, missed = wrong_or_missed({key: make_report(SCALARS[key]) for key in keys})
     assert not misnamed and not missed
@@ -117,11 +117,11 @@ def test_faults_above_rounding_are_named_in_bfloat16():
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_fault_outside_the_list_is_not_another_in_bfloat16():
+def test_an_unlisted_fault_is_not_named_in_bfloat16():
     for name, r in make_reports("bfloat16, outside", OUTSIDE, 0, cfg=HALF).items():
         assert r.verdict.kind != "named", name
 
 
-def test_a_number_that_is_right_is_not_fitted_to_noise():
+def test_a_right_number_is_not_fitted_to_noise():
     r = make_report(Fault(Peer(eps=1.00001e-5)))
     assert name_faults(r) == ("agree",)

@@ -34,7 +34,7 @@ def test_invariant_pieces_differ_nowhere():
 
 
 @pytest.mark.slow
-def test_another_router_of_the_engine_is_named_at_its_first_token_and_layer():
+def test_another_router_is_named_by_token_and_layer():
     def changed_op(h_BTD, layer, *, active):
         indices, weights = route_top_k(h_BTD, layer, active=active)
         return indices, weights * 1.5

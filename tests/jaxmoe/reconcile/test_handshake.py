@@ -92,7 +92,7 @@ def test_what_it_vouches_for_is_out():
 
 
 @pytest.mark.slow  # two reports
-def test_an_engine_of_another_config_is_named_by_it():
+def test_an_engine_of_another_config_is_named():
     peer, differences = Peer(active=3, eps=1e-3), dict(experts_per_token=3, rms_eps=1e-3)
     r = make_report(Fault(peer), handshake=Handshake("float32", config_differences=differences))
     assert name_faults(r) == ("engine_config",)

@@ -86,7 +86,7 @@ OP_OF_FIELD = {
 
 
 @pytest.mark.parametrize(("op", "name"), OP_OF_FIELD.items())
-def test_a_piece_that_rounds_otherwise_is_the_one_that_moves_log_probs(op, name):
+def test_the_piece_with_other_rounding_is_named(op, name):
     comparison = compare_ops(
         WEIGHTS, TOKENS, record_ops(replace(OPS, **{name: perturb_op(getattr(OPS, name))})), RUN
     )
@@ -99,7 +99,7 @@ def test_a_piece_that_rounds_otherwise_is_the_one_that_moves_log_probs(op, name)
     assert op.share_different > 0.3 and op.max_difference > 1e-6
 
 
-def test_two_pieces_are_both_seen_and_none_where_there_is_none(capsys):
+def test_two_faulty_pieces_are_both_named(capsys):
     two = replace(OPS, norm=perturb_op(OPS.norm), attend=perturb_op(OPS.attend))
     comparison = compare_ops(WEIGHTS, TOKENS, record_ops(two), RUN)
     ranked = sorted(comparison.ops, key=lambda op: -op.gap)

@@ -49,14 +49,14 @@ def of_another_row(r):
     ],
     ids=["one token late", "one token early", "another layer", "of no token"],
 )
-def test_experts_of_another_place_are_named_although_log_probs_agree(change, name, words):
+def test_misplaced_experts_are_named_although_log_probs_agree(change, name, words):
     report = examine(change_experts(change))
     (finding,) = report.findings
     assert finding.name == name and words in finding.actual and not report.agrees
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(Peer(switch=0.1))])
-def test_experts_in_their_own_place_are_no_finding_even_if_some_differ(fault):
+def test_a_few_different_experts_are_no_finding(fault):
     assert examine(make_rollouts(fault, 0)).findings == []
 
 
@@ -81,7 +81,7 @@ def in_prompt(r):
     ],
     ids=["cached prompts", "every second row"],
 )
-def test_rows_of_zeros_are_named_with_what_replay_does_and_what_to_change(rows, shares, fix):
+def test_rows_of_zeros_are_named_with_advice(rows, shares, fix):
     report = examine(change_experts(zeros(rows)))
     (finding,) = report.findings
     assert finding.name == "unknown_experts" and fix in finding.fix
@@ -90,7 +90,7 @@ def test_rows_of_zeros_are_named_with_what_replay_does_and_what_to_change(rows, 
     assert report.verdict.kind == "agree" and not report.agrees
 
 
-def test_experts_that_are_all_unknown_are_named_and_not_compared():
+def test_unknown_experts_are_named_and_not_compared():
     report = examine(change_experts(lambda r: np.zeros_like(r.routed_experts)))
     assert [f.name for f in report.findings] == ["unknown_experts"] and report.layers == []
 
@@ -106,19 +106,19 @@ def test_experts_that_are_all_unknown_are_named_and_not_compared():
         (lambda r: r.routed_experts + CFG.n_experts, "must be from 0 to"),
     ],
 )
-def test_experts_that_cannot_be_replayed_are_named_and_log_probs_are_still_judged(change, words):
+def test_unreplayable_experts_are_named_and_log_probs_judged(change, words):
     report = examine(change_experts(change))
     (finding,) = report.findings
     assert finding.name == "wrong_experts" and words in finding.actual
     assert report.verdict.kind == "agree" and report.layers == []
 
 
-def test_rollouts_without_experts_are_fine_where_none_are_needed():
+def test_missing_experts_are_fine_without_replay():
     rollouts = change_experts(lambda r: None)
     assert check_reported_experts(rollouts, CFG, needed=False) == (rollouts, [])
 
 
-def test_agreement_is_1_for_equal_experts_and_0_for_chance_with_any_load():
+def test_agreement_is_1_for_equal_0_for_chance():
     rng = np.random.default_rng(0)
     popularity_E = np.array([8.0, 4.0, 2.0, 1.0, 1.0, 1.0])
 
@@ -136,7 +136,7 @@ def test_agreement_is_1_for_equal_experts_and_0_for_chance_with_any_load():
     assert find_misplaced_experts(own, np.full_like(own, -1), same_logps=True) == []
 
 
-def test_unrelated_experts_are_no_finding_where_log_probs_differ():
+def test_unrelated_experts_need_agreeing_log_probs():
     rng = np.random.default_rng(0)
     own, other = (rng.random((2, 8, 30, 6)).argsort(-1)[..., :2] for _ in range(2))
     assert find_misplaced_experts(own, other, same_logps=False) == []

@@ -23,7 +23,7 @@ def make_params(fill: int):
     }
 
 
-def test_both_arrays_of_a_packed_leaf_are_taken_from_the_version_before():
+def test_a_packed_leafs_arrays_are_both_stale():
     cfg, none = tiny(n_layers=4), np.zeros((0, 0))
     v = Variant(make_params(2), cfg, make_knobs(cfg, 1.0), SampledRows(none, none, none, none))
     changes = {

@@ -85,7 +85,7 @@ def test_counted_errors_name_their_kind(name, fault):
     assert scores.first_fault.startswith("data.second_grader: ")
 
 
-def test_an_error_keeps_its_traceback_and_names_the_row():
+def test_an_error_has_its_traceback_and_row():
     with pytest.raises(KeyError) as caught:
         score_texts("some_rewards:raises", "2")
     assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]

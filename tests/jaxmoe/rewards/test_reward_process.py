@@ -163,24 +163,24 @@ def in_a_thread(work):
     return results[0]
 
 
-def test_an_alarm_works_wherever_the_score_is_asked_for(run):
+def test_an_alarm_works_in_any_calling_thread(run):
     assert in_a_thread(lambda: score_in_process(run, "alarmed", "1")).rewards.tolist() == [1.0]
 
 
-def test_the_process_is_started_once_and_is_not_this_one(run):
+def test_the_process_is_started_once_and_separate(run):
     assert score_in_process(run, "counts", "a", "b", "c").rewards.tolist() == [1.0, 2.0, 3.0]
     first, second = (score_in_process(run, "where", "a").rewards[0] for _ in range(2))
     assert first == second != os.getpid()
 
 
-def test_a_call_that_never_returns_leaves_its_sample_out_and_is_counted(run):
+def test_a_hanging_call_skips_its_sample_and_counts(run):
     scores = score_in_process(run, "hangs", "1", "hang", "2")
     np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan, 2.0], np.float32))
     metrics = mean_part_metrics(scores.parts)
     assert metrics["reward/hangs/late_frac"] == metrics["reward/left_out_frac"] == 1 / 3
 
 
-def test_an_answer_that_one_of_two_functions_is_late_on_is_not_scored_by_the_other_alone(run):
+def test_a_sample_late_on_one_function_is_unscored(run):
     """The sum of the others would punish it as a wrong answer."""
     samples = [
         Sample(i, Row("q", "4"), ParsedResponse(t), [1]) for i, t in enumerate(["1", "hang"])
@@ -191,14 +191,14 @@ def test_an_answer_that_one_of_two_functions_is_late_on_is_not_scored_by_the_oth
     assert scores.faults == ["", "late"]
 
 
-def test_a_function_with_a_limit_of_its_own_may_be_late_any_number_of_times(run):
+def test_a_function_with_its_limit_may_be_late(run):
     scores = score_in_process(run, "limited", *["hang"] * 4, "1")
     assert np.isnan(scores.rewards[:4]).all() and scores.rewards[4] == 1.0
     assert mean_part_metrics(scores.parts)["reward/limited/late_frac"] == 0.8
 
 
 @pytest.mark.slow
-def test_late_calls_that_are_counted_end_after_the_third_and_do_not_count_for_the_run(run):
+def test_three_late_calls_end_a_second_grader(run):
     samples = [Sample(i, Row("q", "4"), ParsedResponse("hang"), [1]) for i in range(8)]
     rewards = read_rewards("worker_rewards:hangs", [], "data.second_grader")
     start = time.monotonic()
@@ -218,15 +218,13 @@ def test_a_function_that_never_returns_is_named(run):
     assert time.monotonic() - start < 30.0
 
 
-def test_of_async_calls_only_the_late_ones_are_left_out(run):
+def test_only_late_calls_of_async_functions_are_skipped(run):
     scores = score_in_process(run, "slow", "1", "hang", "2")
     np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan, 2.0], np.float32))
 
 
 @pytest.mark.parametrize(("name", "status"), [("dies", "SIGSEGV"), ("exits", "exit status 3")])
-def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_another(
-    run, name, status
-):
+def test_a_function_that_kills_its_process_is_named(run, name, status):
     with pytest.raises(
         ConfigError,
         match=rf"{name} must not end its process; it ended with {status} on row 0 \(a:0\)",
@@ -290,7 +288,7 @@ def test_what_a_function_prints_controls_no_terminal(run, capfd):
     assert "hello" in output and "\x1b" not in output
 
 
-def test_an_error_comes_back_with_its_kind_its_row_and_its_traceback(run):
+def test_an_error_returns_its_kind_row_and_traceback(run):
     with pytest.raises(KeyError, match="key") as caught:
         score_in_process(run, "raises", "key")
     row, trace = caught.value.__notes__

@@ -23,7 +23,7 @@ def install_module(monkeypatch):
     RECEIVED.clear()
 
 
-def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
+def test_trls_convention_gets_column_lists_and_chats():
     scores = score_texts("some_rewards:trl(bonus=2.0)", "2", "3")
     received = RECEIVED["trl"]
     assert received["prompts"] == [ROWS[0]["prompt"], ROWS[1]["prompt"]]
@@ -43,14 +43,14 @@ def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
     assert score_texts("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
 
 
-def test_a_part_that_counts_a_trick_is_logged_under_its_own_name():
+def test_a_part_that_counts_tricks_is_logged_separately():
     assert mean_part_metrics(score_texts("some_rewards:counts_trick", "2").parts) == {
         "reward/counts_trick/mean": 1.0,
         "hack/trick": 0.5,
     }
 
 
-def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged():
+def test_verls_convention_gets_columns_and_logs_dict_numbers():
     scores = score_texts("some_rewards:verl", "2", "4")
     assert RECEIVED["verl"] == [(None, "2", "2", {}), ("sums", "4", 3, ROWS[1]["extra_info"])]
     assert "num_turns" not in ROWS[1]["extra_info"], "a row must be the same each time it is read"
@@ -73,7 +73,7 @@ def test_ours_gets_prompt_response_row_and_analysis():
     assert score_samples([reward], [plain]).rewards.tolist() == [1.0]
 
 
-def test_the_reward_is_the_weighted_sum_of_those_that_score_the_sample():
+def test_the_reward_is_the_weighted_sum_of_functions():
     text = "0.5 * some_rewards:trl + -2e-1*some_rewards:native(length=9) + some_rewards:native"
     scores = score_texts(text, "2", "33333")
     np.testing.assert_allclose(scores.rewards, [0.5 - 0.2 + 1.0, -0.2], rtol=1e-6)
@@ -83,14 +83,14 @@ def test_the_reward_is_the_weighted_sum_of_those_that_score_the_sample():
     assert read_rewards("  ", COLUMNS) == ()
 
 
-def test_an_option_that_is_set_wins_over_a_column_of_its_name():
+def test_a_set_option_outranks_its_column():
     score_texts("some_rewards:trl(level=9)", "2", "3")
     assert RECEIVED["trl"]["level"] == 9 and RECEIVED["trl"]["data_source"] == [None, "sums"]
     scores = score_texts("some_rewards:native(length=2)", "2", columns=[*COLUMNS, "length"])
     assert scores.rewards.tolist() == [1.0]
 
 
-def test_a_function_of_keywords_alone_is_called_with_all_that_trl_has():
+def test_a_function_of_keywords_gets_trls_arguments():
     assert score_texts("some_rewards:all_keywords", "2", "33").rewards.tolist() == [1.0, 1.0]
     assert (
         RECEIVED["all_keywords"]["solution"] == ["2", None]
@@ -99,7 +99,7 @@ def test_a_function_of_keywords_alone_is_called_with_all_that_trl_has():
     assert "completions" in RECEIVED["all_keywords"] and "trainer_state" in RECEIVED["all_keywords"]
 
 
-def test_a_function_that_asks_for_it_is_told_how_far_the_run_is():
+def test_a_function_that_asks_gets_the_runs_progress():
     scores = score_samples(
         read_rewards("some_rewards:of_trainer", COLUMNS),
         make_samples("2"),
@@ -122,7 +122,7 @@ def test_objects_that_can_be_called_are_functions(name, value):
     assert score_texts(f"some_rewards:{name}", "2").rewards.tolist() == [value]
 
 
-def test_async_functions_are_awaited_together_and_leave_no_loop_behind():
+def test_async_functions_run_together_and_leave_no_loop():
     texts = [str(i) for i in range(8)]
     scores = score_texts("some_rewards:judges + some_rewards:waits", *texts)
     assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0]
@@ -130,7 +130,7 @@ def test_async_functions_are_awaited_together_and_leave_no_loop_behind():
         asyncio.get_running_loop()
 
 
-def test_none_of_a_function_for_one_sample_leaves_it_out():
+def test_none_for_one_sample_skips_that_function():
     scores = score_texts("some_rewards:returns", "2", "3")
     assert np.isnan(scores.rewards).all()
     assert mean_part_metrics(scores.parts) == {
@@ -169,13 +169,13 @@ def test_verls_batch_convention_gets_lists():
         ("some_rewards:trl(bonsu=2.0)", "trl has no option 'bonsu'. Did you mean bonus"),
     ],
 )
-def test_what_is_no_reward_function_is_refused_in_one_line(text, message):
+def test_objects_that_are_no_reward_function_are_refused(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read_rewards(text, COLUMNS)
     assert "\n" not in str(caught.value)
 
 
-def test_environments_of_trl_are_refused_unless_they_are_optional_or_a_column():
+def test_required_trl_environments_are_refused_unless_a_column():
     def required(environments, **kwargs):
         return [0.0 for _ in environments]
 

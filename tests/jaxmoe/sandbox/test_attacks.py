@@ -79,7 +79,7 @@ def test_every_attack_is_contained(kind, user):
 @pytest.mark.slow  # half a minute: a sandbox for each set of measures
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_attack_succeeds_without_the_measures_that_stop_it(kind, user):
+def test_every_attack_succeeds_without_its_measures(kind, user):
     outputs = run_attacks(kind, user, "controls")
     assert len(outputs) >= 120
     assert not {name: x for name, x in outputs.items() if "TAKEN" not in x}

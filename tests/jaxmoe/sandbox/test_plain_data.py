@@ -37,7 +37,7 @@ def accepts(read, form):
 
 
 @given(FORMS)
-def test_a_form_is_taken_if_it_can_be_decoded_and_else_refused(form):
+def test_forms_are_accepted_iff_they_can_be_decoded(form):
     assert accepts(check_form, form) == accepts(decode_value, form)
 
 
@@ -56,7 +56,7 @@ def test_what_cannot_be_hashed_is_no_key(form):
     assert not accepts(check_form, form) and not accepts(decode_value, form)
 
 
-def test_a_form_is_passed_on_as_it_came_and_not_too_deep():
+def test_forms_are_passed_unchanged_up_to_a_depth():
     value = {(1, frozenset({2})): [{"a": {3.5}}, (b"x", None, True)]}
     form = check_form(encode_value(value))
     assert form.decode() == value and encode_value([form]) == {"list": [form.form]}

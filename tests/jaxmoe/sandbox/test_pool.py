@@ -44,7 +44,7 @@ def wait_idle(pool, count):
         time.sleep(0.01)
 
 
-def test_sandboxes_wait_for_an_episode_and_none_is_used_twice(pool):
+def test_warm_sandboxes_wait_and_are_used_once(pool):
     assert run_in_fresh_sandbox(pool, "x = 1", 5.0).status is CallStatus.OK
     wait_idle(pool, 2)
     waiting = list(pool._state.idle)
@@ -56,7 +56,7 @@ def test_sandboxes_wait_for_an_episode_and_none_is_used_twice(pool):
     assert run_in_fresh_sandbox(pool, "2", 5.0).output == "2\n"
 
 
-def test_a_sandbox_that_ended_while_it_waited_is_not_given_out(pool):
+def test_a_dead_warm_sandbox_is_not_used(pool):
     pool.release(pool.acquire())
     wait_idle(pool, 2)
     for sandbox in list(pool._state.idle):
@@ -65,7 +65,7 @@ def test_a_sandbox_that_ended_while_it_waited_is_not_given_out(pool):
     assert run_in_fresh_sandbox(pool, "3", 5.0).output == "3\n"
 
 
-def test_a_sandbox_survives_the_thread_that_asked_for_it(pool):
+def test_a_sandbox_survives_the_thread_that_acquired_it(pool):
     sandboxes = []
     thread = threading.Thread(target=lambda: sandboxes.append(pool.acquire()))
     thread.start()
@@ -74,7 +74,7 @@ def test_a_sandbox_survives_the_thread_that_asked_for_it(pool):
     assert sandboxes[0].run("4", 5.0).output == "4\n"
 
 
-def test_a_closed_pool_ends_its_sandboxes_and_gives_none():
+def test_a_closed_pool_ends_its_sandboxes():
     descriptors = count_descriptors()
     pool = SandboxPool(Launcher(first_kind(), CONFIG), n_warm=2)
     sandbox = pool.acquire()
@@ -119,7 +119,7 @@ def test_sandboxes_at_once_answer_each_for_itself():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_trainer_leaves_no_sandbox_though_programs_try_to_stay(kind):
+def test_a_killed_trainer_leaves_no_sandbox(kind):
     require_kind(kind)
     _, seconds = kill_trainer(kind)  # which asserts that all have ended
     assert seconds < 2

@@ -38,7 +38,7 @@ def test_auto_never_takes_unsafe_local(monkeypatch):
     assert "contains nothing" in describe_sandbox(SandboxConfig(kind="unsafe_local"))
 
 
-def test_a_bubblewrap_that_may_not_start_is_named_with_its_reason(monkeypatch, tmp_path):
+def test_a_failing_bubblewrap_is_named_with_its_reason(monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -47,14 +47,14 @@ def test_a_bubblewrap_that_may_not_start_is_named_with_its_reason(monkeypatch, t
         choose_sandbox(SandboxConfig(kind="bubblewrap"))
 
 
-def test_memory_above_the_limit_of_this_process_cannot_be_set(monkeypatch):
+def test_memory_above_the_processs_limit_is_refused(monkeypatch):
     limits = (resource.RLIM_INFINITY, 300 << 20)
     monkeypatch.setattr(probe.resource, "getrlimit", lambda _: limits)
     with pytest.raises(ConfigError, match=r"sandbox\.memory_mb \(512\) cannot be set here.*=300"):
         choose_sandbox(SandboxConfig())
 
 
-def test_files_above_the_limit_of_this_process_cannot_be_set(monkeypatch):
+def test_file_sizes_above_the_processs_limit_are_refused(monkeypatch):
     limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_FSIZE: 5 << 20}
     monkeypatch.setattr(probe.resource, "getrlimit", lambda limit: (0, limits[limit]))
     with pytest.raises(ConfigError, match=r"sandbox\.disk_mb \(64\) cannot be set here.*=5\."):
@@ -83,7 +83,7 @@ except SandboxError as error:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_of_this_process_holds_or_is_named(kind, limit, memory_mb, output):
+def test_a_limit_of_this_process_is_named(kind, limit, memory_mb, output):
     require_kind(kind)
     command = f"ulimit {limit} && exec {sys.executable} -c '{START}' {kind} {memory_mb}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
@@ -104,7 +104,7 @@ def test_a_limit_of_this_process_holds_or_is_named(kind, limit, memory_mb, outpu
         ("sandbox.call_s=60", "sandbox.call_s (60) must be below rollout.reply_timeout_s (60)"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_one_line(assignment, message):
+def test_impossible_settings_are_refused_in_one_line(assignment, message):
     config = override(load_config("tiny_tool.py"), "data.tools=python_sandbox")
     with pytest.raises(ConfigError, match=re.escape(message)):
         override(config, assignment)

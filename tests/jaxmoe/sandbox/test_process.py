@@ -37,14 +37,14 @@ def sandbox(request):
         yield sandbox
 
 
-def test_variables_stay_and_the_value_of_the_last_line_is_printed(sandbox):
+def test_variables_persist_and_the_last_value_is_printed(sandbox):
     assert sandbox.run("import math\nx = 6", 5.0).output == ""
     assert sandbox.run("print('a')\nx * 7", 5.0).output == "a\n42\n"
     assert sandbox.run("def f(n):\n    return math.factorial(n)\nf(5)", 5.0).output == "120\n"
     assert sandbox.run("None", 5.0).output == ""
 
 
-def test_an_error_shows_the_program_s_lines_and_keeps_the_variables(sandbox):
+def test_errors_show_program_lines_and_preserve_variables(sandbox):
     result = sandbox.run("x = 5\ndef f():\n    return 1 / 0\nf()", 5.0)
     assert result.status is CallStatus.ERROR and result.error == "ZeroDivisionError"
     assert "return 1 / 0" in result.output and "worker" not in result.output
@@ -68,7 +68,7 @@ asyncio.run(wait()), str(decimal.Decimal(1) / 3)[:5], fractions.Fraction(1, 3)
     assert sandbox.run(code, 5.0).output == "(3, '0.333', Fraction(1, 3))\n"
 
 
-def test_functions_are_called_with_plain_data_and_nothing_else_comes_back(sandbox):
+def test_functions_return_plain_data_and_nothing_else(sandbox):
     sandbox.run("def f(*args, **named): return args, named", 5.0)
     values = [1, -(2**70), 1.5, True, None, "é\ud800", b"\0", (1, [2]), {3}, {(1,): {"a": 2j}}]
     result = sandbox.call("f", values, 5.0, {"k": float("inf")})
@@ -86,7 +86,7 @@ def test_functions_are_called_with_plain_data_and_nothing_else_comes_back(sandbo
         sandbox.call("f", [object()], 5.0)
 
 
-def test_a_program_may_call_functions_of_the_trainer_that_it_was_given(sandbox):
+def test_programs_may_call_the_trainers_given_functions(sandbox):
     answers = {"double": lambda name, arguments, named: 2 * arguments[0].decode()}
     assert sandbox.run("double(21)", 5.0, answers).output == "42\n"
     # Without them, the same line on the pipe is a forgery.
@@ -150,7 +150,7 @@ for descriptor in range(64):
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_junk_and_forged_lines_cost_milliseconds_and_not_the_time_limit(name):
+def test_junk_and_forged_lines_cost_milliseconds(name):
     with open_sandbox() as sandbox:
         start = time.monotonic()
         assert sandbox.run(FIND_PIPE + FORGERIES[name], 60.0).status is CallStatus.FORGED
@@ -163,7 +163,7 @@ def test_an_endless_line_is_read_to_its_limit():
         assert sandbox.run(FIND_PIPE + endless, 10.0).status is CallStatus.FORGED
 
 
-def test_a_line_that_follows_the_reply_ends_the_sandbox_before_the_next_call():
+def test_a_line_after_the_reply_ends_the_sandbox():
     second = """
 line = json.dumps({"id": frame.f_locals["request"]["id"], "output": "first", "error": ""})
 os.write(pipe, (line + "\\n").encode() * 2)
@@ -188,7 +188,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_program_that_ends_its_interpreter_is_seen_at_once(name):
+def test_the_interpreters_end_is_noticed_immediately(name):
     with open_sandbox() as sandbox:
         start = time.monotonic()
         result = sandbox.run(ENDINGS[name], 60.0)
@@ -214,13 +214,13 @@ def test_threads_left_behind_end_the_sandbox():
         assert sandbox.run("1", 5.0).output == "1\n"
 
 
-def test_a_request_that_is_too_long_is_refused_and_the_sandbox_stays():
+def test_a_too_long_request_does_not_end_sandboxes():
     with open_sandbox() as sandbox:
         assert "1,000,000" in sandbox.run("#" * 1_000_001, 5.0).error
         assert sandbox.run("1", 5.0).output == "1\n"
 
 
-def test_calls_work_with_descriptors_above_those_that_select_accepts():
+def test_calls_work_with_descriptors_beyond_selects_limit():
     fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(1)]
     try:
         high = os.dup2(fillers[0], 1500) if _can_open(1600) else None
@@ -241,7 +241,7 @@ def _can_open(count):
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= count
 
 
-def test_files_of_a_program_stay_for_its_calls_and_for_no_other_sandbox():
+def test_a_programs_files_persist_in_its_sandbox_only():
     require_kind("bubblewrap")
     with open_sandbox("bubblewrap") as first, open_sandbox("bubblewrap") as second:
         assert first.run("open('a', 'w').write('text')", 5.0).output == "4\n"
@@ -281,13 +281,13 @@ def test_the_command_line_says_nothing_of_this_machine():
     assert Launcher(first_kind(), CONFIG)._environment() == {}
 
 
-def test_a_limit_beyond_what_poll_accepts_is_a_limit():
+def test_a_time_limit_beyond_polls_range_works():
     with open_sandbox() as sandbox:
         assert sandbox.run("6 * 7", 1e9).output == "42\n"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packages_in_a_library_folder_of_the_system_are_hidden(kind, tmp_path, monkeypatch):
+def test_packages_in_system_library_folders_are_hidden(kind, tmp_path, monkeypatch):
     """Where libraries have no folder of their own, the packages of a system's Python lie in it."""
     packages = tmp_path / "lib" / "python3.9" / "site-packages"
     packages.mkdir(parents=True)

@@ -8,7 +8,7 @@ from scipy import stats
 from jaxmoe.study.paired import paired_difference, paired_ratio
 
 
-def test_the_difference_is_that_of_scipys_paired_t_test():
+def test_the_difference_is_scipys_paired_t_test():
     rng = np.random.default_rng(0)
     x, y = rng.normal(0.3, 1.0, 9), rng.normal(0.0, 1.0, 9)
     found = paired_difference(list(x), list(y))
@@ -18,7 +18,7 @@ def test_the_difference_is_that_of_scipys_paired_t_test():
 
 
 @pytest.mark.parametrize("n", [3, 8])
-def test_the_intervals_cover_the_truth_as_often_as_they_say(n):
+def test_intervals_cover_the_truth_at_their_rate(n):
     rng = np.random.default_rng(1)
     inside_difference = inside_ratio = 0
     trials = 1500

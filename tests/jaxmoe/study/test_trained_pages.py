@@ -71,7 +71,7 @@ def test_the_router_page_counts_rates_at_the_edge(bed, n_lowest, count):
     assert f"{n_lowest} of {count}" in (RESULTS / "router_trained.md").read_text()
 
 
-def test_the_four_bit_page_names_rates_at_the_edge():
+def test_the_four_bit_page_names_rates_at_edges():
     rows = [row for bed in ("automaton", "reversal") for row in read_table("mxfp4_trained", bed)]
     assert [row[0] for row in rows if row[1] == "0.00025"] == [
         "four-bit engine",

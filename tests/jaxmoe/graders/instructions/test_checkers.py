@@ -133,7 +133,7 @@ def test_a_text_without_a_language_is_in_none():
 
 
 @needs_package
-def test_a_checker_that_cannot_read_an_answer_says_none():
+def test_a_checker_that_fails_gives_none():
     assert follows_instruction("[" * 20_000, complete("detectable_format:json_format")) is None
 
 
@@ -156,7 +156,7 @@ sys.addaudithook(lambda event, args: os._exit(7) if event.startswith("socket.") 
 
 
 @needs_package
-def test_an_answer_gets_the_same_result_100_times_in_3_processes_without_a_network():
+def test_results_repeat_in_100_calls_and_3_processes():
     printed = set()
     for seed in ("0", "1", "random"):
         run = subprocess.run(
@@ -183,7 +183,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("if_verifiabl
 
 
 @needs_package
-def test_the_import_leaves_other_modules_and_the_random_state_as_they_were():
+def test_importing_changes_no_module_and_no_random_state():
     # In a process of its own, because the type checks of the tests draw random numbers.
     run = subprocess.run(
         [sys.executable, "-c", UNCHANGED],
@@ -218,7 +218,7 @@ def test_the_import_leaves_other_modules_and_the_random_state_as_they_were():
         ("repeat:repeat_span", PROMPT | {"n_start": 0, "n_end": 2}, "all of its kwargs"),
     ],
 )
-def test_what_cannot_be_checked_is_refused_in_one_line(name, kwargs, message):
+def test_instructions_that_cannot_be_checked_are_refused(name, kwargs, message):
     with pytest.raises(ConfigError, match=message) as caught:
         check_instruction(Instruction(name, kwargs))
     assert "\n" not in str(caught.value)
@@ -234,7 +234,7 @@ def test_whole_numbers_of_arrow_tables_are_integers():
     assert follows_instruction("two words", asked) and not follows_instruction("one", asked)
 
 
-def test_without_the_package_the_command_to_type_is_named(monkeypatch):
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
     checkers.checker_classes.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed. Type: pip install --no-deps if-verif"):

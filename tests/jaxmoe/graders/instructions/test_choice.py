@@ -39,7 +39,7 @@ def compatible(size, names):
 
 
 @needs_package
-def test_one_answer_follows_any_two_or_three_that_are_chosen_together():
+def test_one_answer_can_follow_any_chosen_instructions():
     quick = [name for name in CHOICES if name not in DETECTED]
     sets = compatible(1, CHOICES) + compatible(2, quick) + compatible(3, quick)
     sets += [names for names in compatible(3, CHOICES) if DETECTED & {*names}][::8]
@@ -65,7 +65,7 @@ def test_every_choice_has_a_checker():
     assert set(CHOICES) <= checker_classes().keys()
 
 
-def test_the_choice_is_a_function_of_seed_question_and_options():
+def test_the_choice_depends_on_seed_question_and_options():
     rows = [Row(f"Question {i}", "a") for i in range(200)]
     first = [add_instructions(row, 3) for row in rows]
     assert [add_instructions(row, 3) for row in rows] == first
@@ -79,7 +79,7 @@ def test_the_choice_is_a_function_of_seed_question_and_options():
     assert ids == ["startend:end_checker", "detectable_format:number_highlighted_sections"]
 
 
-def test_the_prompt_and_its_column_ask_for_the_instructions():
+def test_prompt_and_column_contain_the_instructions():
     row = add_instructions(ROW, 1)
     texts = [describe_instruction(x) for x in read_instructions(row.columns)]
     assert row.question == ROW.question + "\n" + " ".join(texts)
@@ -108,7 +108,7 @@ def test_the_prompt_and_its_column_ask_for_the_instructions():
         ({"types": ["startend:quotation"], "at_least": 2, "at_most": 2}, "no 2 can be"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_one_line(options, message):
+def test_impossible_options_are_refused_in_one_line(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         add_instructions(ROW, 0, **options)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("data.map_rows: ")
@@ -128,7 +128,7 @@ def test_a_row_that_has_instructions_already_is_refused():
 
 
 @needs_package
-def test_an_answer_of_tiny_if_follows_the_instructions_of_no_row_it_is_compared_with():
+def test_tiny_if_answers_follow_no_compared_rows_instructions():
     """Else reward/swapped would rise when a policy learns, and its alert would mean nothing."""
     data = load_config("tiny_if.py").data
     options = parse_call(data.map_rows, "data.map_rows")[1]

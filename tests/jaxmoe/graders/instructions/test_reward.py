@@ -26,7 +26,7 @@ COLUMNS = {
 }
 
 
-def test_prompt_level_pays_for_all_and_instruction_level_for_the_share():
+def test_prompt_level_pays_all_and_instruction_level_shares():
     for text, prompt, share in (('"a b"', 1.0, 1.0), ('"a, b"', 0.0, 0.5), ("a, b", 0.0, 0.0)):
         scored = score_instructions(text, COLUMNS)
         assert (scored["score"], scored["instruction_level"]) == (prompt, share)
@@ -60,7 +60,7 @@ def test_rows_without_instructions_are_refused_before_the_run(columns):
         check_reward([Row("a", "b", columns=columns, location="q.jsonl:3")])
 
 
-def test_parts_are_logged_and_a_checker_that_cannot_read_an_answer_is_counted():
+def test_parts_are_logged_and_failing_checkers_are_counted():
     columns = COLUMNS | {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}
     rewards = read_rewards(SPEC, list(columns))
     texts = ["[" * 20_000, "[1]", "", "{"]
@@ -78,7 +78,7 @@ def test_parts_are_logged_and_a_checker_that_cannot_read_an_answer_is_counted():
     assert metrics["reward/score_instructions/detectable_format/json_format/mean"] == 0.25
 
 
-def test_a_run_on_rows_that_have_instructions_logs_both_levels(tmp_path):
+def test_rows_with_instructions_log_both_levels(tmp_path):
     rows = [{"prompt": f"Say {i}.", **COLUMNS} for i in range(80)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     changes = (f"data.task={tmp_path / 'q.jsonl'}", "data.options={}", f"data.rewards={SPEC}")

@@ -53,7 +53,7 @@ def run_client(url, lines):
     return reports, "".join(errors)
 
 
-def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
+def test_hostile_answers_fail_in_bounded_time_and_memory(server):
     lines = [f"generate: {name}" for name in TRICKS]
     for i, route in enumerate(("loaded_state", "max_context")):
         lines += [f"{route}: {name}" for name in list(TRICKS)[i::5]]
@@ -82,7 +82,7 @@ KINDS = (
 )
 
 
-def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, monkeypatch):
+def test_hostile_answers_are_incidents_and_requests_are_rerouted(tmp_path, monkeypatch):
     """A server named by its URL that always spoils its answers: the other one gives all of them."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     good, upstream = StandIn(CFG), StandIn(CFG)
@@ -106,7 +106,7 @@ def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, 
             server.crash()
 
 
-def test_what_is_received_is_bounded_by_what_was_asked_for():
+def test_received_bytes_are_bounded_by_the_request():
     """A long answer passes where its tokens explain it, and not where they do not."""
     per_token = max_body_bytes_per_token(CFG)
     text = json.dumps({"choices": ["x" * 4_000_000]}).encode()
@@ -131,12 +131,12 @@ def test_what_is_received_is_bounded_by_what_was_asked_for():
 @pytest.mark.parametrize(
     "text", ["no room for 4096 tokens", "too long", "Internal Server Error", "k3y of the house"]
 )
-def test_an_error_without_the_key_is_shown_as_it_is(text):
+def test_errors_without_the_key_are_shown_unchanged(text):
     assert Key(KEY).redact_text(text) == text
     assert Key("").redact_text(f"Bearer {KEY}") == f"Bearer {KEY}"
 
 
-def test_a_key_that_is_a_word_does_not_spoil_correct_answers():
+def test_a_common_word_as_key_spoils_no_answer():
     answer = json.dumps({"choices": [{"token_ids": [1]}]}).encode()
     assert not Key("token").is_in(answer) and not Key("choices").is_in(answer)
     assert Key("token").is_in(b'"Authorization: Bearer token"')
@@ -144,7 +144,7 @@ def test_a_key_that_is_a_word_does_not_spoil_correct_answers():
 
 
 @pytest.mark.parametrize("start", ["http://me:secret", "http://me:a/secret", "me:secret"])
-def test_a_url_with_a_password_is_refused_without_showing_it(start):
+def test_refusing_a_urls_password_does_not_show_it(start):
     with pytest.raises(Exception, match="must not contain a user name or password") as caught:
         VllmConfig(url=f"{start}@node5:8000")
     assert "secret" not in str(caught.value)

@@ -39,9 +39,7 @@ def server():
     http.server_close()
 
 
-def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_does(
-    server, monkeypatch
-):
+def test_idle_connections_close_before_the_server_drops_them(server, monkeypatch):
     url, connections = server
     monkeypatch.setattr(http_client, "MAX_IDLE_S", 0.6 * SERVER_IDLE_S)
     backend = HttpBackend(url, timeout_s=5.0)
@@ -76,7 +74,7 @@ def test_closing_while_threads_connect_ends_them_all(server):
         assert len(ended) == 16
 
 
-def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
+def test_the_test_server_drops_idle_connections(server, monkeypatch):
     url, _ = server
     monkeypatch.setattr(http_client, "MAX_IDLE_S", 100.0)
     backend = HttpBackend(url, timeout_s=5.0)

@@ -80,7 +80,7 @@ def spoilt(change):
     return answer
 
 
-def test_a_good_answer_comes_in_the_order_of_its_samples():
+def test_answers_are_in_the_order_of_samples():
     first, second = parse_completions(GOOD, EXPECTED, CFG)
     assert first.tokens == [5, 6, 7, 8] and second.tokens == [5, 9]
     assert first.logp == [-5.5, -6.5, -7.5, -8.5]
@@ -156,7 +156,7 @@ def test_no_answer_at_all_is_refused(answer):
 
 
 @pytest.mark.parametrize("rows", ["zeros", "marked"])
-def test_tokens_whose_experts_are_not_known_are_routed_by_the_trainer(rows):
+def test_tokens_without_known_experts_have_minus_one(rows):
     """All zeros is what some fused kernels record, for a cached prompt say; -1 is vLLM's mark."""
     experts = parse_completions(GOOD, EXPECTED, CFG)[0].experts.copy()
     experts[:3] = 0 if rows == "zeros" else -1
@@ -169,11 +169,11 @@ def test_an_aborted_answer_may_be_short_or_empty():
     assert parse_completions(aborted, EXPECTED, CFG)[0].tokens == []
 
 
-def test_a_rounded_log_prob_just_above_zero_is_zero():
+def test_a_rounded_positive_log_prob_becomes_zero():
     assert parse_completions(spoilt(put_logp(3e-7)), EXPECTED, CFG)[0].logp[2] == 0.0
 
 
-def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
+def test_continued_samples_join_log_probs_labels_and_experts():
     complete = parse_completions(GOOD, EXPECTED, CFG)[0]
     expected = ExpectedResponse(3, 1, 4, frozenset())
     head = copy.deepcopy(GOOD["choices"][1]) | {"finish_reason": "abort"}

@@ -115,7 +115,7 @@ def test_each_version_of_a_server_is_the_trainers(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_died_or_lost_its_adapter_has_it_again(base, tmp_path):
+def test_a_restarted_server_gets_its_adapter(base, tmp_path):
     engine = opened(base, tmp_path, 1)
     (replica,) = engine._pool.replicas
 
@@ -138,7 +138,7 @@ def test_a_server_that_died_or_lost_its_adapter_has_it_again(base, tmp_path):
         engine.close()
 
 
-def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
+def test_a_matrix_that_vllm_ignores_is_named(inside):
     """One layer's adapter buffers are cleared after they are filled."""
     engine, _ = inside
     backend = engine.backends[0]
@@ -167,7 +167,7 @@ def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
     engine._check_adapter(backend)
 
 
-def test_a_damaged_one_is_refused_before_anything_is_touched(inside, tmp_path):
+def test_a_damaged_adapter_is_refused_before_any_change(inside, tmp_path):
     engine, _ = inside
     with write_adapter(adapters(2), SMALL, LORA, tmp_path, run="r", version=9) as update:
         folder = Path(update.update_info["adapter"])
@@ -181,7 +181,7 @@ def test_a_damaged_one_is_refused_before_anything_is_touched(inside, tmp_path):
     assert label is not None and not label.startswith("r:")
 
 
-def test_one_that_was_lost_is_no_base_in_its_place(inside, base):
+def test_a_lost_adapter_is_not_replaced_by_base(inside, base):
     engine, _ = inside
     engine.load(with_adapters(base[1], adapters(1), LORA.scales), 4)
     backend = engine.backends[0]
@@ -196,7 +196,7 @@ def test_one_that_was_lost_is_no_base_in_its_place(inside, base):
 
 
 @pytest.mark.slow  # two commands; the tests above have its engine
-def test_a_run_trains_the_adapter_that_vllm_samples_from_and_goes_on(tmp_path):
+def test_a_run_trains_and_resumes_vllms_adapter(tmp_path):
     cfg = tiny(n_q_heads=4, n_kv_heads=2, head_dim=32, d_model=64, d_expert=64, n_experts=4)
     save_params(base_of(cfg), cfg, tmp_path / "base", dtype="mxfp4")
     settings = [

@@ -17,7 +17,7 @@ LAST, MAX_STALENESS, PROMPTS_PER_STEP = 6, 2, 4
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(opened, mode):
+def test_async_tokens_are_of_their_labelled_versions(opened, mode):
     engine = opened(mode)
 
     def make(step):

@@ -44,7 +44,7 @@ def _zero_experts(encoded, n):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_experts_are_those_of_the_request_that_read_a_token_first(tmp_path):
+def test_experts_are_of_the_request_that_read_first(tmp_path):
     server = Caching(CFG, context=CONTEXT + 1)
     with closing(open_loaded(server, tmp_path)) as opened:
         server.read.clear()
@@ -54,7 +54,7 @@ def test_experts_are_those_of_the_request_that_read_a_token_first(tmp_path):
     server.crash()
 
 
-def test_turns_go_to_the_server_that_has_the_episode_in_its_cache(tmp_path):
+def test_turns_go_to_the_server_with_their_cache(tmp_path):
     servers = [StandIn(CFG, context=CONTEXT + 1) for _ in range(2)]
     urls = ",".join(server.url for server in servers)
     with closing(open_engine(urls, tmp_path, max_context=CONTEXT)) as opened:

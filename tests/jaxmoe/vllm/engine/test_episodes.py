@@ -70,7 +70,7 @@ def server():
 
 
 @pytest.mark.slow
-def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
+def test_five_turns_match_trainer_log_probs_and_experts(engine):
     environment = Replies()
     out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=environment)
     assert [r.prompt for r in out] == [p for p in prompts(4) for _ in range(2)]
@@ -86,7 +86,7 @@ def test_five_turns_have_the_trainer_s_log_probs_and_experts(engine):
 
 
 @pytest.mark.slow
-def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine):
+def test_a_packed_step_replays_every_expert_of_vllm(engine):
     out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=Replies())
     assert len({r.stop for r in out if r.stop.is_truncation}) > 1
     batch = rollout_batch(
@@ -115,7 +115,7 @@ def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine)
     assert float(run(np.roll(expected_BTLA, 1, axis=1))["switches"]) > 10.0
 
 
-def test_a_seed_gives_the_same_episodes_and_the_first_turn_of_a_single_answer(engine):
+def test_a_seed_repeats_episodes_and_single_answers(engine):
     requested = prompts(3)
     a, b = (
         engine.generate(requested, LONG, seed=5, samples=2, environment=Replies(delay_s=delay_s))
@@ -128,7 +128,7 @@ def test_a_seed_gives_the_same_episodes_and_the_first_turn_of_a_single_answer(en
         assert x.tokens[: x.turns[0][1]].tolist() == y.tokens.tolist()
 
 
-def test_turns_of_an_episode_differ_where_their_texts_are_equal(server, tmp_path):
+def test_each_turn_has_another_seed(server, tmp_path):
     """Each turn has a seed of its own, also after a sync aborted it."""
     with closing(open_loaded(server, tmp_path)) as opened:
         opened.generate(prompts(2), LONG, seed=5, samples=3, environment=Replies())
@@ -240,7 +240,7 @@ class Flaky(StandIn):
         return answer
 
 
-def test_a_request_that_fails_is_sent_again_and_the_episode_is_the_same(tmp_path):
+def test_a_retried_request_gives_the_same_episode(tmp_path):
     server = Flaky(CFG, context=CONTEXT + 1)
     with closing(open_loaded(server, tmp_path, retries=8)) as opened:
         expected = opened.generate(prompts(4), LONG, seed=1, environment=Replies())
@@ -277,7 +277,7 @@ def test_a_sync_between_turns_is_in_the_versions(server, tmp_path, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}])
-def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
+def test_every_turn_reports_the_mass_of_its_cut(server, tmp_path, cut):
     with closing(open_loaded(server, tmp_path)) as opened:
         out = opened.generate(
             prompts(3), Sampling(NEW, STOPS, max_turns=4, **cut), seed=1, environment=Replies()
@@ -289,7 +289,7 @@ def test_a_cut_is_told_by_the_mass_it_kept_in_every_turn(server, tmp_path, cut):
     assert compare_with_trainer(full) < 5e-5
 
 
-def test_a_context_that_the_servers_do_not_have_is_refused(server, tmp_path):
+def test_contexts_beyond_the_servers_are_refused(server, tmp_path):
     with closing(open_loaded(server, tmp_path)) as opened:
         sampling = Sampling(NEW, STOPS, max_turns=2, max_context=CONTEXT + 1)
         with pytest.raises(ConfigError, match=f"Try --set rollout.max_context={CONTEXT + 1}"):
@@ -298,7 +298,7 @@ def test_a_context_that_the_servers_do_not_have_is_refused(server, tmp_path):
         open_engine(server.url, tmp_path, max_context=CONTEXT + 1)
 
 
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(server, tmp_path):
+def test_a_prompt_without_room_for_tokens_is_refused(server, tmp_path):
     longest = max(len(p.tokens) for p in prompts(6))
     sampling = Sampling(NEW, STOPS, max_turns=2, max_context=longest)
     with (
@@ -308,7 +308,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(server, tmp_path):
         opened.generate(prompts(6), sampling, seed=0, environment=Replies())
 
 
-def test_several_processes_have_the_same_episodes_and_tools_run_once(server, tmp_path):
+def test_processes_share_episodes_and_run_tools_once(server, tmp_path):
     environments = [Replies() for _ in range(2)]
 
     def process(channel):

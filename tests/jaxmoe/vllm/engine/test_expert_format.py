@@ -35,7 +35,7 @@ def open_engine(tmp_path, *servers, four_bits=True):
 
 
 @pytest.mark.parametrize("holds", ["mxfp4", "dense"])
-def test_a_server_gets_the_form_that_it_holds_and_samples_with_the_trainers_values(tmp_path, holds):
+def test_servers_get_their_form_and_the_trainers_values(tmp_path, holds):
     server = StandIn(PACKABLE, experts=holds)
     engine = open_engine(tmp_path, server)
     engine.load(PARAMS, 3)
@@ -61,16 +61,14 @@ def test_a_server_gets_the_form_that_it_holds_and_samples_with_the_trainers_valu
         ([{"experts": "mxfp4"}, {}], True, "must hold experts in the same form, got http"),
     ],
 )
-def test_a_server_that_cannot_hold_what_is_trained_is_refused_in_one_line(
-    tmp_path, reported, four_bits, text
-):
+def test_a_server_without_the_trained_form_is_refused(tmp_path, reported, four_bits, text):
     servers = [StandIn(PACKABLE, **fields) for fields in reported]
     with pytest.raises(ConfigError) as error:
         open_engine(tmp_path, *servers, four_bits=four_bits)
     assert text in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_vllm_is_started_with_four_bits_where_it_has_kernels_for_them():
+def test_vllm_starts_with_four_bits_where_kernels_exist():
     assert starts_packed(True, "bfloat16", cpu=False)
     assert not starts_packed(True, "bfloat16", cpu=True)
     assert not starts_packed(True, "float32", cpu=False)
@@ -85,7 +83,7 @@ def test_a_vllm_is_started_with_four_bits_where_it_has_kernels_for_them():
         (0.3, "layers/full/w_down has values that MXFP4 does not hold"),
     ],
 )
-def test_weights_that_four_bits_cannot_hold_are_refused_with_the_cause(value, text):
+def test_weights_beyond_four_bits_are_refused_with_cause(value, text):
     params = decode_experts(PARAMS, "float32")
     packed = pack_for_sync(params)
     same = decode_experts(packed, "float32")["layers"]["full"]["w_down"]

@@ -20,7 +20,7 @@ from jaxmoe.rl.state import init_rl_state
 pytestmark = pytest.mark.vllm
 
 
-def test_vllm_serves_an_export_with_our_log_probs_and_stops(tmp_path, monkeypatch):
+def test_vllm_serves_exports_with_our_log_probs(tmp_path, monkeypatch):
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "0" if "VLLM" in name else "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

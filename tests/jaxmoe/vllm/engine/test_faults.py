@@ -38,7 +38,7 @@ def test_a_spoilt_answer_is_asked_for_again(fresh, tmp_path, kind):
     engine.close()
 
 
-def test_what_always_fails_is_given_up_with_the_reason(fresh, tmp_path):
+def test_permanent_failures_end_with_their_reason(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path, retries=2)
     engine.load(weights(1), 1)
     fresh.proxy.faults = ["500"] * 1000
@@ -61,7 +61,7 @@ def comes_back(server, restart, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restart", ["random weights", "old weights"])
-def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, restart):
+def test_a_restarted_server_gets_the_weights(fresh, tmp_path, restart):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=10.0)
     engine.load(weights(1), 1)
     old = tmp_path / "old"
@@ -82,7 +82,7 @@ def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, restart)
     engine.close()
 
 
-def test_a_server_that_came_back_between_two_calls_is_noticed(fresh, tmp_path):
+def test_a_restart_between_two_calls_is_noticed(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
     comes_back(fresh.server, "random weights", None)
@@ -97,7 +97,7 @@ def test_a_server_that_came_back_between_two_calls_is_noticed(fresh, tmp_path):
     engine.close()
 
 
-def test_a_server_that_fell_back_to_an_older_version_is_noticed(fresh, tmp_path):
+def test_a_server_with_an_older_version_is_noticed(fresh, tmp_path):
     """Its label is one of ours and was verified, and yet it is not what is current."""
     engine, server = open_engine(fresh.url, tmp_path), fresh.server
     engine.load(weights(1), 1)
@@ -126,7 +126,7 @@ def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
     engine.close()
 
 
-def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_path, monkeypatch):
+def test_an_absent_server_is_dropped_for_all_requests(fresh, tmp_path, monkeypatch):
     engine = open_engine(fresh.url, tmp_path, retries=1)
     engine.load(weights(1), 1)
     versions, sync_weights = [], Replica.sync_weights
@@ -148,7 +148,7 @@ def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_p
     engine.close()
 
 
-def test_a_response_from_before_a_broken_sync_is_not_believed(fresh, tmp_path):
+def test_responses_from_before_a_broken_sync_are_refused(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
     (replica,) = engine._pool.replicas
@@ -162,7 +162,7 @@ def test_a_response_from_before_a_broken_sync_is_not_believed(fresh, tmp_path):
     engine.close()
 
 
-def test_two_servers_share_the_work_and_one_may_die(tmp_path):
+def test_two_servers_share_work_and_one_may_die(tmp_path):
     servers = [StandIn(CFG, delay=0.003) for _ in range(2)]
     engine = open_engine(",".join(s.url for s in servers), tmp_path)
     engine.load(weights(1), 1)

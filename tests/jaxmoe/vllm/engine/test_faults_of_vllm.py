@@ -165,7 +165,7 @@ def children(pid):
     return [int(line) for line in children.split()]
 
 
-def test_a_server_that_is_killed_is_started_again_with_the_weights(tmp_path):
+def test_a_killed_server_restarts_with_the_weights(tmp_path):
     """The server itself and the process that computes, in turn; then it is stopped, not killed."""
     engine = open_engine("", tmp_path, launch=1, request_timeout_s=15.0)
     requested, rng = prompts(8), random.Random(4)

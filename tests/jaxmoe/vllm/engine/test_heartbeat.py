@@ -78,7 +78,7 @@ def test_it_ends_the_connections_and_says_why(monkeypatch):
     assert monitor.segments == {Path("/dev/shm/psm_5")}
 
 
-def test_one_worker_that_stands_still_is_enough_and_a_disk_excuses_it():
+def test_one_stalled_worker_is_idle_unless_disks_work():
     before, after = {5: 1.0, 6: 1.0}, {5: 1.05, 6: 9.0}
     assert CpuTime(after, False).is_idle_since(CpuTime(before, False), 0.25)
     assert not CpuTime(after, True).is_idle_since(CpuTime(before, False), 0.25)

@@ -144,7 +144,7 @@ def wait(holds, running, work):
         time.sleep(0.1)
 
 
-def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(three, tmp_path):
+def test_no_prompt_is_lost_or_doubled_across_restarts(three, tmp_path):
     servers, proxies = three
     (tmp_path / "uneven.py").write_text(REWARD)
     single_dir, work = tmp_path / "alone", tmp_path / "four"

@@ -32,7 +32,7 @@ def shared(channel, url, work, **changes):
     )
 
 
-def test_every_process_has_the_answers_that_one_process_would_have(stand_in, tmp_path):
+def test_all_processes_have_the_answers_of_one(stand_in, tmp_path):
     def process(channel):
         with closing(shared(channel, stand_in.url, tmp_path)) as engine:
             engine.load(weights(1), 1)
@@ -53,7 +53,7 @@ def test_every_process_has_the_answers_that_one_process_would_have(stand_in, tmp
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_a_server_that_died_is_given_the_weights_by_the_first_alone(fresh, tmp_path):
+def test_a_restarted_server_gets_weights_from_process_0(fresh, tmp_path):
     """Between two calls, without any other process: what it needs was made at load."""
 
     def process(channel):
@@ -71,7 +71,7 @@ def test_a_server_that_died_is_given_the_weights_by_the_first_alone(fresh, tmp_p
 
 
 @pytest.mark.parametrize("fault", ["other weights", "torn"])
-def test_a_server_that_holds_something_else_ends_all_with_its_cause(fresh, tmp_path, fault):
+def test_unexpected_weights_of_a_server_end_all_processes(fresh, tmp_path, fault):
     fresh.server.faults.add(fault)
 
     def process(channel):

@@ -51,7 +51,7 @@ def test_a_sync_in_the_middle_of_responses(opened, mode):
     assert mixed == 0 if mode == "wait" else mixed > 0
 
 
-def test_a_sample_asked_for_after_a_sync_is_all_of_the_new_weights(opened):
+def test_samples_after_a_sync_use_only_new_weights(opened):
     engine = opened("keep")
     for version in range(1, 6):
         engine.load(weights(version), version)
@@ -61,7 +61,7 @@ def test_a_sample_asked_for_after_a_sync_is_all_of_the_new_weights(opened):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("begun", [True, False])
-def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
+def test_in_process_requests_without_a_reader_are_ended(tmp_path, begun):
     engine = open_engine("", tmp_path, launch=0)
     engine.load(weights(1), 1)
     (backend,) = engine.backends
@@ -86,7 +86,7 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
     engine.close()
 
 
-def test_the_waits_between_attempts_are_bounded_however_many_they_are(monkeypatch):
+def test_waits_between_attempts_are_bounded(monkeypatch):
     waits = []
     monkeypatch.setattr(replica.time, "sleep", waits.append)
     for attempt in (0, 3, 1100):

@@ -123,7 +123,7 @@ def largest_gap(engine, params):
     return max(gaps)
 
 
-def test_without_a_kernel_for_four_bits_vllm_gets_the_values_and_has_the_trainers_log_probs(
+def test_vllm_with_decoded_experts_has_trainer_log_probs(
     tmp_path,
 ):
     engine = open_engine(tmp_path)
@@ -137,9 +137,7 @@ def test_without_a_kernel_for_four_bits_vllm_gets_the_values_and_has_the_trainer
     engine.close()
 
 
-def test_vllms_mxfp4_loader_takes_the_bytes_and_has_the_trainers_log_probs(
-    mxfp4_without_a_kernel, tmp_path
-):
+def test_vllms_mxfp4_loader_has_the_trainers_log_probs(mxfp4_without_a_kernel, tmp_path):
     engine = open_engine(tmp_path)
     assert engine.experts == "packed"
     for seed in (1, 2):  # the second is a reload over the first

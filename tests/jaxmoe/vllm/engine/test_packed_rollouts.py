@@ -24,7 +24,7 @@ def rollout(prompt, length, stop, log_kept, experts):
     )
 
 
-def test_every_array_comes_back_with_its_dtype_and_prompts_once():
+def test_packed_arrays_have_their_dtype_and_prompts_once():
     first, second = Prompt(3, "ä?", (1, 2, 3), "4"), Prompt(5, "", (9,), None)
     rollouts = [
         rollout(first, 4, StopReason.STOP_TOKEN, True, True),

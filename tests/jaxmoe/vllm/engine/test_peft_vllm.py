@@ -114,7 +114,7 @@ def run(home, experts: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_vllm_on_a_cpu_refuses_lora_for_gpt_oss_by_itself(setting):
+def test_vllm_on_a_cpu_refuses_gpt_oss_lora(setting):
     result = run(setting[0], "stock")
     assert result.returncode != 0 and "triton_moe.py" in result.stderr, result.stderr[-2000:]
 

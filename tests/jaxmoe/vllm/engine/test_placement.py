@@ -38,7 +38,7 @@ def format_placements(placements):
         ("01", 2, 1, 0.5, ["0 0.45", "1 0.45"]),
     ],
 )
-def test_each_server_has_gpus_of_its_own_as_long_as_there_are_some(
+def test_servers_get_separate_gpus_while_enough_exist(
     gpus, servers, gpus_per_server, trainer, expected
 ):
     assert format_placements(assign_gpus(list(gpus), servers, gpus_per_server, trainer)) == expected
@@ -49,14 +49,14 @@ def test_without_gpus_vllm_finds_what_there_is():
     assert Placement().gpu_environment() == Placement().vllm_options() == {}
 
 
-def test_too_few_gpus_and_too_little_memory_are_the_users_mistake():
+def test_too_few_gpus_or_little_memory_is_refused():
     with pytest.raises(ConfigError, match="needs 4 GPUs .* 2 are visible .5, 7.. Try --set"):
         assign_gpus(["5", "7"], 1, 4, 0.0)
     with pytest.raises(ConfigError, match="8 vLLM .* share a GPU with 0.75 of it.*launch=1"):
         assign_gpus(["0"], 8, 1, 0.75)
 
 
-def test_what_is_passed_on_is_the_slice_and_the_share_in_the_order_it_was_named_in(monkeypatch):
+def test_gpu_slices_and_shares_reach_the_environment(monkeypatch):
     shared = Placement(("3", "4"), 0.45)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     expected_environment = {"CUDA_VISIBLE_DEVICES": "3,4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -70,7 +70,7 @@ def test_what_is_passed_on_is_the_slice_and_the_share_in_the_order_it_was_named_
     ("variable", "expected"),
     [("2,3", ["2", "3"]), ("GPU-a, MIG-b", ["GPU-a", "MIG-b"]), ("", []), ("1,-1,2", ["1"])],
 )
-def test_only_what_this_process_may_see_is_given_away(monkeypatch, variable, expected):
+def test_only_gpus_visible_to_the_process_are_assigned(monkeypatch, variable, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert list_visible_gpus() == expected
 
@@ -98,7 +98,7 @@ def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
         ("-tp many", 1),
     ],
 )
-def test_a_server_needs_as_many_gpus_as_its_options_say(args, gpus_per_server):
+def test_a_server_needs_the_gpus_of_its_options(args, gpus_per_server):
     assert count_gpus_per_server(args) == gpus_per_server
 
 

@@ -128,7 +128,7 @@ def pieces_are_all_there_is(engine):
     backend.record_forward = record_forward
 
 
-def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
+def test_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
     """The upstream defect: reload_weights leaves experts and sinks as they were, with a warning."""
     save_params(weights(1), CFG, tmp_path / "model", dtype="float32")
     save_params(weights(0), CFG, tmp_path / "newer", dtype="float32")
@@ -145,7 +145,7 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path, monkeypatch):
+def test_raw_logprobs_are_refused_or_named(tmp_path, monkeypatch):
     raw = "--logprobs-mode raw_logprobs"
     with pytest.raises(
         ConfigError, match=raw.replace("raw", "processed") + ", it has raw_logprobs"

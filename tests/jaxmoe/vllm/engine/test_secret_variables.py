@@ -40,7 +40,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("name", SECRET)
-def test_a_key_to_another_service_is_not_handed_on(name):
+def test_keys_of_other_services_are_not_passed(name):
     assert remove_secrets({name: "x", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 

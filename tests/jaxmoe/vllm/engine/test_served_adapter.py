@@ -24,7 +24,7 @@ PACKABLE = replace(CFG, d_expert=64)
 
 
 @pytest.mark.slow
-def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(tmp_path):
+def test_merged_weights_arrive_with_the_trainers_log_probs(tmp_path):
     base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
     merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
     server = StandIn(PACKABLE)
@@ -76,7 +76,7 @@ def served(tmp_path):
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_an_adapter_alone_is_sent_and_each_matrix_was_tried_before(served, tmp_path, capsys):
+def test_adapters_are_sent_after_each_matrix_is_tried(served, tmp_path, capsys):
     server, engine = served
     for version in (1, 2):
         larger = jax.tree.map(partial(jnp.multiply, version), adapters_of(PACKABLE))
@@ -96,7 +96,7 @@ def test_an_adapter_alone_is_sent_and_each_matrix_was_tried_before(served, tmp_p
 
 
 @pytest.mark.parametrize("name", ["w_o", "w_gate_up"])
-def test_a_matrix_that_an_engine_skips_is_named_before_anything_is_sampled(served, name):
+def test_a_skipped_matrix_is_named_before_any_sampling(served, name):
     server, engine = served
     server.faults.add(f"skips {name}")
     with pytest.raises(WeightSyncError, match=f"an adapter of model.layers.1.*{name[2:]}"):

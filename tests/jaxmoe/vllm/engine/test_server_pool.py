@@ -39,7 +39,7 @@ def wait_until(holds):
         time.sleep(0.02)
 
 
-def test_a_run_goes_on_without_a_server_that_died_and_takes_it_in_again(two, tmp_path):
+def test_a_dead_server_leaves_and_rejoins_the_run(two, tmp_path):
     engine = open_engine(urls(two), tmp_path, retries=2)
     engine.load(weights(1), 1)
     two[1].crash()
@@ -61,7 +61,7 @@ def test_a_run_goes_on_without_a_server_that_died_and_takes_it_in_again(two, tmp
     engine.close()
 
 
-def test_who_was_given_a_version_that_is_old_by_then_waits_for_the_next(two, tmp_path, monkeypatch):
+def test_a_server_with_an_outdated_version_waits(two, tmp_path, monkeypatch):
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     two[1].crash()
@@ -97,7 +97,7 @@ def test_requests_of_a_dead_server_wait_for_nothing(two, tmp_path, monkeypatch):
     engine.close()
 
 
-def test_a_server_that_dies_in_a_weight_sync_is_left_behind(two, tmp_path):
+def test_a_server_that_dies_syncing_is_skipped(two, tmp_path):
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     two[1].faults.add("update breaks")
@@ -108,7 +108,7 @@ def test_a_server_that_dies_in_a_weight_sync_is_left_behind(two, tmp_path):
     engine.close()
 
 
-def test_a_server_that_is_not_there_yet_comes_in_when_it_is(two, tmp_path, capsys):
+def test_an_absent_server_joins_when_it_is_ready(two, tmp_path, capsys):
     two[1].crash()
     engine = open_engine(urls(two), tmp_path)
     assert "begins without it" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_server_that_is_not_there_yet_comes_in_when_it_is(two, tmp_path, capsy
     engine.close()
 
 
-def test_who_comes_back_with_too_little_room_stays_away_and_says_so(two, tmp_path):
+def test_a_returning_server_with_less_room_stays_out(two, tmp_path):
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     two[1].crash()
@@ -144,7 +144,7 @@ def test_the_last_one_ends_the_run(two, tmp_path):
     engine.close()
 
 
-def test_the_longest_go_first_each_to_who_has_the_fewest_tokens(two, tmp_path):
+def test_longest_requests_go_to_the_least_loaded_server(two, tmp_path):
     engine = open_engine(two[0].url, tmp_path, max_rows=1)  # one at a time
     engine.load(weights(1), 1)
     two[0].requests.clear()
@@ -164,7 +164,7 @@ def test_the_longest_go_first_each_to_who_has_the_fewest_tokens(two, tmp_path):
     assert pool.acquire_replica(1) is replicas[1]
 
 
-def test_a_request_that_waited_for_one_that_was_given_up_goes_to_another(two, tmp_path):
+def test_requests_of_a_dropped_server_move_to_another(two, tmp_path):
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     replica = engine._pool.replicas[0]

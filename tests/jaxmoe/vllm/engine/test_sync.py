@@ -48,7 +48,7 @@ MESSAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", MESSAGES)
-def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
+def test_sampling_from_unexpected_weights_is_refused(engine, fresh, fault):
     engine.load(weights(0), 1)
     fresh.server.faults.add(fault)
     with pytest.raises(WeightSyncError, match=MESSAGES[fault]):
@@ -59,7 +59,7 @@ def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, 
         np.testing.assert_allclose(r.rollout_logp, trainer(weights(1), r), atol=5e-5)
 
 
-def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
+def test_a_failing_update_is_retried_then_refused(engine, fresh):
     fresh.server.faults.add("update breaks")
     with pytest.raises(EngineError, match="(?s)version 1 could not be synced.*no room"):
         engine.load(weights(0), 1)
@@ -68,7 +68,7 @@ def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
     assert (engine.generate(prompts(1), FREE, seed=0)[0].weight_versions == 1).all()
 
 
-def test_half_an_update_under_the_old_name_is_not_sampled_from(engine, fresh):
+def test_a_partial_update_under_its_label_is_refused(engine, fresh):
     engine.load(weights(0), 1)
     fresh.server.faults.add("update breaks")
     with pytest.raises(EngineError, match="could not be synced"):
@@ -78,7 +78,7 @@ def test_half_an_update_under_the_old_name_is_not_sampled_from(engine, fresh):
         engine.generate(prompts(1), FREE, seed=0)
 
 
-def test_the_probe_costs_two_requests_and_the_bound_is_the_users(fresh, tmp_path):
+def test_the_probe_costs_two_requests_within_its_bound(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path, probe_abs_diff=50.0)
     fresh.server.faults.add("other weights")
     engine.load(weights(0), 1)
@@ -121,7 +121,7 @@ def test_before_load_nothing_is_sampled(engine):
         engine.score([[1, 2]])
 
 
-def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
+def test_a_server_with_too_little_context_is_refused(stand_in, tmp_path):
     with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
         VllmEngine(
             CFG,
@@ -134,7 +134,7 @@ def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_pat
         )
 
 
-def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
+def test_a_url_without_a_server_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="rollout.vllm.url must name running vLLM servers"):
         open_engine("http://127.0.0.1:9", tmp_path)
 
@@ -143,7 +143,7 @@ GUARDED_PREFIXES = ("/v1", "/v2", "/inference", "/cohere")  # what vLLM's --api-
 
 
 @pytest.mark.parametrize("key, guards", [("", "/"), ("k", GUARDED_PREFIXES), ("k", "/")])
-def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused(
+def test_an_unprotected_server_is_reported_and_remotely_refused(
     tmp_path, capsys, monkeypatch, key, guards
 ):
     monkeypatch.setenv("JAXMOE_VLLM_API_KEY", key)
@@ -170,14 +170,14 @@ def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused
     server.crash()
 
 
-def test_a_server_that_tells_raw_log_probs_is_the_users_mistake(tmp_path):
+def test_raw_log_probs_of_a_server_are_refused(tmp_path):
     server = StandIn(CFG, logprobs_mode="raw_logprobs")
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, it has raw_logp"):
         open_engine(server.url, tmp_path)
     server.crash()
 
 
-def test_an_update_that_somebody_left_open_is_ended_first(fresh, tmp_path):
+def test_an_open_update_is_ended_first(fresh, tmp_path):
     closed_backend = HttpBackend(fresh.url, timeout_s=5.0)
     closed_backend.pause("abort")
     closed_backend.start_update()
@@ -202,7 +202,7 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
         ([[], []], []),
     ],
 )
-def test_of_several_workers_one_that_took_its_part_is_enough(stale_by_worker, stale):
+def test_one_updated_worker_of_several_is_enough(stale_by_worker, stale):
     loaded = [
         {"stale": [], "unreadable": [vllm_parameter_name(SINKS), vllm_parameter_name(BIAS)]}
         if names is None
@@ -215,7 +215,7 @@ def test_of_several_workers_one_that_took_its_part_is_enough(stale_by_worker, st
 CALLS = [name for name in vars(Backend) if not name.startswith("_")]
 
 
-def test_replicas_within_one_server_are_refused_with_what_to_do():
+def test_replicas_within_a_server_are_refused_with_advice():
     backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
     with pytest.raises(ConfigError, match="data parallelism.*Start several servers"):
         read_workers(backend)
@@ -237,7 +237,7 @@ def test_ruins_are_invalidated_before_they_are_sampled_from():
     assert calls == ["pause", "start_update", "send_update", "invalidate", "resume"]
 
 
-def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
+def test_a_failed_sends_reason_outranks_the_engines_timeout():
     def send():
         raise MemoryError("no room on the trainer's side")
 
@@ -250,7 +250,7 @@ def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed
     assert isinstance(error.value.__cause__, MemoryError)
 
 
-def test_without_such_a_reason_the_engines_own_is_told():
+def test_a_successful_send_raises_the_engines_error():
     with pytest.raises(RequestFailed, match="^waited in vain$"):
         with run_concurrently(lambda: None):
             raise RequestFailed("waited in vain")

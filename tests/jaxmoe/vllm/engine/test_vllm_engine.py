@@ -25,7 +25,7 @@ def test_it_is_an_engine(engine):
     assert isinstance(engine, Engine) and len(engine.backends) == 1
 
 
-def test_rollouts_come_in_the_order_of_prompts_and_carry_their_version(engine):
+def test_rollouts_are_in_prompt_order_with_their_version(engine):
     requested = prompts(5)
     out = engine.generate(requested, STOPPING, seed=1, samples=3)
     assert [r.prompt for r in out] == [p for p in requested for _ in range(3)]
@@ -47,7 +47,7 @@ def test_log_probs_are_the_trainers(engine):
         np.testing.assert_allclose(r.rollout_logp, trainer(weights(0), r), atol=5e-5)
 
 
-def test_a_seed_gives_the_same_tokens_and_another_one_others(engine):
+def test_a_seed_repeats_tokens_and_another_does_not(engine):
     a, b, c = (engine.generate(prompts(3), SMALL, seed=s, samples=4) for s in (5, 5, 6))
     assert assert_equal_rollouts(a, b) and not assert_equal_rollouts(a, c)
     assert len({tuple(r.tokens.tolist()) for r in a}) == 12
@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_its_companions(engine):
 
 
 @pytest.mark.parametrize("limited_by", ["the engine", "its server"])
-def test_more_samples_than_rows_are_asked_for_in_parts(tmp_path, limited_by):
+def test_samples_beyond_the_rows_are_requested_in_parts(tmp_path, limited_by):
     """Requests of more samples than rows are split, and the samples do not depend on it."""
     engine_rows, server_rows = (3, 4) if limited_by == "the engine" else (33, 3)
     engines = []
@@ -82,12 +82,12 @@ def test_more_samples_than_rows_are_asked_for_in_parts(tmp_path, limited_by):
     assert assert_equal_rollouts(*engines)
 
 
-def test_a_prompt_that_comes_twice_has_answers_of_its_own(engine):
+def test_repeated_prompts_have_separate_answers(engine):
     out = engine.generate(prompts(1) * 2, SMALL, seed=5, samples=3)
     assert len({tuple(r.tokens.tolist()) for r in out}) == 6
 
 
-def test_greedy_takes_the_likeliest_and_its_samples_are_alike(engine):
+def test_greedy_samples_are_equal_and_the_likeliest(engine):
     out = engine.generate(prompts(2), Sampling(5, (), temperature=0.0), seed=1, samples=2)
     assert assert_equal_rollouts(out[:1], out[1:2])
     scores = engine.score([[*r.prompt.tokens, *r.tokens.tolist()] for r in out])
@@ -99,14 +99,14 @@ def test_greedy_takes_the_likeliest_and_its_samples_are_alike(engine):
         assert max(s[-1] for s in engine.score(alternatives)) <= logp[-1] + 1e-5
 
 
-def test_at_another_temperature_log_probs_are_of_the_distribution_drawn_from(engine):
+def test_log_probs_are_of_the_tempered_distribution(engine):
     (r,) = engine.generate(prompts(1), Sampling(NEW, (), temperature=0.5), seed=1)
     raw = trainer(weights(0), r)
     assert np.abs(r.rollout_logp - raw).max() > 0.1
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}])
-def test_a_cut_is_told_by_the_mass_it_kept(engine, cut):
+def test_a_cut_is_reported_by_its_mass(engine, cut):
     """rollout_logp + log_kept is the log-prob over the whole vocabulary: Engine's contract."""
     out = engine.generate(prompts(3), Sampling(NEW, (), **cut), seed=1, samples=2)
     for r in out:
@@ -120,7 +120,7 @@ def test_a_cut_at_another_temperature_is_refused(engine):
         engine.generate(prompts(1), Sampling(5, (), temperature=0.7, top_k=4), seed=0)
 
 
-def test_score_gives_the_trainers_log_probs_of_any_tokens(engine):
+def test_score_equals_the_trainers_log_probs(engine):
     sequences = [list(p.tokens) for p in prompts(4)] + [[7]]
     for ids, logp in zip(sequences, engine.score(sequences), strict=True):
         assert logp.dtype == np.float32 and logp.shape == (len(ids),) and logp[0] == 0
@@ -134,7 +134,7 @@ def replace_tokens(rollout, tokens):
     return replace(rollout, tokens=np.asarray(tokens, np.int32))
 
 
-def test_too_long_a_prompt_or_budget_is_the_users_mistake(engine):
+def test_too_long_prompts_or_budgets_are_refused(engine):
     long = Prompt(0, "", tuple([1] * (PROMPT + 1)), None)
     with pytest.raises(ConfigError, match=f"data.max_prompt_tokens={PROMPT + 1}"):
         engine.generate([long], SMALL, seed=0)
@@ -142,7 +142,7 @@ def test_too_long_a_prompt_or_budget_is_the_users_mistake(engine):
         engine.generate(prompts(1), Sampling(NEW + 1, ()), seed=0)
 
 
-def test_an_update_that_somebody_left_open_is_ended_first(engine):
+def test_an_open_update_is_ended_first(engine):
     (backend,), before = engine.backends, list(engine.incidents)
     backend.pause("abort")
     backend.start_update()

@@ -50,7 +50,7 @@ def test_without_it_nobody_does_whatever_the_route(monkeypatch, headers, scope):
     assert knock(monkeypatch, headers, **scope) == [401, "http.response.body"]
 
 
-def test_a_websocket_is_closed_before_it_opens_and_the_start_of_the_server_passes(monkeypatch):
+def test_websockets_close_before_opening_and_startup_passes(monkeypatch):
     assert knock(monkeypatch, kind="websocket") == ["websocket.close"]
     assert knock(monkeypatch, kind="lifespan") == ["inside"]
 

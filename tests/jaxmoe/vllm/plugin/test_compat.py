@@ -30,7 +30,7 @@ def test_another_version_is_named_with_what_to_type(monkeypatch, version):
     assert warning is not None and version in warning and "pip install 'vllm==0.33.*'" in warning
 
 
-def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypatch, fresh):
+def test_missing_internals_are_named_by_the_backend(monkeypatch, fresh):
     added = {}
 
     class Factory:
@@ -65,7 +65,7 @@ def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypat
 
 
 @pytest.mark.vllm
-def test_in_a_real_vllm_nothing_is_missing_and_nothing_needs_jax():
+def test_a_real_vllm_has_all_internals_without_jax():
     code = """
 import subprocess
 import sys

@@ -90,7 +90,7 @@ def test_broadcast_weights_arrive_whole_and_are_looked_at(served, direct, packed
     assert served.compare(new=1)[0] <= 5e-5
 
 
-def test_a_broadcast_that_was_damaged_is_taken_to_its_end_and_refused(served, direct):
+def test_a_damaged_broadcast_is_drained_and_refused(served, direct):
     engine, params = direct("NcclTransfer"), served.fresh()
     tensors = served.tensors(params)
     engine.model_update_group = group = NcclGroup(list(tensors.values()))
@@ -122,7 +122,7 @@ def test_half_a_projection_is_rejected_before_any_broadcast(served, direct, miss
     assert group.offset == 0 and served.loaded_state()["live"] == before
 
 
-def test_shared_memory_of_a_gpu_is_taken_and_let_go(served, direct):
+def test_gpu_shared_memory_is_opened_and_released(served, direct):
     import torch
 
     engine, params = direct("IpcTransfer"), served.fresh()

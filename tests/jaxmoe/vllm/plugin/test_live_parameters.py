@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 11, 13), (4, 1023)])
-def test_a_tensors_digest_is_that_of_its_bytes_on_every_device(monkeypatch, dtype, shape):
+def test_tensor_digests_are_equal_on_every_device(monkeypatch, dtype, shape):
     import torch
 
     from jaxmoe.vllm.plugin import live_parameters
@@ -36,7 +36,7 @@ def test_a_tensors_digest_is_that_of_its_bytes_on_every_device(monkeypatch, dtyp
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(300, 37), (64, 192), (7, 160)])
-def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypatch, dtype, sizes):
+def test_packed_matrices_are_read_bitwise_unless_too_large(monkeypatch, dtype, sizes):
     import torch
     from vllm import _custom_ops as ops
 
@@ -69,7 +69,7 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     assert live_parameters._read_parameter(layer, "weight", empty) is None
 
 
-def test_of_several_workers_no_form_is_exact_but_its_dtype():
+def test_live_forms_are_exact_for_one_worker_only():
     import torch
 
     from jaxmoe.vllm.plugin import live_parameters

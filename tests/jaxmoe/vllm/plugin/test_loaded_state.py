@@ -33,7 +33,7 @@ def record(state, sent, after, *, exact=False, label="r:1"):
     return state.stale
 
 
-def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
+def test_every_tensor_has_a_shape_and_a_parameter():
     cfg = ModelConfig(
         vocab_size=97,
         d_model=160,
@@ -70,13 +70,13 @@ def test_a_tensor_feeds_the_parameter_of_vllms_name(name, parameter):
     assert vllm_parameter_name(name) == parameter
 
 
-def test_a_tensor_that_changed_while_its_parameter_did_not_is_stale():
+def test_a_changed_tensor_with_unchanged_parameter_is_stale():
     state = LoadedState()
     assert record(state, {SINKS: "1", QUERY: "2"}, {LIVE_SINKS: "a", LIVE_QUERY: "b"}) == []
     assert record(state, {SINKS: "3", QUERY: "4"}, {LIVE_SINKS: "a", LIVE_QUERY: "c"}) == [SINKS]
 
 
-def test_it_stays_stale_when_it_is_sent_again_and_recovers_when_it_arrives_or_goes_back():
+def test_staleness_lasts_until_the_tensor_arrives_or_reverts():
     state = LoadedState()
     record(state, {SINKS: "1"}, {LIVE_SINKS: "a"})
     assert record(state, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
@@ -86,21 +86,21 @@ def test_it_stays_stale_when_it_is_sent_again_and_recovers_when_it_arrives_or_go
     assert record(state, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
 
 
-def test_where_the_stored_form_is_known_the_first_update_already_tells():
+def test_known_stored_forms_show_staleness_at_first_update():
     state = LoadedState()
     assert record(state, {SINKS: "1"}, {LIVE_SINKS: "0"}, exact=True) == [SINKS]
     assert record(state, {SINKS: "1"}, {LIVE_SINKS: "2"}, exact=True) == [SINKS]  # wrong, not old
     assert record(state, {SINKS: "1"}, {LIVE_SINKS: "1"}, exact=True) == []
 
 
-def test_a_parameter_that_cannot_be_read_is_called_that_and_not_stale():
+def test_an_unreadable_parameter_is_not_called_stale():
     state = LoadedState()
     record(state, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
     assert record(state, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
     assert state.build_report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
 
 
-def test_no_label_stands_while_weights_change_or_after_another_changed_them():
+def test_every_change_of_weights_clears_the_label():
     state = LoadedState()
     record(state, {SINKS: "1"}, {LIVE_SINKS: "1"}, label="r:5")
     assert state.build_report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
@@ -143,7 +143,7 @@ def file_of(tmp_path, lora):
         ("w_down", "down"),
     ],
 )
-def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, matrices):
+def test_every_adapter_tensor_has_a_separate_place(tmp_path, targets, matrices):
     attention, experts = ("w_o" in targets) * 2, ("w_gate_up" in targets or "w_down" in targets) * 3
     lora = LoraConfig(attention_rank=attention, expert_rank=experts, targets=targets)
     names, config = file_of(tmp_path, lora)
@@ -161,7 +161,7 @@ def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, ma
     )
 
 
-def test_an_adapters_tensor_whose_buffer_stays_is_stale_from_the_second_on():
+def test_adapter_staleness_shows_from_the_second_update():
     state = LoadedState()
 
     def record_adapter(sent, live):

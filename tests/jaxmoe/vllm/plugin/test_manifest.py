@@ -37,7 +37,7 @@ def write_folder(folder, tensors=TENSORS, **changes):
     return manifest.read_manifest(folder)
 
 
-def test_a_whole_update_passes_and_says_where_tensors_lie(tmp_path):
+def test_a_complete_update_passes_and_locates_tensors(tmp_path):
     expected = write_folder(tmp_path)
     assert expected.label == "cd:7"
     manifest.check_tensor_shapes(expected, SHAPES)
@@ -47,7 +47,7 @@ def test_a_whole_update_passes_and_says_where_tensors_lie(tmp_path):
         assert data[spans[name].begin : spans[name].end] == array.tobytes()
 
 
-def test_tensors_in_two_files_are_one_update_unless_one_is_in_both(tmp_path):
+def test_two_files_without_shared_tensors_are_one_update(tmp_path):
     expected = write_folder(tmp_path, {"a": TENSORS["a"]})
     save_file({n: TENSORS[n] for n in "bc"}, tmp_path / "model-2.safetensors")
     assert set(manifest.check_file_headers(expected, tmp_path)) == set("abc")
@@ -86,7 +86,7 @@ def test_a_type_that_is_no_weight_is_rejected():
         (TENSORS | {"b": np.ones(5, np.float32)}, r"is F32 \[5\] in model.safetensors"),
     ],
 )
-def test_files_unlike_their_manifest_are_refused_by_the_tensors_names(tmp_path, tensors, named):
+def test_files_unlike_their_manifest_are_refused_by_tensor(tmp_path, tensors, named):
     expected = write_folder(tmp_path, tensors)
     with pytest.raises(UpdateRejected, match=named):
         manifest.check_file_headers(expected, tmp_path)
@@ -138,7 +138,7 @@ def test_a_long_list_of_problems_is_counted():
 
 @pytest.mark.parametrize("folder_name", ["run", "run/3"])
 @pytest.mark.parametrize("change", ["link", "everybody writes", "nothing"])
-def test_a_folder_that_others_could_have_changed_is_not_read(tmp_path, folder_name, change):
+def test_folders_that_others_can_write_are_not_read(tmp_path, folder_name, change):
     (tmp_path / "run" / "3").mkdir(parents=True)
     manifest.check_folder_owner(tmp_path / "run" / "3")
     folder = tmp_path / folder_name
@@ -155,7 +155,7 @@ def test_a_folder_that_others_could_have_changed_is_not_read(tmp_path, folder_na
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
-def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, name):
+def test_a_link_for_a_file_is_not_followed(tmp_path, name):
     expected = write_folder(tmp_path)
     (tmp_path / name).rename(tmp_path / "aside")
     (tmp_path / name).symlink_to(tmp_path / "aside")

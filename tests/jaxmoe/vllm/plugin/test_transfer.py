@@ -26,7 +26,7 @@ def resident_mb():
 
 
 @pytest.mark.parametrize("updates", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_after_each_update_vllm_computes_with_the_trainers_weights(served, updates):
+def test_vllm_computes_with_the_trainers_weights_after_updates(served, updates):
     worst, differing, total = 0.0, 0, 0
     for _ in range(updates):
         state = served.sync(served.fresh())
@@ -52,7 +52,7 @@ def test_sampled_tokens_and_cached_prefixes_are_scored_alike(served):
     assert served.compare()[0] <= 5e-5
 
 
-def test_a_seed_gives_the_same_tokens_where_a_prompt_is_read_in_several_steps(served):
+def test_a_seed_repeats_tokens_with_chunked_prompts(served):
     """Stock vLLM dies of it on a CPU: 'CPU Generator does not use offset'."""
     batched = [list(o.outputs[0].token_ids) for o in served.answers()]
     assert sum(LENGTHS) > served.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -72,7 +72,7 @@ def test_plain_rope_too_gives_the_trainers_logprobs(served_plain):
     assert worst <= 5e-5 and clear == 0
 
 
-def test_what_is_received_and_what_lives_are_the_manifests_bytes(served):
+def test_received_and_live_bytes_are_the_manifests(served):
     from jaxmoe.vllm.plugin.names import vllm_parameter_name
 
     params = served.fresh()
@@ -89,7 +89,7 @@ def test_what_is_received_and_what_lives_are_the_manifests_bytes(served):
     assert json.loads(json.dumps(state)) == state
 
 
-def test_an_update_of_one_tensor_changed_by_one_bit_changes_only_that(served):
+def test_a_one_bit_update_changes_only_that_tensor(served):
     before = served.sync(served.params)
     tensors = {n: a.copy() for n, a in served.tensors(served.params).items()}
     changed = FIRST + "mlp.experts.down_proj"
@@ -102,7 +102,7 @@ def test_an_update_of_one_tensor_changed_by_one_bit_changes_only_that(served):
     served.sync(served.params)
 
 
-def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
+def test_a_mailbox_passes_jax_arrays_without_a_copy(served):
     import torch
 
     from jaxmoe.vllm.plugin import tensor_mailbox
@@ -122,7 +122,7 @@ def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
     assert served.loaded_state()["label"] == state["label"]
 
 
-def test_a_bfloat16_engine_takes_float32_and_rounding_is_no_staleness(served_rounded):
+def test_bfloat16_engines_take_float32_without_staleness(served_rounded):
     state = served_rounded.sync(served_rounded.fresh())
     assert state["stale"] == state["unreadable"] == [] and state["model"]["dtype"] == "bfloat16"
     nudged = jax.tree.map(lambda x: x * np.float32(1 + 1e-6), served_rounded.params)
@@ -147,9 +147,7 @@ def own_stale_sinks():
         ("repack_experts", nullcontext, {n for n in EXPERTS if "bias" not in n}),
     ],
 )
-def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
-    served, monkeypatch, fix, replacement, stale
-):
+def test_stale_tensors_are_named_without_the_fix(served, monkeypatch, fix, replacement, stale):
     from jaxmoe.vllm.plugin import loading
 
     stale = own_stale_sinks() if stale is None else stale
@@ -166,7 +164,7 @@ def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
     assert served.compare(new=1)[0] <= 5e-5
 
 
-def test_vllms_own_reload_leaves_stale_weights_and_loses_the_label(served):
+def test_vllms_reload_leaves_stale_weights_without_label(served):
     from jaxmoe.checkpoint.hf import save_params
 
     old = served.sync(served.fresh())
@@ -229,7 +227,7 @@ def broken_updates():
 
 
 @pytest.mark.parametrize("fault", broken_updates())
-def test_a_broken_update_is_rejected_before_anything_is_loaded(served, fault):
+def test_a_broken_update_is_rejected_before_any_load(served, fault):
     changes, named = broken_updates()[fault]
     good = served.sync(served.fresh())
     before = [o.outputs[0].token_ids for o in served.answers(new=4)]
@@ -250,7 +248,7 @@ def test_a_broken_update_is_rejected_before_anything_is_loaded(served, fault):
     assert served.compare(new=1)[0] <= 5e-5
 
 
-def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
+def test_a_broken_stream_leaves_no_label_and_recovers(served):
     import torch
 
     from jaxmoe.vllm.plugin import tensor_mailbox
@@ -279,9 +277,7 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
 
 
 @pytest.mark.parametrize("stage", ["materialize_layer", "_copy_and_restore_kernel_tensors"])
-def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
-    served, monkeypatch, stage
-):
+def test_a_layers_broken_load_preserves_the_kernels_memory(served, monkeypatch, stage):
     from vllm.model_executor.model_loader.reload import layerwise
 
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

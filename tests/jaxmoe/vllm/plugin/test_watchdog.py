@@ -37,7 +37,7 @@ def sleeper():
 
 
 @pytest.mark.parametrize("method", ["wait", "poll", "rejected"])
-def test_a_process_ends_when_the_one_it_watches_is_killed(method):
+def test_a_process_ends_with_the_process_it_watches(method):
     trainer = sleeper()
     command = [sys.executable, "-c", CHILD, method, str(trainer.pid)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -51,7 +51,7 @@ def test_a_process_ends_when_the_one_it_watches_is_killed(method):
         assert child.wait(timeout=10) == watchdog.ORPHAN_EXIT_STATUS
 
 
-def test_a_process_whose_trainer_was_gone_before_it_started_ends_at_once():
+def test_a_process_ends_if_its_trainer_is_dead():
     trainer = sleeper()
     trainer.kill()
     trainer.wait()
@@ -62,7 +62,7 @@ def test_a_process_whose_trainer_was_gone_before_it_started_ends_at_once():
     )
 
 
-def test_the_plugin_is_imported_without_jax_flax_torch_or_vllm():
+def test_the_plugin_imports_no_jax_flax_torch_vllm():
     code = """
 import sys
 class Blocked:
@@ -84,7 +84,7 @@ plugin.register()
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
-def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
+def test_killing_the_trainer_leaves_no_vllm_process(tmp_path):
     import socket
 
     import jax

@@ -37,19 +37,19 @@ def plainly(raw: bytes) -> str:
         8 * WORDS_PER_ROW * (2 * ROWS_PER_CHUNK + 3) + 8_005,
     ],
 )
-def test_the_digest_is_the_two_sums_over_the_words(nbytes):
+def test_the_digest_is_two_sums_over_words(nbytes):
     raw = np.random.default_rng(nbytes).bytes(nbytes)
     assert digest_array(np.frombuffer(raw, np.uint8)) == plainly(raw)
 
 
-def test_an_array_is_read_in_c_order_whatever_its_strides():
+def test_arrays_of_any_strides_have_c_order():
     array = np.random.default_rng(0).standard_normal((37, 58), np.float32)
     assert digest_array(array.T) == plainly(array.T.tobytes()) != digest_array(array)
     assert digest_array(array[:, ::3]) == plainly(array[:, ::3].tobytes())
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 2**32))
-def test_the_digest_of_pieces_is_the_digest_of_the_whole(length, step, seed):
+def test_digests_of_pieces_give_the_arrays_digest(length, step, seed):
     array = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
     cuts = range(0, max(length, 1), 8 * step)
     pieces = [(start, digest_array(array[start : start + 8 * step])) for start in cuts]

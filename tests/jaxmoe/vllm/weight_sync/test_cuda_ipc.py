@@ -111,7 +111,7 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
     assert info["manifest"] == shared.manifest
 
 
-def test_the_driver_is_asked_about_the_device_the_weights_are_on():
+def test_the_driver_reports_on_the_weights_device():
     fake, device = Fake(), jax.local_devices()[2]
     update(fake, device=device)
     number = device.local_hardware_id
@@ -132,7 +132,7 @@ def test_closing_lets_the_copy_on_the_device_go():
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
-def test_memory_that_cannot_be_shared_is_an_error_with_a_way_out():
+def test_unshareable_memory_is_an_error_with_advice():
     with pytest.raises(
         EngineError, match="cuIpcGetMemHandle failed .* 201.*cuda_async.*transport=files"
     ):

@@ -33,7 +33,7 @@ def names(directory):
     return sorted(p.name for p in directory.iterdir())
 
 
-def test_the_folder_goes_with_its_engine_and_others_stay(tmp_path):
+def test_closing_an_engine_removes_only_its_folder(tmp_path):
     first, second = WeightsDirectory(tmp_path, "a"), WeightsDirectory(tmp_path, "b")
     for run in "ab":
         (tmp_path / f"jaxmoe-{run}" / "1").mkdir(parents=True)
@@ -68,14 +68,14 @@ def soon(condition):
     return condition()
 
 
-def test_what_a_killed_run_left_is_removed_without_another_run(tmp_path):
+def test_the_remover_deletes_a_killed_runs_folder(tmp_path):
     with holder(tmp_path) as process:
         assert names(tmp_path) == ["jaxmoe-killed", "jaxmoe-killed.lock"]
         os.kill(process.pid, signal.SIGKILL)
         assert soon(lambda: names(tmp_path) == [])
 
 
-def test_the_next_run_removes_what_a_killed_run_and_its_remover_left_and_nothing_else(tmp_path):
+def test_the_next_run_removes_only_abandoned_folders(tmp_path):
     without_remover = HOLD.replace("import sys, time", "import sys, time\nsys.executable = ''")
     with holder(tmp_path, without_remover) as process:
         WeightsDirectory(tmp_path, "next").close()
@@ -86,7 +86,7 @@ def test_the_next_run_removes_what_a_killed_run_and_its_remover_left_and_nothing
         assert names(tmp_path) == []
 
 
-def test_the_remover_leaves_a_folder_that_was_opened_anew_under_the_same_name(tmp_path):
+def test_the_remover_spares_a_reopened_folder(tmp_path):
     lock = tmp_path / "jaxmoe-a.lock"
     with open(lock, "x") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
@@ -100,7 +100,7 @@ def test_the_remover_leaves_a_folder_that_was_opened_anew_under_the_same_name(tm
     assert names(tmp_path) == ["jaxmoe-a", "jaxmoe-a.lock"]
 
 
-def test_no_process_stays_behind_a_folder_that_was_closed(tmp_path):
+def test_no_process_outlives_a_closed_folder(tmp_path):
     directory = WeightsDirectory(tmp_path, "a")
     command = str(tmp_path / "jaxmoe-a.lock").encode()
     assert soon(lambda: any(command in line for line in command_lines()))
@@ -114,7 +114,7 @@ def command_lines():
             yield path.read_bytes()
 
 
-def test_a_place_that_takes_nothing_is_the_users_mistake(tmp_path):
+def test_an_unwritable_place_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="weights_dir .* must be writable.* Try --set"):
         WeightsDirectory(tmp_path / "file", "a")
@@ -154,7 +154,7 @@ def test_another_user_reads_no_weight(tmp_path):
 
 
 @pytest.mark.parametrize("create", ["open", "link"])
-def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_into(tmp_path, create):
+def test_shared_folders_of_others_are_not_written_into(tmp_path, create):
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "jaxmoe-ab"
     elsewhere.mkdir(mode=0o700)
     place.symlink_to(elsewhere) if create == "link" else place.mkdir(mode=0o755)
@@ -163,7 +163,7 @@ def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_int
     assert names(elsewhere) == [] and place.exists()
 
 
-def test_a_link_laid_as_a_lock_is_neither_followed_nor_believed(tmp_path):
+def test_a_link_as_a_lock_is_not_followed(tmp_path):
     victim, run_dir = tmp_path / "victim", tmp_path / "jaxmoe-x"
     victim.write_text("mine")
     run_dir.mkdir()

@@ -44,7 +44,7 @@ def cut(params):
     return jax.device_put(params, param_shardings(CFG, mesh))
 
 
-def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
+def test_the_mailbox_has_the_manifest_until_closing():
     with share_in_process(
         on_one(random_params()), CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox
     ) as update:
@@ -75,7 +75,7 @@ def test_tensors_are_the_checkpoints_bytes_in_its_order(place, stored_dtype, sen
 
 
 @pytest.mark.parity
-def test_all_but_gate_and_up_are_views_of_jaxs_memory():
+def test_arrays_except_gate_and_up_are_views():
     params = on_one(random_params())
     share_in_process(params, CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox)
     begin = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(params)}

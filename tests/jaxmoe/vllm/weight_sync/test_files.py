@@ -37,7 +37,7 @@ def test_the_manifest_says_what_the_files_hold(tmp_path):
     assert list(manifest["tensors"]) == [entry.name for entry in list_entries(CFG)]
 
 
-def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
+def test_closing_removes_only_the_written_versions(tmp_path):
     first, second = (write_update(random_params(), tmp_path, version=v) for v in (1, 2))
     with first:
         pass
@@ -54,7 +54,7 @@ def test_a_version_that_is_there_already_is_replaced(tmp_path):
     assert load_params(new.update_info["path"], CFG)["final_norm"].any()
 
 
-def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
+def test_an_overwritten_version_equals_a_fresh_one(tmp_path):
     old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
     first = write_update(old, tmp_path / "a", version=1)
     unread = write_update(old, tmp_path / "a", version=2)
@@ -79,7 +79,7 @@ def content(update) -> bytes:
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_a_file_of_another_size_is_not_written_over(tmp_path, before, after):
+def test_files_of_another_size_are_not_overwritten(tmp_path, before, after):
     params = random_params()
     first = write_update(params, tmp_path, dtype=before, version=1)
     rewritten = write_files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, reuse=first)
@@ -88,7 +88,7 @@ def test_a_file_of_another_size_is_not_written_over(tmp_path, before, after):
     assert list_leftovers(tmp_path) == ["b"]
 
 
-def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
+def test_a_half_overwritten_version_is_invalid(tmp_path, monkeypatch):
     params, calls = random_params(), []
     first = write_update(params, tmp_path, version=1)
     write = os.pwrite
@@ -117,7 +117,7 @@ def memory():
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", [100, 1 << 20])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
+def test_in_memory_versions_alternate_between_two_mapped_files(
     memory, tmp_path, monkeypatch, dtype, piece
 ):
     monkeypatch.setattr(layouts, "CHUNK_BYTES", piece)
@@ -137,7 +137,7 @@ def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
     assert sorted(os.listdir(memory / f"jaxmoe-{RUN}")) == ["4", "5"]
 
 
-def test_a_file_that_took_the_place_of_a_mapped_one_is_mapped_anew(memory):
+def test_a_mapped_files_replacement_is_mapped(memory):
     params, named = random_params(), dict(dtype="float32", run=RUN)
     first = write_update(params, memory, version=1)
     second = write_files(params, CFG, memory, **named, version=2, reuse=first)
@@ -162,7 +162,7 @@ def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
     assert listed == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
 
 
-def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
+def test_a_short_write_is_continued(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[:1000], offset))
     params = random_params()
@@ -172,9 +172,7 @@ def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("written", [0, 7, 40])
-def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
-    tmp_path, monkeypatch, written
-):
+def test_a_full_disk_names_the_setting_to_change(tmp_path, monkeypatch, written):
     calls, real = [], os.pwrite
 
     def full(*args):
@@ -190,7 +188,7 @@ def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
     assert not list_leftovers(tmp_path)
 
 
-def test_a_limit_on_file_sizes_is_met_the_same_way_and_older_versions_stay(tmp_path):
+def test_a_file_size_limit_spares_older_versions(tmp_path):
     old = write_update(random_params(), tmp_path, version=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))

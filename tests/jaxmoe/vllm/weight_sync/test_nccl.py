@@ -94,13 +94,13 @@ def joined(fake: Fake, workers: int = 2) -> NcclGroup:
     return group
 
 
-def test_vllm_is_told_the_unique_id_and_where_its_ranks_begin():
+def test_vllm_gets_the_unique_id_and_rank_offset():
     info = NcclGroup(3, nccl=Fake(), cudart=Fake()).init_info
     assert base64.b64decode(info.pop("nccl_unique_id_b64"), validate=True) == ID
     assert info == {"rank_offset": 1, "world_size": 4, "packed": False}
 
 
-def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
+def test_joining_is_rank_0_and_sums_one_float32():
     fake = Fake()
     joined(fake)
     assert fake.calls == [
@@ -114,7 +114,7 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
 @pytest.mark.slow
 @pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("sent", "kind"), [("float32", 7), ("bfloat16", 9)])
-def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(stored_dtype, sent, kind):
+def test_tensors_are_broadcast_in_the_announced_order(stored_dtype, sent, kind):
     fake, params = Fake(), random_params(stored_dtype)
     update = broadcast_weights(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
     assert len(fake.calls) == 4, "nothing moves before send()"
@@ -159,7 +159,7 @@ def test_experts_in_four_bits_are_broadcast_as_bytes():
     assert packed and packed.keys() <= {*info["names"]}
 
 
-def test_each_broadcast_is_waited_for_before_its_memory_goes():
+def test_broadcasts_finish_before_their_memory_is_freed():
     fake = Fake()
     group = joined(fake)
     broadcast_weights(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
@@ -178,7 +178,7 @@ def test_arrays_are_sent_from_the_groups_device():
 
 
 @pytest.mark.parametrize("name", ["ncclCommInitRank", "ncclAllReduce", "ncclBroadcast"])
-def test_an_error_of_nccl_is_named_with_a_way_out(name):
+def test_an_nccl_error_is_named_with_advice(name):
     fake = Fake(fails=name)
     with pytest.raises(
         EngineError, match=f"{name} failed: unhandled system error.*transport=files"
@@ -204,7 +204,7 @@ def test_leaving_twice_is_leaving_once():
     assert fake.calls[4:] == [("abort", 4711)]
 
 
-def test_without_the_library_the_message_says_what_to_install(monkeypatch):
+def test_a_missing_nccl_library_is_named_with_advice(monkeypatch):
     def absent(place):
         raise OSError(place)
 

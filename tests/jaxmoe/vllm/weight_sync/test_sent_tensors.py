@@ -65,7 +65,7 @@ def expected_tensors() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("place", [lambda x: x, jnp.asarray], ids=["numpy", "jax"])
-def test_the_file_has_the_bytes_of_an_export_with_a_digest_of_each(tmp_path, place):
+def test_the_file_equals_an_export_with_digests(tmp_path, place):
     update = write_packed(tmp_path, jax.tree.map(place, PARAMS))
     file = load_file(Path(update.update_info["path"]) / "model.safetensors")
     expected = expected_tensors()
@@ -76,7 +76,7 @@ def test_the_file_has_the_bytes_of_an_export_with_a_digest_of_each(tmp_path, pla
         assert update.digests[name] == digest_array(array), name
 
 
-def test_a_file_that_is_written_over_an_older_version_has_the_new_bytes(tmp_path):
+def test_an_overwritten_file_has_the_new_bytes(tmp_path):
     other = map_specs(
         lambda _, x: Mxfp4(*(part[..., ::-1].copy() for part in x)) if isinstance(x, Mxfp4) else x,
         PACKABLE,
@@ -89,7 +89,7 @@ def test_a_file_that_is_written_over_an_older_version_has_the_new_bytes(tmp_path
         assert file[name].tobytes() == array.tobytes(), name
 
 
-def test_a_device_makes_the_same_bytes_as_the_host():
+def test_a_device_makes_the_hosts_bytes():
     params, device = jax.tree.map(jnp.asarray, PARAMS), jax.devices()[0]
     expected = expected_tensors()
     for entry in list_sent(PACKABLE, "packed"):
@@ -154,7 +154,7 @@ def receive(folder, cfg: ModelConfig):
     )
 
 
-def test_another_process_accepts_the_update_and_sees_a_changed_bit_of_any_packed_tensor(tmp_path):
+def test_another_process_detects_any_changed_packed_bit(tmp_path):
     folder = Path(write_packed(tmp_path).update_info["path"])
     process = receive(folder, PACKABLE)
     assert process.returncode == 0, process.stderr
@@ -178,7 +178,7 @@ def test_another_models_packed_update_is_rejected_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "dtype"), [("_blocks", "F32"), ("_bias", "U8")])
-def test_bytes_where_numbers_belong_are_rejected_and_numbers_where_bytes_do(tmp_path, end, dtype):
+def test_bytes_for_numbers_and_numbers_for_bytes_fail(tmp_path, end, dtype):
     raw = write_packed(tmp_path).manifest
     name = next(name for name in raw["tensors"] if name.endswith(f"gate_up_proj{end}"))
     raw["tensors"][name]["dtype"] = dtype
@@ -187,7 +187,7 @@ def test_bytes_where_numbers_belong_are_rejected_and_numbers_where_bytes_do(tmp_
         manifest.check_tensor_shapes(manifest.parse_manifest(raw, "here"), shapes)
 
 
-def test_packed_experts_are_4_25_bits_a_weight_of_16_and_a_20b_sync_a_third_of_bfloat16():
+def test_packed_20b_syncs_are_a_third_of_bfloat16():
     """Experts 0.2656 of bfloat16's bytes; all tensors 0.329: embedding, head and attention are not
     rounded, and are a tenth of the weights."""
     cfg = gpt_oss_20b()
@@ -205,7 +205,7 @@ def test_packed_experts_are_4_25_bits_a_weight_of_16_and_a_20b_sync_a_third_of_b
     assert 0.30 < total["packed"] / total["dense"] < 0.335
 
 
-def test_the_values_of_the_packed_bytes_are_those_of_a_dense_update(tmp_path):
+def test_packed_bytes_decode_to_a_dense_updates_values(tmp_path):
     dense = map_specs(
         lambda _, x: decode_packed(x) if isinstance(x, Mxfp4) else x, PACKABLE, PARAMS
     )

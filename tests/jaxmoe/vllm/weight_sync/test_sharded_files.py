@@ -34,7 +34,7 @@ def write_with_processes(directory, processes, params=None, version=3):
 
 
 @pytest.mark.parametrize("processes", [2, 5])
-def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, processes):
+def test_the_folder_has_every_tensor_once(tmp_path, processes):
     updates = write_with_processes(tmp_path / "shared", processes)
     single = write_update(random_params(), tmp_path / "alone")
     folder = Path(single.update_info["path"].replace("alone", "shared"))
@@ -55,7 +55,7 @@ def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, 
     assert list_leftovers(tmp_path / "shared") == []
 
 
-def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
+def test_neighbouring_bytes_are_written_by_different_processes():
     assert assign_owners([800] * 9, 3) == [0, 1, 2] * 3
     sizes = [900, 10, 800, 800, 10, 800, 800, 10, 800]
     owners = assign_owners(sizes, 3)
@@ -64,9 +64,7 @@ def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
-    tmp_path, monkeypatch, broken
-):
+def test_one_processs_full_disk_ends_all_without_files(tmp_path, monkeypatch, broken):
     real, opened = os.pwrite, module.open_private
 
     def opener(path, flags):
@@ -89,7 +87,7 @@ def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
     assert list_leftovers(tmp_path) == []
 
 
-def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
+def test_a_folder_another_process_cannot_see_is_refused(tmp_path, monkeypatch):
     wait = module.wait_until_visible
     monkeypatch.setattr(module, "wait_until_visible", lambda path, **_: wait(path, timeout_s=0.1))
     (tmp_path / "here.lock").write_text("")

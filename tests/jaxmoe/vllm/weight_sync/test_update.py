@@ -41,7 +41,7 @@ FORMAT = {"float32": "F32", "bfloat16": "BF16"}
     ("stored_dtype", "sent"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
 )
-def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
+def test_an_update_has_each_tensors_bytes_and_digests(
     tmp_path, monkeypatch, stored_dtype, sent, piece
 ):
     params = random_params(dtype=stored_dtype)
@@ -90,7 +90,7 @@ def naive(params, entry) -> np.ndarray:
 
 @pytest.mark.parametrize("cores", [1, 3])
 @pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
-def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
+def test_an_error_in_a_piece_ends_the_update(monkeypatch, cores, error):
     monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "count_cores", lambda: cores)
     params, begun = random_params(), []
@@ -122,7 +122,7 @@ def test_runs_have_names_of_their_own():
     ],
     ids=["missing", "unknown", "transposed"],
 )
-def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_path, change, message):
+def test_another_models_weights_are_refused_before_writing(tmp_path, change, message):
     params = random_params()
     change(params)
     with pytest.raises(ValueError, match=message):
@@ -131,7 +131,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["mxfp4", "float16"])
-def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
+def test_a_dtype_that_engines_lack_is_refused(tmp_path, dtype):
     with pytest.raises(ConfigError, match=f"bfloat16 or float32, got '{dtype}'"):
         write_update(random_params(), tmp_path, dtype=dtype)
     assert not list_leftovers(tmp_path)
@@ -152,14 +152,14 @@ def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
 
 
 @pytest.mark.parametrize(("fsdp", "expert"), [(4, 2), (8, 1), (1, 2)])
-def test_arrays_cut_over_devices_are_published_like_whole_ones(tmp_path, fsdp, expert):
+def test_sharded_arrays_are_published_like_unsharded_ones(tmp_path, fsdp, expert):
     params = random_params()
     cut = spread(params, CFG, fsdp, expert)
     assert len(cut["layers"]["full"]["w_gate_up"].devices()) == fsdp * expert
     assert write_update(cut, tmp_path).digests == write_update(params, tmp_path).digests
 
 
-def test_arrays_cut_along_layer_pairs_are_published_like_whole_ones(tmp_path):
+def test_arrays_sharded_over_layer_pairs_are_published_equally(tmp_path):
     params = random_params()
     cut = spread(params, CFG, 2, 2, along_pairs=True)
     assert not cut["layers"]["full"]["b_gate_up"].is_fully_replicated
@@ -191,14 +191,14 @@ def beyond(params, cfg, directory) -> int:
         tracemalloc.stop()
 
 
-def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
+def test_memory_stays_within_pieces_for_unsharded_tensors(tmp_path):
     params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
     grown = beyond(params, WIDE, tmp_path)
     assert grown < 4 * layouts.CHUNK_BYTES * module.count_cores() + 1e6, grown
 
 
-def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
+def test_memory_stays_within_one_sharded_tensor(tmp_path):
     params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
     largest = 4 * max(np.prod(entry.shape) for entry in list_entries(WIDE))
     grown = beyond(params, WIDE, tmp_path)
@@ -228,7 +228,7 @@ assert all(update.digests.values())
 
 
 @pytest.mark.slow
-def test_arrays_cut_over_processes_are_gathered_and_each_writes_a_share(tmp_path):
+def test_processes_gather_arrays_and_write_shares(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
