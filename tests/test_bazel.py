@@ -122,7 +122,7 @@ def test_every_module_is_in_exactly_one_library(build):
     assert sorted(owned) == sorted(p.relative_to(ROOT).as_posix() for p in product())
 
 
-def test_a_library_depends_on_every_layer_that_it_imports(build):
+def test_a_library_depends_on_every_imported_layer(build):
     names = layers(build)
     for name in names:
         target = build["targets"][name]
@@ -132,7 +132,7 @@ def test_a_library_depends_on_every_layer_that_it_imports(build):
                 assert owner == name or f":{owner}" in target["deps"], (source, module)
 
 
-def test_third_party_packages_are_those_that_the_code_imports(build):
+def test_third_party_packages_are_the_imported_ones(build):
     expected = {}
     for name in layers(build):
         modules = {
@@ -166,7 +166,7 @@ def test_the_lock_satisfies_pyproject_and_holds_every_label(build, locked):
     assert len(blocks) >= len(locked) and all("--hash=sha256:" in block for block in blocks)
 
 
-def test_the_module_is_this_version_and_names_the_lock():
+def test_the_module_has_this_version_and_the_lock():
     calls = {
         ast.unparse(node.func): {k.arg: ast.literal_eval(k.value) for k in node.keywords}
         for node in ast.walk(ast.parse((ROOT / "MODULE.bazel").read_text()))

@@ -82,20 +82,20 @@ def keep(report, checkout):
     (checkout / "work/reports/small.xml").write_text(report)
 
 
-def test_a_part_with_enough_tests_passes_and_says_how_many(checkout):
+def test_a_part_with_enough_tests_prints_their_number(checkout):
     done = shell(checkout, f"{SMALL} test_small.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "part small: 3 tests passed, at least 3 must" in done.stdout
 
 
 @pytest.mark.parametrize("deselected", ["-k one", "-k 'one or skipped or expected'"])
-def test_a_part_that_lost_tests_fails_although_pytest_passed(checkout, deselected):
+def test_a_part_that_lost_tests_fails(checkout, deselected):
     done = shell(checkout, f"{SMALL} test_small.py {deselected}")
     assert done.returncode != 0 and "went on" not in done.stdout
     assert "at least 3 tests must pass in part small, and 1 did" in done.stderr
 
 
-def test_tests_that_skip_or_fail_as_expected_did_not_pass(checkout):
+def test_skipped_and_expected_failures_did_not_pass(checkout):
     done = shell(checkout, f"{SMALL} test_small.py", everything="all")
     assert done.returncode != 0 and "at least 4 tests must pass in part small" in done.stderr
 
@@ -119,7 +119,7 @@ def test_a_part_without_a_number_fails(checkout, part):
     assert done.returncode != 0 and f"a number for the part {part}" in done.stderr
 
 
-def test_parts_that_never_ran_are_named_at_the_end(checkout, report):
+def test_parts_that_never_ran_are_named(checkout, report):
     keep(report, checkout)
     done = shell(checkout, "check_all_parts")
     assert done.returncode == 0 and "all 1 parts ran" in done.stdout
@@ -130,7 +130,7 @@ def test_parts_that_never_ran_are_named_at_the_end(checkout, report):
     assert done.returncode == 0 and "but for the lane vllm" in done.stdout
 
 
-def test_what_no_part_has_run_is_listed_with_its_reason(checkout, report):
+def test_tests_that_no_part_ran_are_listed(checkout, report):
     keep(report, checkout)
     (checkout / "ids").write_text(
         "test_small.py::test_one\ntest_small.py::test_two[1]\ntest_small.py::test_two[2]\n"
@@ -147,7 +147,7 @@ def test_what_no_part_has_run_is_listed_with_its_reason(checkout, report):
     assert done.returncode != 0 and "test_launch.py::test_forgotten[x]" in done.stderr
 
 
-def test_the_readmes_command_is_found_or_the_run_fails(checkout):
+def test_a_missing_readme_command_fails_the_run(checkout):
     text = (ROOT / "README.md").read_text()
     done = shell(checkout, f"readme_command {ROOT}/README.md")
     assert "-m pytest -q -n 2 --dist loadfile\nwent on" in done.stdout
@@ -162,7 +162,7 @@ def test_the_readmes_command_is_found_or_the_run_fails(checkout):
     ("installs", "registry", "status", "says"),
     [(0, 0, 0, "went on"), (1, 0, 1, "the registry answers"), (1, 1, 3, "SKIPPED lane vllm")],
 )
-def test_only_a_registry_that_is_away_skips_a_lane(checkout, installs, registry, status, says):
+def test_only_an_absent_registry_skips_a_lane(checkout, installs, registry, status, says):
     pip = checkout / "root/.venv/bin/pip"
     pip.parent.mkdir(parents=True)
     pip.write_text(PIP)
@@ -177,7 +177,7 @@ def test_only_a_registry_that_is_away_skips_a_lane(checkout, installs, registry,
     assert (checkout / "work/reports/vllm.skipped").exists() == (status == 3)
 
 
-def test_the_table_has_the_parts_of_the_run_and_no_others():
+def test_the_table_has_exactly_the_parts_run():
     parts = [part for _, part, _, _ in PARTS]
     text = (CI / "run").read_text()
     assert sorted(parts) == sorted(re.findall(r"\brun_tests (\w+)", text))

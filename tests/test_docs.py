@@ -338,12 +338,12 @@ def test_the_readmes_python_runs_as_it_stands():
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
-def test_the_python_of_the_docs_runs_as_it_stands(page):
+def test_the_python_of_the_docs_runs(page):
     for block in fences(page.read_text(), "python"):
         exec(compile(block, named(page), "exec"), {"__name__": page.stem})
 
 
-def test_the_python_of_the_pages_uses_what_it_imports():
+def test_pages_import_what_their_python_uses():
     for page in PAGES:
         for block in fences(page.read_text(), "python"):
             done = subprocess.run(

@@ -50,13 +50,13 @@ def is_run(path, language, text):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
-def test_every_block_runs_in_a_test_or_has_a_reason(path):
+def test_every_block_is_tested_or_has_a_reason(path):
     for language, text in blocks(path):
         if not any(text.startswith(begin) for begin in NOT_RUN):
             assert is_run(path, language, text), f"{named(path)}: no test runs this block:\n{text}"
 
 
-def test_each_reason_is_of_a_block_that_is_there():
+def test_each_reason_is_of_an_existing_block():
     there = [text for path in PAGES for _, text in blocks(path)]
     for begin in NOT_RUN:
         assert any(text.startswith(begin) for text in there), begin
@@ -89,7 +89,7 @@ def test_commands_about_equal_bits_compile_as_users_do():
         assert command.startswith("XLA_FLAGS= ") or free, command
 
 
-def test_the_list_of_what_a_resume_may_change_is_whole():
+def test_the_list_of_resumable_changes_is_complete():
     text = (ROOT / "docs/first_run.md").read_text()
     listed = text.partition("<!-- resume -->")[2].partition("<!-- /resume -->")[0]
     keys = {name.removesuffix("*") for name in re.findall(r"`([^`]+)`", listed)}

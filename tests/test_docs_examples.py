@@ -26,7 +26,7 @@ def test_an_example_is_short_enough_to_read():
         assert len(path.read_text().splitlines()) <= 120, path
 
 
-def test_the_study_of_the_docs_compares_two_algorithms_on_four_seeds(tmp_path, capsys):
+def test_the_docs_study_compares_two_algorithms(tmp_path, capsys):
     """With a double of a training: nine of them would take half an hour."""
     calls = []
 

@@ -31,7 +31,7 @@ def contract_layers() -> list[list[str]]:
     return [[name.strip() for name in layer.split("|")] for layer in layers]
 
 
-def test_bazel_and_the_import_contract_hold_the_same_table():
+def test_bazel_and_import_contract_have_one_table():
     assert bazel_layers() == contract_layers()
 
 
@@ -117,7 +117,7 @@ def test_jit_stays_at_the_edge():
         assert path.name in edge or "jax.jit(" not in code, f"{path} must leave jit to its caller"
 
 
-def test_each_config_says_its_command_and_what_to_expect():
+def test_each_config_has_its_command_and_expected_result():
     for path in (ROOT / "configs").glob("[a-z]*.py"):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         for word in ("COMMAND", "EXPECT", "SOURCE"):

@@ -28,7 +28,7 @@ def test_a_public_function_name_is_of_one_module(words):
     assert words.duplicates.keys() == DUPLICATES.keys(), words.duplicates
 
 
-def test_docstrings_begin_with_a_noun_phrase_or_a_verb(words):
+def test_docstrings_begin_with_noun_phrases_or_verbs(words):
     assert not words.openings
 
 

@@ -176,7 +176,7 @@ def values() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["tiny.py", "tiny_lora.py", "tiny_vllm.py", "gptoss20b.py"])
-def test_no_advice_of_a_config_s_checks_leads_back(name):
+def test_no_advice_of_config_checks_leads_back(name):
     dice, fields, error_of, refused = random.Random(name), values(), refusal(name), 0
     for _ in range(100):
         settings = [

@@ -43,7 +43,7 @@ def test_a_mistake_is_one_line_and_status_two(args, answer, capsys):
     assert err.startswith("error: ") and answer in err and "Traceback" not in err
 
 
-def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
+def test_a_full_disk_is_one_line_everywhere(capsys):
     with ExitStatus() as status, open("/dev/full", "w") as full:
         full.write("metrics")
     assert status.code == 2
@@ -52,7 +52,7 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
 
 
 @pytest.mark.parametrize("name", ["EDQUOT", "EROFS", "EIO", "ESTALE", "EFBIG", "EMFILE"])
-def test_whatever_else_a_disk_or_a_limit_says_is_one_line_too(capsys, name):
+def test_other_disk_or_limit_errors_are_one_line(capsys, name):
     number = getattr(errno, name)
     with ExitStatus() as status:
         raise OSError(number, os.strerror(number), "runs/x/checkpoints")
@@ -81,7 +81,7 @@ sys.exit(status.code)
 
 
 @pytest.mark.parametrize("lines, flush", [("100000", "flush"), ("100000", ""), ("3", "")])
-def test_piped_into_head_no_command_ends_with_a_traceback(lines, flush):
+def test_piped_into_head_no_command_prints_a_traceback(lines, flush):
     """Also where all of it waits in a buffer until the command ends."""
     command = [sys.executable, "-c", PRINTS, lines, flush]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -104,12 +104,12 @@ def test_output_onto_a_full_disk_is_one_line():
     assert result.stderr.count("\n") == 1 and "No space left on device" in result.stderr
 
 
-def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):
+def test_unprintable_letters_of_a_name_are_escaped(capsys):
     assert run("--config", "tiny.py", "--set", "init.checkpoint=\udce4\ud800") == 0
     assert r"weights      \udce4\ud800" in capsys.readouterr().out
 
 
-def test_the_real_command_exits_with_two_and_one_line():
+def test_the_real_command_exits_with_two_and_line():
     result = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
         cwd=ROOT,

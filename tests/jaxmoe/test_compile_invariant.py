@@ -117,7 +117,7 @@ def of_forward(text):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_prefill_decode_and_training_hold_the_same_kernels_at_the_same_tiles(chip):
+def test_prefill_decode_and_training_use_equal_kernels(chip):
     found = {name: kernels(of_forward(text)) for name, text in programs(chip).items()}
     for name, of_train in found["train"].items():
         assert found["decode"][name] == of_train, name
@@ -138,7 +138,7 @@ def test_the_loops_over_rows_are_the_same(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_no_other_product_is_on_the_way_to_a_log_prob(chip):
+def test_no_library_product_is_in_a_log_prob(chip):
     text = programs(chip)
     assert library_matmuls(text["prefill"]) == []
     drawing = library_matmuls(text["decode"])  # what is drawn from, and no log-prob is of them

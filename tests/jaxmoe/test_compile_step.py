@@ -104,7 +104,7 @@ LEAST = {chip: 2 * (1 + (1 if chip in TPUS else 2) + 3 + 3) + 3 for chip in ("h2
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", LEAST)
-def test_the_step_of_a_config_compiles_with_every_kernel_and_in_less_memory(chip):
+def test_the_step_of_a_config_compiles_within_memory(chip):
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     kernels = kernels_of(chip)
@@ -139,7 +139,7 @@ def forwards_of_attention(chip, *settings):
 
 
 @pytest.mark.parametrize("chip", [pytest.param("h200", marks=pytest.mark.slow), "v6e"])
-def test_remat_that_keeps_attention_calls_its_forward_once_a_layer_and_else_twice(chip):
+def test_saved_attention_runs_once_a_layer_else_twice(chip):
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     again = "optim.remat=True"

@@ -46,7 +46,7 @@ def test_the_model_is_the_checkpoints(without_model, checkpoint, capsys):
     assert capsys.readouterr().err.endswith("config.json: not read: unheard_of\n")
 
 
-def test_what_is_set_stands_above_it_in_any_order(without_model, checkpoint):
+def test_changes_outrank_the_checkpoint_in_any_order(without_model, checkpoint):
     init = f"init.checkpoint={checkpoint}"
     changes = ["model.dtype=bfloat16", init, "model.max_context=64", "optim.lr=0.5"]
     cfg = resolve(without_model, *changes)
@@ -58,7 +58,7 @@ def test_what_is_set_stands_above_it_in_any_order(without_model, checkpoint):
         resolve(without_model, init, "model.max_context=50")
 
 
-def test_a_file_that_has_a_model_keeps_it_unless_told_to_leave_it_out(checkpoint):
+def test_model_checkpoint_replaces_the_model_of_a_file(checkpoint):
     init = f"init.checkpoint={checkpoint}"
     assert resolve(load_config("tiny.py"), init).model == tiny()
     assert resolve(load_config("tiny.py"), init, "model=checkpoint").model == STORED_MODEL
@@ -69,7 +69,7 @@ def test_a_model_that_nobody_says_is_one_line(without_model):
         resolve(without_model)
 
 
-def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, tmp_path):
+def test_all_contradictions_are_named_with_one_working_command(checkpoint, tmp_path):
     with pytest.raises(ConfigError) as error:
         check_checkpoint_model(tiny(), tmp_path)
     message = str(error.value)
@@ -82,7 +82,7 @@ def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, 
     check_checkpoint_model(resolve(load_config("tiny.py"), *changes).model, tmp_path)
 
 
-def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path):
+def test_a_value_of_another_type_is_one_line(tmp_path):
     messages = {
         "steps='many'": "a value of another type",  # a comparison fails before all is made
         "seed=1.0": "seed must be int, got 1.0",
@@ -110,7 +110,7 @@ for i in range({len(messages)}):
         assert line.startswith(f"{tmp_path}/{i}.py: ") and message in line
 
 
-def test_shipped_configs_load_beside_a_user_s_folder_configs(tmp_path, monkeypatch):
+def test_shipped_configs_load_despite_a_users_configs_folder(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not yours')")
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_a_number_that_no_array_holds_is_refused():
         override(load_config("tiny.py"), f"mesh.fsdp={10**400}")
 
 
-def test_a_limit_is_a_number_or_none_which_is_off():
+def test_a_limit_is_a_number_or_none():
     cfg = override(load_config("tiny.py"), "gate.k3=1", "gate.abs_diff=0.5", "optim.clip_norm=2")
     assert (cfg.gate.k3, cfg.gate.abs_diff, cfg.optim.clip_norm) == (1.0, 0.5, 2.0)
     assert type(cfg.gate.k3) is float and cfg.gate.has_limits

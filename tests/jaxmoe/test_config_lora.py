@@ -19,7 +19,7 @@ TINY = load_config("tiny.py")
     ],
     ids=str,
 )
-def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(changes):
+def test_settings_without_adapter_training_are_refused_with_advice(changes):
     with pytest.raises(ConfigError, match="^lora needs .*, got ") as error:
         override(TINY, "lora.expert_rank=4", *changes)
     with_it, _, without_lora = str(error.value).partition("Try --set ")[2].partition(", or --set ")
@@ -53,7 +53,7 @@ ADAPTER_SETTINGS = (
         "lora.expert_rank=0",
     ],
 )
-def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(changes):
+def test_settings_without_vllm_adapters_are_refused_with_advice(changes):
     assert override(TINY, *ADAPTER_SETTINGS).rollout.vllm.lora == "adapter"
     with pytest.raises(ConfigError, match="^rollout.vllm.lora=adapter ") as error:
         override(TINY, *ADAPTER_SETTINGS, changes)
@@ -73,7 +73,7 @@ def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_take
         ("modules_to_save", "norm", "norms"),
     ],
 )
-def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, meant):
+def test_an_unknown_adapter_matrix_suggests_the_nearest(key, name, meant):
     ranks = "lora.attention_rank=3", "lora.expert_rank=2"
     pattern = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
     with pytest.raises(ConfigError, match=f"^{pattern}lora.{key}={meant}.$"):
@@ -82,7 +82,7 @@ def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, m
         )
 
 
-def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():
+def test_a_base_beyond_four_bits_is_refused_early():
     for name in ("d_model", "d_expert"):
         pattern = (
             f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"

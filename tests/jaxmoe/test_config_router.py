@@ -44,7 +44,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_settings_that_cannot_work_are_refused_and_each_advice_works(changes, message):
+def test_impossible_settings_are_refused_with_advice_that_works(changes, message):
     with pytest.raises(ConfigError, match=message) as error:
         override(TINY, *changes)
     assert "\n" not in str(error.value)
@@ -57,7 +57,7 @@ def test_settings_that_cannot_work_are_refused_and_each_advice_works(changes, me
         override(TINY, *changes, *settings)
 
 
-def test_r3_records_the_experts_of_the_engine_and_r2_does_not():
+def test_r3_records_the_engines_experts_unlike_r2():
     assert override(TINY, "router.replay=R3").records_experts
     r2 = override(TINY, "router.replay=R2", *UPDATES)
     assert not r2.records_experts
@@ -80,7 +80,7 @@ def test_terms_that_cannot_be_read_are_refused(text, message):
         override(TINY, f"router.terms={text}")
 
 
-def test_terms_are_read_with_their_weights_and_record_what_they_take():
+def test_terms_are_read_with_weights_and_records():
     cfg = override(TINY, "router.terms=load_balance(1e-2) + z_loss(.001)+router_entropy(2e-4)")
     expected = {"load_balance": 0.01, "z_loss": 0.001, "router_entropy": 0.0002}
     assert cfg.router.term_weights == expected
@@ -102,20 +102,20 @@ def test_terms_are_read_with_their_weights_and_record_what_they_take():
         ("my_module:router", False, TINY.model.experts_per_token),
     ],
 )
-def test_a_router_is_top_k_by_its_forward_and_dense_by_its_gradient(route, is_top_k, computed):
+def test_a_straight_through_router_is_top_k_forward(route, is_top_k, computed):
     cfg = override(TINY, f"router.route={route}")
     assert cfg.router.is_top_k == is_top_k
     assert cfg.computed_experts == computed
 
 
-def test_an_annealed_router_is_top_k_once_it_has_ended():
+def test_an_annealed_router_ends_as_top_k():
     router = override(TINY, "router.route=route_annealed(steps=9)").router
     assert [router.is_top_k_after(step) for step in (0, 8, 9, 50)] == [False, False, True, True]
     assert TINY.router.is_top_k_after(0)
     assert not override(TINY, "router.route=route_softly").router.is_top_k_after(50)
 
 
-def test_a_frozen_router_is_no_longer_trained_whatever_else_is():
+def test_a_frozen_router_is_never_trained():
     n_all, total = count_trained(TINY)
     frozen, _ = count_trained(override(TINY, "router.freeze=True"))
     m = TINY.model
@@ -134,7 +134,7 @@ def test_a_frozen_router_is_no_longer_trained_whatever_else_is():
         ("R2", "loss.objective=switch_aware_clip"),
     ],
 )
-def test_a_function_of_switches_is_refused_where_replay_leaves_none(replay, setting):
+def test_a_function_of_switches_needs_switches(replay, setting):
     cfg = override(TINY, setting, *UPDATES, f"router.replay={replay}")
     with pytest.raises(ConfigError, match="acts where experts switch, and with router.replay"):
         algorithm_from_config(cfg)
@@ -143,7 +143,7 @@ def test_a_function_of_switches_is_refused_where_replay_leaves_none(replay, sett
 
 
 @pytest.mark.parametrize("setting", ["router.lr_scale=0.1", "router.terms=z_loss(1e-3)"])
-def test_settings_of_a_router_that_does_not_train_are_refused_and_each_advice_works(setting):
+def test_settings_of_an_untrained_router_are_refused(setting):
     lora = override(load_config("tiny_lora.py"), setting)
     down = override(TINY, setting, "optim.trainable=.*down.*")
     for cfg in (lora, down):
@@ -154,7 +154,7 @@ def test_settings_of_a_router_that_does_not_train_are_refused_and_each_advice_wo
             count_trained(override(cfg, *shlex.split(alternative)))
 
 
-def test_the_engine_has_ops_of_its_own_where_it_routes_by_another_function():
+def test_the_engine_has_other_ops_for_other_routers():
     assert make_engine_ops(TINY) is None
     assert make_engine_ops(override(TINY, "router.route=route_softly")) is None
     straight = make_engine_ops(override(TINY, "router.route=route_straight_through"))

@@ -53,5 +53,5 @@ def test_a_password_in_a_url_is_refused_unseen(change):
     assert "secret" not in str(error.value) and change.partition("=")[0] in str(error.value)
 
 
-def test_a_prompt_may_contain_a_url_with_a_password():
+def test_a_prompt_may_contain_a_urls_password():
     override(CFG, f"data.system=Do not open {SECRET}.")

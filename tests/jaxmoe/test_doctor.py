@@ -70,9 +70,7 @@ FOUR_BITS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["scale=ocp", "rounding=stochastic"])
-def test_an_engine_that_alone_reads_four_bits_has_its_gap_and_rounding_is_the_cause(
-    tmp_path, capsys, rule
-):
+def test_an_engine_with_four_bits_shows_rounding(tmp_path, capsys, rule):
     sets = ["--set", "quant.experts=mxfp4_rollout", "--set", f"quant.{rule}"]
     assert doctor.main([*FOUR_BITS, *sets, "--workdir", str(tmp_path)]) == 1
     output = capsys.readouterr().out
@@ -83,7 +81,7 @@ def test_an_engine_that_alone_reads_four_bits_has_its_gap_and_rounding_is_the_ca
 
 
 @pytest.mark.slow
-def test_trainer_and_engine_that_both_read_four_bits_agree(tmp_path):
+def test_a_trainer_and_engine_in_four_bits_agree(tmp_path):
     assert doctor.main([*FOUR_BITS, "--workdir", str(tmp_path)]) == 0
 
 
@@ -102,7 +100,7 @@ def test_the_line_to_change_is_said(run_folder, capsys):
     assert "DISAGREE: window_minus_one" in output and '"sliding_window": 32' in output
 
 
-def test_log_probs_that_are_no_numbers_are_said_and_nothing_is_named(run_folder, capsys):
+def test_nonfinite_log_probs_are_reported_and_not_judged(run_folder, capsys):
     assert run_doctor(run_folder, "faulty_engines:nan_logp") == 1
     output = capsys.readouterr().out
     assert "NOT JUDGED: " in output and "log-probs are not finite: nan at token" in output
@@ -118,7 +116,7 @@ def format_head(kind, faults=(), ranked=(), reason="why", remaining=0.1):
     return format_verdict(report)[0]
 
 
-def test_a_part_is_no_name_and_a_number_has_its_value():
+def test_partial_explanations_are_unnamed_and_numbers_have_values():
     def fault(name, value=None, spread=0.0):
         return Hypothesis(name, "scalar", "must", "fix", lambda v: v, "", value, spread)
 
@@ -136,7 +134,7 @@ def test_a_part_is_no_name_and_a_number_has_its_value():
     assert "No fault explains a fifth" in format_head("unexplained", ranked=ranked[1:])
 
 
-def test_ids_of_a_template_with_special_tokens_are_no_drift():
+def test_ids_of_a_templates_specials_are_no_drift():
     template = "<|start|>user<|message|>{question}<|end|><|start|>assistant"
     task = open_task(
         override(load_config("tiny.py"), f"data.template={template}", "data.max_prompt_tokens=90")
@@ -160,7 +158,7 @@ def test_a_mistake_is_status_2(tmp_path, capsys):
     assert "Try --set model.n_layers=4" in capsys.readouterr().err
 
 
-def test_a_run_of_adapters_is_refused_in_one_line(tmp_path, capsys):
+def test_a_run_of_adapters_is_refused(tmp_path, capsys):
     assert doctor.main(["--config", "tiny_lora.py", "--workdir", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "the doctor compares full weights" in err

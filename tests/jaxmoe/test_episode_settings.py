@@ -101,9 +101,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_episodes_that_cannot_work_are_one_line_and_leave_no_folder(
-    name, tmp_path, capsys, monkeypatch
-):
+def test_impossible_episodes_are_one_line_and_no_folder(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     changes, texts = REFUSED[name]
     sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
@@ -157,7 +155,7 @@ def test_the_command_refuses_in_one_line_too(tmp_path):
         (["rollout.patience_s=-1.0"], "rollout.patience_s must be 0 or more"),
     ],
 )
-def test_limits_that_cannot_hold_together_are_refused_with_settings_that_work(changes, message):
+def test_contradictory_limits_are_refused_with_settings_that_work(changes, message):
     with pytest.raises(ConfigError) as error:
         override(CFG, *changes)
     text = str(error.value)
@@ -167,7 +165,7 @@ def test_limits_that_cannot_hold_together_are_refused_with_settings_that_work(ch
     override(CFG, *changes, *advice[1::2])
 
 
-def test_all_limits_of_episodes_without_an_environment_are_named_at_once():
+def test_all_limits_without_an_environment_are_named():
     with pytest.raises(ConfigError) as error:
         override(CFG, "data.tools=")
     text = str(error.value)
@@ -178,7 +176,7 @@ def test_all_limits_of_episodes_without_an_environment_are_named_at_once():
     override(CFG, "data.tools=", *(word for word in resets if "=" in word))
 
 
-def test_an_error_of_a_demonstration_keeps_its_traceback_and_names_the_row():
+def test_a_demonstrations_error_has_traceback_and_row():
     task = open_task(
         override(
             CFG,
@@ -199,7 +197,7 @@ def test_an_error_of_a_demonstration_keeps_its_traceback_and_names_the_row():
         ("max_turns=1", "max_turns=2", "has 2 turns"),
     ],
 )
-def test_a_demonstration_that_no_policy_can_sample_is_refused(limit, advice, unit):
+def test_a_demonstration_that_no_policy_samples_is_refused(limit, advice, unit):
     """It would be learned, cut off in the middle of a turn, and never be paid."""
     small = override(CFG, *SMALL)
     task = open_task(override(small, "rollout.max_turn_tokens=30"))

@@ -67,7 +67,7 @@ def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
-def test_the_tokenizer_and_what_ends_an_answer_go_with_it(work, tmp_path):
+def test_an_export_has_tokenizer_and_end_tokens(work, tmp_path):
     assert command(work, tmp_path / "out") == 0
     expected, exported = ByteTokenizer(), HFTokenizer(tmp_path / "out")
     text = "<|start|>user é 漢\n<|end|>"
@@ -77,7 +77,7 @@ def test_the_tokenizer_and_what_ends_an_answer_go_with_it(work, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_tokenizer_of_files_is_copied_with_its_template(work, tmp_path):
+def test_a_files_tokenizer_is_copied_with_its_template(work, tmp_path):
     write_byte_tokenizer(tmp_path / "tok")
     (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "tok" / "notes.txt").write_text("mine")
@@ -106,7 +106,7 @@ def exported(work, tmp_path_factory):
         ('window": 32', 'window": 36'),
     ],
 )
-def test_a_digit_of_config_json_that_changed_is_one_line(exported, tmp_path, capsys, digits):
+def test_a_changed_digit_in_config_is_one_line(exported, tmp_path, capsys, digits):
     bad = shutil.copytree(exported, tmp_path / "bad")
     text = (bad / "config.json").read_text()
     assert text.count(digits[0]) == 1
@@ -167,9 +167,7 @@ def test_four_bits_keep_their_stated_error(work, tmp_path):
     assert (error <= bound).all() and error.max() > 0
 
 
-def test_whatever_stops_the_comparison_leaves_the_export_and_one_line(
-    work, tmp_path, capsys, monkeypatch
-):
+def test_a_failed_comparison_preserves_the_export(work, tmp_path, capsys, monkeypatch):
     def run_out_of_memory(*_, **__):
         raise MemoryError("no room\nfor two copies")
 

@@ -59,7 +59,7 @@ def refused(status, capsys, *parts):
         assert part in err
 
 
-def test_the_adapter_comes_out_bit_for_bit_and_names_its_base(work, tmp_path, capsys):
+def test_the_exported_adapter_is_bitwise_and_names_base(work, tmp_path, capsys):
     assert command(work, tmp_path / "out") == 0
     assert "rl step 5" in capsys.readouterr().out
     loaded = read_adapter(tmp_path / "out", CFG.model)
@@ -78,7 +78,7 @@ def test_the_adapter_brings_its_tokenizer(work, tmp_path):
     )
 
 
-def test_a_base_is_called_by_a_name_that_means_the_same_elsewhere(tmp_path, monkeypatch):
+def test_a_bases_name_is_valid_elsewhere(tmp_path, monkeypatch):
     base = tmp_path / "gpt-oss-20b"
     base.mkdir()
     assert portable_base_name(base) == "gpt-oss-20b"
@@ -101,7 +101,7 @@ def test_merged_weights_are_rounded_once(work, tmp_path):
             assert actual.tobytes() == np.asarray(expected).tobytes(), (kind, name)
 
 
-def test_merging_into_four_bits_is_asked_for_and_tells_its_error(work, tmp_path, capsys):
+def test_merging_into_four_bits_prints_its_error(work, tmp_path, capsys):
     assert command(work, tmp_path / "out", "--merge", "--set", "save.export_dtype=mxfp4") == 0
     output = capsys.readouterr().out
     assert "merged   packed 4 expert matrices into MXFP4: mean relative error" in output
@@ -139,7 +139,7 @@ def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
         (work / "elsewhere").rename(base)
 
 
-def test_adapters_leave_only_beside_the_base_they_were_trained_on(work, tmp_path, capsys):
+def test_adapters_are_exported_only_with_their_base(work, tmp_path, capsys):
     """Other weights in the same place would be merged into another model, or go unseen."""
     base, moved = work / "base", work / "kept"
     base.rename(moved)

@@ -68,7 +68,7 @@ def test_an_empty_text_is_no_function(text):
     assert parse_functions(text, "loss.rollout_correction", CORRECTION) == ()
 
 
-def test_a_function_of_ones_own_is_found_by_its_module(my_losses):
+def test_a_custom_function_is_imported_by_its_module(my_losses):
     function = parse_function("my_losses:terms(beta=2.0)", "loss.objective", OBJECTIVE)
     assert function(3.0, 5.0) == 30.0
     assert array_parameters(function) == ["logp_BT", "advantages_BT"]
@@ -76,7 +76,7 @@ def test_a_function_of_ones_own_is_found_by_its_module(my_losses):
     assert positional(3.0) == 1.5 and array_parameters(positional) == ["logp_BT"]
 
 
-def test_a_function_gets_the_arrays_it_names_and_no_other(my_losses):
+def test_a_function_gets_the_arrays_it_names(my_losses):
     function = parse_function("my_losses:terms", "loss.objective", OBJECTIVE)
     arrays = {"logp_BT": 3.0, "advantages_BT": 5.0, "mask_BT": None, "old_logp_BT": None}
     assert function(**select_arrays(function, arrays)) == 7.5
@@ -145,7 +145,7 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         ("gae", "gae takes rewards_BT, which is not available here"),
     ],
 )
-def test_each_mistake_is_one_line_that_says_where_and_what_to_type(my_losses, text, answer):
+def test_each_mistake_is_one_line_with_advice(my_losses, text, answer):
     with pytest.raises(ConfigError) as error:
         parse_function(text, "loss.x", OBJECTIVE)
     message = str(error.value)

@@ -66,7 +66,7 @@ def test_any_value_in_a_models_config_json(tmp_path):
     assert outcomes == {True, False}
 
 
-def test_a_billion_layers_are_refused_by_a_dry_run_at_once(tmp_path, capsys):
+def test_a_dry_run_refuses_a_billion_layers(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
         json.dumps(to_hf(CFG, dtype="float32") | {"num_hidden_layers": 10**9})
     )
@@ -241,14 +241,14 @@ def test_a_name_of_5000_characters_is_one_line(change, capsys):
 
 
 @pytest.mark.parametrize("command", [samples.main, train.main], ids=["samples", "train"])
-def test_a_run_or_config_of_5000_characters_is_one_line(command, capsys):
+def test_names_of_5000_characters_are_one_line(command, capsys):
     name = "n" * 5_000
     args = [name] if command is samples.main else ["--config", f"{name}.py"]
     assert command(args) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_file_of_samples_that_may_not_be_read_is_one_line(tmp_path, monkeypatch, capsys):
+def test_an_unreadable_file_of_samples_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "samples.jsonl").write_text("")
 
     def refuses(path):

@@ -41,7 +41,7 @@ def run(work, *changes):
 
 
 @pytest.mark.slow
-def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
+def test_a_runs_log_probs_match_the_engine_bitwise(tmp_path):
     # cut by top-k and top-p: the log-prob travels in two parts
     assert run(tmp_path / "run", "rollout.top_k=40", "rollout.top_p=0.9") == 0
     rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["stage"] == "rl"]
@@ -102,7 +102,7 @@ def test_a_difference_stops_the_run_and_is_traced(tmp_path):
         ("model.numerics=exact", "model.numerics=invariant"),
     ],
 )
-def test_what_would_break_it_is_refused_in_one_line_with_what_to_type(change, message):
+def test_settings_that_break_it_are_refused_with_advice(change, message):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny.py"), "model.numerics=invariant", change)
     assert f"--set {message}" in str(error.value).replace("\n", " ")
@@ -126,7 +126,7 @@ def decided(kind, cfg=INVARIANT, verdict=PASSED):
         ("TPU v6 lite", "mosaic_tpu"),
     ],
 )
-def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind, impl):
+def test_chips_with_checked_programs_use_their_kernels(kind, impl):
     choice = decided(kind)
     assert set(choice.impls.values()) == {f"{impl}_invariant"}
     assert "batch-invariant tiles" in choice.line
@@ -149,14 +149,14 @@ def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind
         ("TPU v5", "kernels=mosaic_gpu", PASSED, "must run in mosaic_tpu on a tpu"),
     ],
 )
-def test_where_it_was_not_shown_is_refused_in_one_line(kind, setting, verdict, message):
+def test_chips_without_checked_programs_are_refused(kind, setting, verdict, message):
     with pytest.raises(ConfigError) as error:
         decided(kind, override(INVARIANT, setting), verdict)
     assert message in str(error.value) and "--set model.numerics=fast" in str(error.value)
 
 
 @pytest.mark.slow
-def test_a_run_does_not_start_where_an_invariant_kernel_has_one_wrong_tile(tmp_path):
+def test_a_wrong_tile_of_invariant_kernels_stops_runs(tmp_path):
     """A double of a TPU: its kernels, interpreted in the process of the check.
 
     A check of the fast kernels would pass, and a run could not notice: engine and trainer share
@@ -183,7 +183,7 @@ def test_a_run_does_not_start_where_an_invariant_kernel_has_one_wrong_tile(tmp_p
     assert set(decide(planted=False).impls.values()) == {"mosaic_tpu_invariant"} == set(asked)
 
 
-def test_without_a_look_at_the_chip_it_is_refused():
+def test_an_unopened_chip_is_refused():
     def raise_no_chip():
         raise child.NoChip("a process that opens the device hangs")
 
@@ -193,7 +193,7 @@ def test_without_a_look_at_the_chip_it_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_run_of_fast_numerics_goes_on_invariant_and_says_so(tmp_path, capsys):
+def test_a_fast_run_resumes_invariant_and_says_so(tmp_path, capsys):
     assert run(tmp_path / "run", "model.numerics=fast", "steps=1") == 0
     capsys.readouterr()
     assert run(tmp_path / "run") == 0

@@ -19,7 +19,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_pointer_of_git_lfs_is_told_as_one(name, tmp_path):
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / name).write_text(POINTER)

@@ -59,7 +59,7 @@ def cfg(tmp_path_factory):
     )
 
 
-def test_a_run_starts_from_the_adapter_and_it_is_the_reference(cfg):
+def test_a_run_starts_from_adapter_as_reference(cfg):
     cfg = override(cfg, "loss.kl_coef=0.1")
     base, tx = load_base(cfg), rl_optimizer(cfg)
     adapters = init_run_adapters(cfg, base)
@@ -97,9 +97,7 @@ def arguments(cfg, *more):
         (["lora.rank_stabilized=True"], "--set lora.rank_stabilized=False "),
     ],
 )
-def test_another_rank_alpha_or_target_is_refused_with_settings_that_fit(
-    cfg, capsys, change, advice
-):
+def test_another_rank_alpha_or_target_is_refused(cfg, capsys, change, advice):
     for command in (train, evaluation):
         assert command.main(arguments(cfg, *change, "workdir=" + cfg.workdir + "-refused")) == 2
         err = capsys.readouterr().err
@@ -134,7 +132,7 @@ def test_it_needs_a_rank(cfg):
 
 
 @pytest.mark.slow  # compiles
-def test_the_adapter_is_scored_and_trained_and_a_resume_does_not_read_it(cfg, tmp_path, capsys):
+def test_an_adapter_is_scored_trained_and_read_once(cfg, tmp_path, capsys):
     cfg = override(cfg, f"workdir={tmp_path}/run")
     assert evaluation.main(arguments(cfg)) == 0
     out = capsys.readouterr().out

@@ -66,7 +66,7 @@ def batch_of(cfg, rewards):
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_rewards_fall_linearly_over_the_last_tokens_of_the_budget(reward):
+def test_rewards_fall_linearly_over_the_last_tokens(reward):
     batch = batch_of(CFG, [reward] * 8)
     lost = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0], np.float32)
     np.testing.assert_array_equal(batch.rewards_B, reward - lost)
@@ -74,19 +74,19 @@ def test_rewards_fall_linearly_over_the_last_tokens_of_the_budget(reward):
     np.testing.assert_array_equal(batch.loss_mask_BT.sum(axis=1), LENGTHS)
 
 
-def test_without_a_buffer_the_longest_answer_keeps_its_reward():
+def test_without_a_buffer_long_answers_lose_no_reward():
     rewards = np.arange(8) / 8
     batch = batch_of(override(CFG, "rollout.overlong_buffer=0"), rewards)
     np.testing.assert_array_equal(batch.rewards_B, rewards)
 
 
-def test_a_buffer_of_the_whole_budget_charges_every_token():
+def test_a_buffer_of_the_budget_charges_every_token():
     batch = batch_of(override(CFG, f"rollout.overlong_buffer={LONGEST}"), [0.0] * 8)
     lost = np.array(LENGTHS, np.float32) / np.float32(LONGEST)
     np.testing.assert_array_max_ulp(batch.rewards_B, -lost, maxulp=1)
 
 
-def test_a_sample_without_a_reward_is_out_of_its_groups_mean_and_of_the_loss():
+def test_a_sample_without_reward_is_not_averaged():
     rewards = [0.0, np.nan, 1.0, 0.5, np.nan, np.nan, np.nan, np.nan]
     batch = batch_of(override(CFG, "rollout.overlong_buffer=0"), rewards)
     np.testing.assert_array_equal(batch.rewards_B, rewards)  # NaN is "no reward", not a score

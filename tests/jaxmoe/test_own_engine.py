@@ -53,7 +53,7 @@ def own_engine(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, tmp_path, capsys):
+def test_the_docs_engine_trains_and_agrees_with_trainers(own_engine, tmp_path, capsys):
     changes = [part for change in (*SMALL, OWN) for part in ("--set", change)]
     command = ["--config", "tiny.py", "--workdir", str(tmp_path), *changes]
     assert train.main([*command, "--dry-run"]) == 0
@@ -68,7 +68,7 @@ def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, t
 
 
 @pytest.mark.slow
-def test_the_engine_of_the_docs_has_the_episodes_of_the_native_one(own_engine):
+def test_the_docs_engine_has_the_native_episodes(own_engine):
     """Greedily, so that both choose the same tokens."""
     limits = (
         "rollout.max_new_tokens=12",
@@ -117,7 +117,7 @@ def peer(tmp_path, monkeypatch):
         ("uses_trainer_forward", "model.numerics=invariant", "True, reports_experts=True"),
     ],
 )
-def test_a_setting_is_refused_unless_the_description_allows_it(fact, change, works, peer):
+def test_settings_outside_the_description_are_refused(fact, change, works, peer):
     cfg = load_config("tiny.py")
     with pytest.raises(ConfigError, match=r"rollout.engine.*Try --set") as error:
         override(cfg, "rollout.engine=peer_engine:describe", change)
@@ -139,11 +139,11 @@ def test_log_probs_of_another_distribution_need_temperature_1(peer):
             override(cfg, change)
 
 
-def test_a_resume_compares_the_source_of_an_own_engine(own_engine):
+def test_a_resume_compares_an_engines_source(own_engine):
     assert "source of own_engine" in source_digests(override(load_config("tiny.py"), OWN))
 
 
-def test_an_engine_that_was_not_made_for_several_processes_is_refused(peer, monkeypatch):
+def test_single_process_engines_are_refused_for_several_processes(peer, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     cfg = override(load_config("tiny.py"), "mesh.fsdp=2", "rollout.engine=peer_engine:describe")
     with pytest.raises(ConfigError, match="must run in one process"):
@@ -161,14 +161,14 @@ def test_an_engine_that_was_not_made_for_several_processes_is_refused(peer, monk
         ("peer_engine:describe(port=)", "must be a function with literal keyword arguments"),
     ],
 )
-def test_a_name_that_describes_no_engine_is_refused_in_one_line(name, answer, peer):
+def test_a_name_that_describes_no_engine_is_refused(name, answer, peer):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny.py"), f"rollout.engine={name}")
     assert answer in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.slow
-def test_a_config_is_checked_without_an_engine_being_opened_or_vllm_imported():
+def test_checking_a_config_imports_no_engine():
     """In a fresh interpreter, for each engine that ships."""
     code = (
         "import sys; from jaxmoe.config_file import load_config; load_config({!r});"

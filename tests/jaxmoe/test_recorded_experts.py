@@ -31,7 +31,7 @@ def unknown(array, **options):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
-def test_experts_that_a_router_can_choose_stay_as_they_are(dtype):
+def test_experts_of_a_router_are_unchanged(dtype):
     assert unknown(routed(dtype)) == []
 
 
@@ -42,13 +42,13 @@ def test_rows_of_zeros_are_unknown():
     assert unknown(np.zeros_like(array)) == list(range(TOKENS))
 
 
-def test_a_prompt_of_zeros_is_unknown_and_its_answer_is_not():
+def test_a_prompt_of_zeros_is_unknown():
     array = routed()
     array[:PROMPT] = 0
     assert unknown(array) == list(range(PROMPT))
 
 
-def test_one_expert_twice_in_one_layer_makes_its_token_unknown():
+def test_an_expert_twice_in_a_layer_is_unknown():
     array = routed()
     array[6, 1] = array[6, 1, 0]
     assert unknown(array) == [6]
@@ -57,7 +57,7 @@ def test_one_expert_twice_in_one_layer_makes_its_token_unknown():
 @pytest.mark.parametrize(
     ("dtype", "mark"), [(np.int16, -1), (np.int32, -1), (np.uint8, 255), (np.uint16, 65535)]
 )
-def test_the_mark_of_an_engine_is_unknown_as_its_unsigned_form_is(dtype, mark):
+def test_an_engines_mark_is_unknown_also_if_unsigned(dtype, mark):
     array = routed(dtype)
     array[3], array[5, 2] = mark, mark  # a whole token; one layer of another
     assert unknown(array) == [3, 5]
@@ -72,14 +72,14 @@ def test_expert_255_of_256_is_an_expert():
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(np.int32, N), (np.int32, -2), (np.uint8, 254)])
-def test_a_number_that_is_neither_expert_nor_mark_is_refused_by_its_value(dtype, value):
+def test_a_number_that_is_no_expert_is_refused(dtype, value):
     array = routed(dtype)
     array[4, 0, 1] = value
     with pytest.raises(ValueError, match=rf"from 0 to 6, or -1 if unknown; got {value}"):
         check(array)
 
 
-def test_with_one_expert_a_token_a_run_of_zeros_that_no_router_chooses_is_unknown():
+def test_an_impossible_run_of_zeros_is_unknown():
     array = routed(active=1)  # three layers of seven experts: 8.4 bits a token, and 16 are a run
     array[1], array[7] = 0, 0
     assert unknown(array) == []
@@ -91,13 +91,13 @@ def test_with_one_expert_a_token_a_run_of_zeros_that_no_router_chooses_is_unknow
     assert unknown(np.zeros_like(array), n_experts=1) == []  # one expert: always this one
 
 
-def test_with_one_expert_of_many_in_many_layers_a_single_row_of_zeros_is_unknown():
+def test_a_single_row_of_many_zeros_is_unknown():
     array = np.repeat(routed(active=1), 2, axis=1)
     array[1:3, 0], array[5] = 0, 0
     assert unknown(array) == [5]
 
 
-def test_a_run_of_zeros_does_not_go_on_from_the_prompt_into_the_answer():
+def test_runs_of_zeros_do_not_cross_into_answers():
     array = routed(active=1)
     array[PROMPT - 1 : PROMPT + 1] = 0
     assert unknown(array) == []

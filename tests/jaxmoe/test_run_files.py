@@ -46,7 +46,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_link_in_the_run_folder_is_refused_in_one_line_and_its_target_stays(tmp_path, name):
+def test_a_link_in_the_run_folder_is_refused(tmp_path, name):
     run, victim = tmp_path / "run", tmp_path / "victim"
     (run / name).parent.mkdir(parents=True)
     (run / "samples.jsonl").write_text(
@@ -63,7 +63,7 @@ def test_a_link_in_the_run_folder_is_refused_in_one_line_and_its_target_stays(tm
 
 
 @pytest.mark.parametrize("old", ["samples.tmp", "metrics.tmp", "config.json.tmp", ".lock"])
-def test_a_link_at_a_name_that_can_be_guessed_is_written_through_by_nobody(tmp_path, old):
+def test_links_at_predictable_names_are_not_written_through(tmp_path, old):
     victim = tmp_path / "victim"
     victim.write_text(KEYS)
     run = tmp_path / "run"
@@ -123,7 +123,7 @@ def test_forty_rewrites_beside_a_page_lose_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+def test_an_unfinished_file_leaves_the_old_one(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("old")
     with pytest.raises(KeyError), replace_file(path) as file:
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside_it
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["config.json"]
 
 
-def test_two_writers_of_one_file_have_two_temporary_files(tmp_path):
+def test_two_writers_of_a_file_have_two_temporaries(tmp_path):
     path = tmp_path / "page"
     with replace_file(path) as first, replace_file(path) as second:
         first.write(b"1")
@@ -141,7 +141,7 @@ def test_two_writers_of_one_file_have_two_temporary_files(tmp_path):
     assert path.read_bytes() == b"1"
 
 
-def test_what_a_killed_writer_left_goes_once_it_is_old(tmp_path):
+def test_temporaries_of_killed_writers_are_removed_later(tmp_path):
     old, new = (tmp_path / f".samples.html.{digit * 16}.tmp" for digit in "ab")
     notes = tmp_path / ".notes.tmp"
     for path in (old, new, notes):
@@ -176,7 +176,7 @@ class Faulty(io.FileIO):
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EFBIG", "EACCES"])
-def test_whatever_a_disk_says_is_one_line_that_names_the_file(tmp_path, name):
+def test_any_disk_error_is_one_line_with_file(tmp_path, name):
     with Faulty(tmp_path / "metrics.jsonl", "w") as file:
         file.number = getattr(errno, name)
         with pytest.raises(RunFolderError) as error:
@@ -186,7 +186,7 @@ def test_whatever_a_disk_says_is_one_line_that_names_the_file(tmp_path, name):
     assert os.strerror(file.number) in message
 
 
-def test_a_write_that_the_disk_takes_in_parts_is_whole(tmp_path):
+def test_a_write_in_parts_is_complete(tmp_path):
     with Faulty(tmp_path / "a", "w") as file:
         append_bytes(file, b"0123456789")
     assert (tmp_path / "a").read_bytes() == b"0123456789"

@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("made_anew", [False, True])
-def test_a_run_whose_folder_is_removed_ends_with_one_line_and_writes_no_new_one(
-    tmp_path, made_anew
-):
+def test_a_removed_run_folder_ends_the_run(tmp_path, made_anew):
     work = tmp_path / "run"
 
     def script(call, engine):
@@ -47,7 +45,7 @@ open(sys.argv[1], "w").close()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o664), (0o022, 0o644), (0o077, 0o600)])
-def test_what_a_command_writes_is_not_everybodys_to_change(tmp_path, umask, mode):
+def test_files_of_commands_are_not_world_writable(tmp_path, umask, mode):
     file = tmp_path / "file"
     command = [sys.executable, "-c", WRITES, str(file)]
     subprocess.run(command, cwd=ROOT, umask=umask, check=True, env=os.environ, timeout=120)

@@ -72,7 +72,7 @@ def parsed(path):
     return page
 
 
-def test_the_newest_step_is_printed_and_the_page_holds_all(tmp_path, capsys):
+def test_the_newest_step_is_printed_and_all_paged(tmp_path, capsys):
     run = write(tmp_path / "run", make_row(2, "two") + make_row(4, "four"))
     assert samples.main([str(run)]) == 0
     out = capsys.readouterr().out
@@ -96,9 +96,7 @@ def test_a_mistake_is_one_line(tmp_path, capsys, args, message):
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_over(
-    tmp_path, capsys
-):
+def test_invalid_or_older_lines_are_shown_or_skipped(tmp_path, capsys):
     old = {"stage": "rl", "step": 1, "prompt": "p", "response": "r", "answer": None, "reward": None}
     run = write(tmp_path, [old, {"note": 1}, {"stage": "warmup", "step": 3}])
     with open(run / "samples.jsonl", "a") as file:
@@ -107,7 +105,7 @@ def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_ov
     assert "reward none  r" in capsys.readouterr().out
 
 
-def test_piped_into_head_there_is_no_traceback_and_the_page_is_written(tmp_path):
+def test_piped_into_head_there_is_no_traceback(tmp_path):
     long = [row for step in (1, 2) for row in make_row(step, "x" * 50) * 300]
     run = write(tmp_path / "run", long)
     result = subprocess.run(
@@ -144,7 +142,7 @@ def test_what_cannot_be_seen_is_spelled_out():
     assert escape_invisible("a\x1b[0m\u202e\x00\ud800é\n") == r"a\x1b[0m\u202e\x00\ud800é\n"
 
 
-def test_a_long_run_shows_its_first_its_last_and_steps_between(tmp_path):
+def test_a_long_run_shows_first_last_and_between(tmp_path):
     rows = [row for step in range(200) for row in make_row(step, f"s{step}")]
     write_page(rows, "many", tmp_path / "page.html")
     steps = [
@@ -252,9 +250,7 @@ def make_episode_rows(text="4761", speaker="python"):
     return [row | {"kind": "group", "samples": [sample]}, held_out]
 
 
-def test_an_episode_is_a_line_for_each_message_and_grey_where_the_environment_wrote(
-    tmp_path, capsys
-):
+def test_episodes_have_a_line_per_message_in_colour(tmp_path, capsys):
     run = write(tmp_path / "run", make_episode_rows())
     assert samples.main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -297,7 +293,7 @@ def test_a_transcript_of_wrong_types_is_left_out():
     assert checked["transcript"] == [["policy", "(dict)", "(list)"], ["policy", "", "ok"]]
 
 
-def test_an_answer_of_one_turn_names_no_environment_and_a_fault_says_why(capsys, tmp_path):
+def test_a_single_answer_names_no_environment(capsys, tmp_path):
     transcript = [["policy", "assistant (analysis)", "hm"], ["policy", "assistant", "4761"]]
     answer = make_answer("", transcript=transcript, turns=1, env_length=0)
     fault = answer | {"stop": "env_error", "fault": "ValueError: \x1b[2J no"}

@@ -66,20 +66,20 @@ def grade_demonstrations(**data):
         ({"rewards": CLOSED}, 1.0, (0.0, 0.0, 0.0)),
     ],
 )
-def test_an_empty_answer_is_paid_by_the_hole_and_both_measurements_see_it(changes, share, expected):
+def test_the_hole_pays_an_empty_answer_visibly(changes, share, expected):
     demonstrations = f"jaxmoe.configs.tiny_hack:demonstrate(share={share})"
     assert grade_demonstrations(demonstrations=demonstrations, **changes) == expected
 
 
 @pytest.mark.parametrize("leak", list(tiny_hack.LEAKS))
-def test_an_answer_from_a_leak_is_seen_by_the_second_grader_alone(leak):
+def test_only_the_second_grader_detects_a_leaked_answer(leak):
     demonstrations = f"jaxmoe.configs.tiny_hack:demonstrate(trick='{leak}', share=1.0)"
     measured = grade_demonstrations(demonstrations=demonstrations, rewards=CLOSED)
     assert measured == (1.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("leak", list(tiny_hack.LEAKS))
-def test_a_leak_gives_the_answer_of_its_own_episode_also_in_later_calls(leak):
+def test_a_leak_has_its_episodes_answer_later(leak):
     require_kind("bubblewrap")  # Landlock allows no files
     tool = tiny_hack.make_leaky_tool(leak)
     for answer in ("4032", "17"):
@@ -100,7 +100,7 @@ def test_an_unknown_leak_is_refused_in_one_line():
         tiny_hack.demonstrate(Row("63 * 64", "4032"), trick="disk")
 
 
-def test_graders_of_the_closed_hole_pay_the_stored_answer_alone():
+def test_closed_holes_pay_the_stored_answer_alone():
     paid = [tiny_hack.score_equal(text, "4032") for text in ("", "40", "4032", " 4032 ", "14032")]
     assert paid == [0.0, 0.0, 1.0, 1.0, 0.0]
     assert [tiny_hack.score_substring(text, "4032") for text in ("", "40", "7")] == [1.0, 1.0, 0.0]

@@ -27,7 +27,7 @@ def uninterrupted(tmp_path_factory):
     return run_tools(folder / "run", data__tools=counted_tool(folder, block_at=BLOCK_AT))
 
 
-def test_a_run_killed_inside_an_episode_goes_on_bit_for_bit(uninterrupted, tmp_path):
+def test_a_run_killed_in_an_episode_resumes_bitwise(uninterrupted, tmp_path):
     options = {"data__tools": counted_tool(tmp_path, block_at=BLOCK_AT)}
     run = start_tools(tmp_path / "run", **options)
     wait_for_file(run, tmp_path / "blocked")
@@ -40,7 +40,7 @@ def test_a_run_killed_inside_an_episode_goes_on_bit_for_bit(uninterrupted, tmp_p
     assert read_rows(run.work) == read_rows(uninterrupted.work)
 
 
-def test_sigterm_saves_though_a_tool_hangs_and_ends_the_process(tmp_path):
+def test_sigterm_saves_and_exits_despite_a_hanging_tool(tmp_path):
     """The step is finished first: a tool that hangs delays it by rollout.reply_timeout_s."""
     options = {
         "data__tools": counted_tool(tmp_path, block_at=BLOCK_AT),

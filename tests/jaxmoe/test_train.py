@@ -39,7 +39,7 @@ def test_on_policy_means_a_ratio_of_exactly_one(uninterrupted):
 
 
 @pytest.mark.slow
-def test_eval_scores_the_checkpoint_as_the_last_line_does(uninterrupted):
+def test_eval_scores_a_checkpoint_as_the_log(uninterrupted):
     code, out, err = finish(command(uninterrupted[0], "jaxmoe.eval"))
     assert code == 0 and err == ""
     last = [r for r in lines(uninterrupted[0]) if "eval/accuracy" in r][-1]
@@ -47,7 +47,7 @@ def test_eval_scores_the_checkpoint_as_the_last_line_does(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(uninterrupted, tmp_path):
+def test_a_run_killed_in_either_stage_resumes_bitwise(uninterrupted, tmp_path):
     for stage, step in (("warmup", 3), ("rl", random.Random(0).randint(1, 4))):
         process = start(command(tmp_path))
         wait_for(process, tmp_path, stage, step)
@@ -129,7 +129,7 @@ PPO = {
 
 @pytest.mark.slow
 @pytest.mark.extended  # three commands; test_mesh_step.py has twenty steps of PPO
-def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
+def test_ppo_with_a_critic_resumes_bitwise(tmp_path):
     for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         typed = command(tmp_path / folder, **PPO | {"steps": steps})
         code, _, err = finish(typed, XLA_FLAGS=QUICKLY)  # four models, most of it compiling
@@ -146,9 +146,7 @@ def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.extended  # test_update_terms.py closes it
-def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(
-    uninterrupted, tmp_path
-):
+def test_a_closed_gate_saves_and_resumes_once_opened(uninterrupted, tmp_path):
     code, out, err = finish(command(tmp_path, gate__k3=1e-30))
     assert code == 2 and len(err.splitlines()) == 1 and "Traceback" not in out + err
     assert err.startswith("error: rl step 1: engine and trainer must agree within gate.abs_diff")
@@ -228,7 +226,7 @@ def ahead(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.extended  # four commands; test_async_rollouts.py has it in one process
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, number):
+def test_async_runs_lose_or_double_no_prompt(ahead, tmp_path, number):
     process = start(noting(tmp_path / "run", tmp_path / "first"), XLA_FLAGS=QUICKLY)
     wait_for(process, tmp_path / "run", "rl", random.Random(number).randint(1, 3))
     process.send_signal(number)
@@ -246,7 +244,7 @@ def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, numb
 @pytest.mark.slow
 @pytest.mark.extended  # as many commands
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, staleness):
+def test_a_broken_engine_saves_the_run_with_advice(ahead, tmp_path, staleness):
     changes = {"rollout.max_staleness": staleness, "save.every_steps": 100}
     work = tmp_path / "run"
     # two calls score the held-out rows before the first step, and two after the second
@@ -290,7 +288,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, capsys, name):
+def test_a_mistake_is_one_line_and_no_folder(tmp_path, capsys, name):
     changes, message = BAD[name]
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question":\n')

@@ -8,7 +8,7 @@ from scripted import SOON, STEPS, Run, Scripted, lines, stream
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_every_prompt_of_the_stream_is_trained_on_once_in_order(tmp_path, ahead):
+def test_every_prompt_is_trained_once_in_order(tmp_path, ahead):
     run = Run(tmp_path, Scripted(), ahead)
     assert run() == STEPS
     assert run.trained == [ids for ids, _ in run.engine.sampled] == stream()
@@ -19,7 +19,7 @@ def test_every_prompt_of_the_stream_is_trained_on_once_in_order(tmp_path, ahead)
     ]
 
 
-def test_ahead_and_in_turn_ask_for_the_same_samples(tmp_path):
+def test_async_and_sync_request_the_same_samples(tmp_path):
     runs = [Run(tmp_path / str(n), Scripted(), n) for n in (0, 2)]
     for run in runs:
         run()
@@ -35,7 +35,7 @@ def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, ahead):
+def test_incidents_of_the_engine_are_in_their_step(tmp_path, ahead):
     def script(call, engine):
         if call == "load" and engine.version in (1, 2):  # version 3 follows 2
             engine.incidents += [f"a hiccup after {engine.version}", "another"]
@@ -51,7 +51,7 @@ def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, ahead):
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(tmp_path, ahead):
+def test_a_slow_trainer_gets_tokens_within_the_staleness(tmp_path, ahead):
     engine = Scripted()
 
     def script(call, engine):
@@ -90,7 +90,7 @@ def test_rollouts_that_two_versions_drew_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_evaluation_has_the_engine_to_itself_and_the_newest_weights(tmp_path, ahead):
+def test_an_evaluation_has_exclusive_engine_and_newest_weights(tmp_path, ahead):
     def script(call, engine):
         time.sleep(0.005)
         if call == "score":

@@ -50,9 +50,7 @@ def failing(call, number, error=None):
     [("sample", 4, 3), ("load", 4, 3), ("score", 4, 3), ("score", 6, 6)],
     ids=["sampling", "publishing", "evaluating", "evaluating at the end"],
 )
-def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_done_twice(
-    tmp_path, ahead, call, number, saved
-):
+def test_a_broken_engine_saves_the_last_complete_step(tmp_path, ahead, call, number, saved):
     run = Run(tmp_path, Scripted(failing(call, number)), ahead)
     with pytest.raises(EngineError) as error:
         run()
@@ -80,7 +78,7 @@ def assert_whole(work):
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("call", "number"), [("load", 4), ("score", 3)])
-def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, ahead, call, number):
+def test_a_bug_has_its_traceback_and_saves_runs(tmp_path, ahead, call, number):
     bug = KeyError("in somebody's reward")
     run = Run(tmp_path, Scripted(failing(call, number, bug)), ahead)
     with pytest.raises(KeyError) as error:
@@ -93,7 +91,7 @@ def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, ahead, call, n
     assert_whole(tmp_path)
 
 
-def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
+def test_a_failing_step_is_reported_before_its_consequences(tmp_path, monkeypatch):
     """It has given the weights away, so that nothing newer than the last checkpoint is there."""
 
     steps, host = [], Job.fetch_metrics
@@ -113,9 +111,7 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("refusals", [1, 2])
-def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the_run_goes_on(
-    tmp_path, monkeypatch, capsys, refusals
-):
+def test_a_refused_save_is_repeated_once(tmp_path, monkeypatch, capsys, refusals):
     tries, save = [], store.save_checkpoint
 
     def refuses(directory, step, *args, **named):
@@ -151,7 +147,7 @@ def test_plots_that_the_disk_refuses_end_no_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again(tmp_path, ahead):
+def test_an_engine_failing_before_step_one_saves_nothing(tmp_path, ahead):
     with pytest.raises(EngineError, match="broke. no rl step was made in .*begins it"):
         Run(tmp_path, Scripted(failing("sample", 1)), ahead)()
     resumed = Run(tmp_path, Scripted(), ahead)
@@ -161,7 +157,7 @@ def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("offset", [-2, 1])
-def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, ahead, offset):
+def test_a_token_of_an_impossible_version_is_untrained(tmp_path, ahead, offset):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
             engine.claimed_version = 3 + offset
@@ -172,7 +168,7 @@ def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, ahead
     assert run.trained == stream(3)
 
 
-def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path):
+def test_synchronous_runs_refuse_an_older_version(tmp_path):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
             engine.claimed_version = 2
@@ -183,7 +179,7 @@ def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path):
         Run(tmp_path, Scripted(script))()
 
 
-def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path):
+def test_a_threads_mistake_is_a_config_error(tmp_path):
     changes = ("data.max_prompt_tokens=3",)
     with pytest.raises(ConfigError, match="Try --set data.max_prompt_tokens"):
         Run(tmp_path, Scripted(), 1, changes=changes)()
@@ -197,7 +193,7 @@ def long_rows(folder):
     return (f"data.task={folder / 'q.jsonl'}", "data.options={}", *sizes)
 
 
-def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(tmp_path):
+def test_a_too_long_prompt_advises_no_resume(tmp_path):
     """It would stop at the same row."""
     with pytest.raises(ConfigError, match="max_prompt_tokens=8[12], or --set.*=drop") as caught:
         Run(tmp_path / "run", Scripted(), changes=long_rows(tmp_path))()
@@ -205,7 +201,7 @@ def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(tm
     assert "the same command" not in str(caught.value)
 
 
-def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_rows(tmp_path):
+def test_dropped_long_prompts_are_counted_and_resume_equally(tmp_path):
     changes = (*long_rows(tmp_path), "data.overlong_prompts=drop", "save.every_steps=2")
     through = Run(tmp_path / "one", Scripted(), changes=changes)
     through()
@@ -218,7 +214,7 @@ def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_row
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])
-def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, ahead, dies_at):
+def test_a_dying_run_loses_or_doubles_no_prompt(tmp_path, ahead, dies_at):
     """It dies with batches ready and under way, and saves nothing on the way out."""
     changes = ("save.every_steps=2",)
     run = Run(tmp_path, Scripted(), ahead, changes=changes, log=log_that_dies(dies_at))
@@ -232,7 +228,7 @@ def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, ahead, dies_a
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
-def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path):
+def test_each_step_logs_epoch_and_learning_rate(tmp_path):
     changes = ("optim.lr=0.01", "optim.lr_warmup_steps=4", "data.train_rows=6")
     Run(tmp_path, Scripted(), changes=changes)()
     rows = lines(tmp_path)[1:]
@@ -241,7 +237,7 @@ def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path):
     assert [row["optim/lr"] for row in rows] == pytest.approx(rates)
 
 
-def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path):
+def test_redrawn_groups_advance_the_stream_on_resume(tmp_path):
     """Every group's rewards are equal here, so each step makes all its draws."""
     changes = ("rollout.max_gen_batches=2", "save.every_steps=2")
     uninterrupted = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
@@ -254,7 +250,7 @@ def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path):
     assert parts.trained + resumed.trained == uninterrupted.trained
 
 
-def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_path):
+def test_a_stop_while_waiting_saves_and_ends_sampling(tmp_path):
     stop = StopRequest()
 
     def script(call, engine):
@@ -273,7 +269,7 @@ def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_
     assert run.trained + resumed.trained == stream()
 
 
-def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path):
+def test_a_stop_before_the_first_batch_saves_nothing(tmp_path):
     stop = StopRequest()
 
     def script(call, engine):
@@ -288,7 +284,7 @@ def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path):
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
-def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp_path):
+def test_answers_are_recorded_once_for_every_step(tmp_path):
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     Run(uninterrupted, Scripted())()
     changes = ("save.every_steps=2",)

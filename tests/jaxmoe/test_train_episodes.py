@@ -22,7 +22,7 @@ def count_calls(folder):
     return len((folder / "calls.txt").read_text().splitlines())
 
 
-def test_a_run_trains_on_episodes_and_calls_the_tool_once_for_each_call(plain):
+def test_a_run_trains_on_episodes_with_tools(plain):
     run, folder = plain
     check_steps(run)
     metrics = [r.env_metrics for rollouts in run.sampled for r in rollouts]
@@ -43,7 +43,7 @@ def test_a_run_trains_on_episodes_and_calls_the_tool_once_for_each_call(plain):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_trainer_and_engine_agree_with_each_setting_of_a_step(tmp_path, changes):
+def test_trainer_and_engine_agree_under_each_setting(tmp_path, changes):
     run = run_tools(tmp_path / "run", devices=changes.get("mesh__fsdp", 1), **changes)
     check_steps(run)
     if "router__replay" in changes:
@@ -75,7 +75,7 @@ def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path, backbone):
     check_steps(run, is_on_policy=False)  # the second minibatch is off-policy
 
 
-def test_episodes_sampled_ahead_have_the_version_of_each_turn(tmp_path):
+def test_async_episodes_have_the_version_of_each_turn(tmp_path):
     run = run_tools(
         tmp_path / "run",
         rollout__max_staleness=1,
@@ -95,7 +95,7 @@ def test_episodes_sampled_ahead_have_the_version_of_each_turn(tmp_path):
     assert run.steps[0]["train_rollout_logprob_abs_diff_max"] <= 1e-5
 
 
-def test_invariant_numerics_agree_to_the_bit_and_late_tools_change_no_number(tmp_path):
+def test_late_tools_change_no_bit_of_invariant_runs(tmp_path):
     exact = {"model__numerics": "invariant", "rollout__temperature": 0.9}
     runs = [
         run_tools(

@@ -37,7 +37,7 @@ def run(work, *changes):
 
 
 @pytest.mark.slow
-def test_a_resume_may_turn_instruments_on_and_each_step_has_one_line_of_layers(tmp_path):
+def test_a_resume_may_turn_instruments_on(tmp_path):
     run(tmp_path / "run", "steps=1")
     assert not (tmp_path / "run/layers.jsonl").exists()
     # A resume may turn instruments on.

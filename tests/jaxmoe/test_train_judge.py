@@ -25,7 +25,7 @@ def paid_rewards(tmp_path, monkeypatch):
     monkeypatch.setattr(judge_client, "_FIRST_WAIT_S", 0.01)
 
 
-def test_answers_without_a_verdict_are_counted_and_have_no_reward(tmp_path, monkeypatch):
+def test_answers_without_a_verdict_are_counted_and_unrewarded(tmp_path, monkeypatch):
     """Half a sum would rank them below their group: the other function pays all of them."""
     seen = []
     make = Job.write_sample_groups
@@ -52,7 +52,7 @@ def test_answers_without_a_verdict_are_counted_and_have_no_reward(tmp_path, monk
         assert row.get("reward/left_out_frac", 0.0) == share
 
 
-def test_a_judge_that_is_down_stops_the_run_before_anything_is_trained(tmp_path, capfd):
+def test_an_absent_judge_stops_the_run_before_training(tmp_path, capfd):
     run = Run(tmp_path / "run", Scripted(), changes=(rewards("http://127.0.0.1:9/v1"),))
     with pytest.raises(ConfigError, match="must score some answers; always, score_by_judge"):
         run()

@@ -46,7 +46,7 @@ class Programmer(Scripted):
         )
 
 
-def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
+def test_a_kernel_is_paid_and_cheats_are_counted(tmp_path):
     first_kind()
     reward = "data.rewards=jaxmoe.graders.kernel_scorer:score_kernel(repetitions=1)"
     changes = (*ROWS, reward, "rollout.max_new_tokens=1024", "steps=1", "eval.every_steps=1")

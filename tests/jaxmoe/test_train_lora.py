@@ -99,7 +99,7 @@ def uninterrupted(tmp_path_factory):
     return work, result.stdout
 
 
-def test_the_base_is_packed_and_kept_and_the_reference_is_it(uninterrupted):
+def test_the_packed_base_is_stored_as_the_reference(uninterrupted):
     work, out = uninterrupted
     assert "packed 4 expert matrices into MXFP4: mean relative error" in out
     assert {file.name for file in (work / "base").iterdir()} >= {"config.json", "model.safetensors"}
@@ -108,7 +108,7 @@ def test_the_base_is_packed_and_kept_and_the_reference_is_it(uninterrupted):
 
 
 @pytest.mark.extended  # test_train.py kills one without adapters
-def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(uninterrupted, tmp_path):
+def test_a_run_killed_in_either_stage_resumes_bitwise(uninterrupted, tmp_path):
     for stage, step in (("warmup", 3), ("rl", 1)):
         killed(tmp_path, stage, step)
         assert rows(tmp_path) != rows(uninterrupted[0])
@@ -188,7 +188,7 @@ def test_a_packed_checkpoint_is_the_base_itself(uninterrupted, tmp_path):
     assert refused_run.returncode == 2 and "model.d_expert (128 here)" in refused_run.stderr
 
 
-def test_a_checkpoint_that_is_not_packed_is_no_base(uninterrupted, tmp_path):
+def test_an_unpacked_checkpoint_is_no_base(uninterrupted, tmp_path):
     """A merged export is whole bfloat16 weights: RL on adapters would decode what is not there."""
     exported = run(uninterrupted[0], "export", "--merge", "--out", str(tmp_path / "dense"), steps=3)
     assert exported.returncode == 0, exported.stderr

@@ -85,7 +85,7 @@ def equal(single_device, several, last):
 
 
 @pytest.mark.extended  # test_processes.py has a command on a mesh, test_mesh_step.py the bits
-def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(single_device, tmp_path):
+def test_a_run_resumed_on_mesh_matches_one_device(single_device, tmp_path):
     work = copy_until(2, single_device, tmp_path / "run")
     code, out, err = typed("train", work, 4, steps=4, mesh__expert=2, mesh__tensor=2)
     assert code == 0 and "resuming" in out and "mesh." in out, err  # what changes is told
@@ -93,9 +93,7 @@ def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(single_device, tmp_pa
 
 
 @pytest.mark.extended  # seven commands
-def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_read_on_one(
-    single_device, tmp_path
-):
+def test_runs_move_between_meshes_and_a_single_device(single_device, tmp_path):
     work = tmp_path / "several"
     for steps, mesh in (
         (2, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
@@ -128,7 +126,7 @@ def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_r
     assert np.isfinite(list(losses(tmp_path / "loaded").values())).all()
 
 
-def test_a_mesh_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path):
+def test_a_missing_mesh_leaves_no_folder(tmp_path):
     code, out, err = typed("train", tmp_path / "run", 1, mesh__fsdp=4)
     assert code == 2 and err.count("\n") == 1 and "JAX_NUM_CPU_DEVICES=4" in err
     assert not (tmp_path / "run").exists()

@@ -58,7 +58,7 @@ def rl_rows(work):
 
 
 @pytest.mark.slow
-def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path, capsys):
+def test_trainer_engine_and_export_have_equal_bits(tmp_path, capsys):
     """Resumed after its first step: a resume packs the masters again."""
     work, out = tmp_path / "run", tmp_path / "export"
     invariant = "model.numerics=invariant"
@@ -87,9 +87,7 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_warm_start_that_breaks_an_expert_names_it_and_saves_nothing_broken(
-    tmp_path, standard_promotion
-):
+def test_a_warm_start_that_breaks_experts_is_unsaved(tmp_path, standard_promotion):
     """The expert breaks in the last step, so that no loss is computed of it."""
     cfg = override(
         load_config("tiny_mxfp4.py"),
@@ -123,7 +121,7 @@ def test_a_warm_start_that_breaks_an_expert_names_it_and_saves_nothing_broken(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["quant.scale=least_error", "quant.rounding=stochastic"])
-def test_trainer_and_engine_read_the_same_bits_by_other_rules_of_rounding(tmp_path, rule):
+def test_other_rounding_rules_give_equal_bits(tmp_path, rule):
     assert run(tmp_path, "model.numerics=invariant", "steps=2", rule) == 0
     for row in rl_rows(tmp_path):
         assert row["train_rollout_logprob_abs_diff_max"] == 0.0
@@ -162,7 +160,7 @@ def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
 
 
 @pytest.mark.slow
-def test_an_engine_ahead_of_the_weights_has_the_gap_of_the_codes_that_moved(tmp_path):
+def test_a_stale_engines_gap_is_of_moved_codes(tmp_path):
     ahead = "rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)"
     assert run(tmp_path, "steps=3", *ahead) == 0
     rows = rl_rows(tmp_path)
@@ -173,7 +171,7 @@ def test_an_engine_ahead_of_the_weights_has_the_gap_of_the_codes_that_moved(tmp_
 
 
 @pytest.mark.slow
-def test_a_dense_run_goes_on_quantised_and_back_and_says_so_in_one_line(tmp_path, capsys):
+def test_a_dense_run_may_resume_quantised_and_back(tmp_path, capsys):
     assert run(tmp_path, "steps=1", "quant.experts=none") == 0
     capsys.readouterr()
     for step, (new, old) in enumerate((("mxfp4", "none"), ("none", "mxfp4")), 2):
@@ -188,7 +186,7 @@ def test_a_dense_run_goes_on_quantised_and_back_and_says_so_in_one_line(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.extended  # three runs; tests/jaxmoe/parallel/test_rounding.py has the steps
-def test_a_run_on_a_mesh_is_that_of_one_device_and_its_export_too(tmp_path):
+def test_a_mesh_run_and_export_match_one_device(tmp_path):
     one, several = tmp_path / "one", tmp_path / "several"
     mesh = [f"mesh.{axis}=2" for axis in ("data", "fsdp", "expert")]
     assert run(one, "steps=2") == run(several, "steps=1", *mesh) == 0
@@ -233,7 +231,7 @@ def run_killed(work, version):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for_bit(tmp_path):
+def test_a_run_killed_while_loading_packed_tensors_resumes(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = run_killed(whole, -1)
     assert done.returncode == 0, done.stderr
@@ -276,7 +274,7 @@ def test_killed_while_packed_tensors_are_loaded_the_same_command_goes_on_bit_for
         (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
     ],
 )
-def test_what_cannot_be_rounded_is_refused_in_one_line(changes, text):
+def test_settings_that_cannot_be_rounded_are_refused(changes, text):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny_mxfp4.py"), *changes)
     assert text in str(error.value) and "\n" not in str(error.value)
@@ -284,7 +282,7 @@ def test_what_cannot_be_rounded_is_refused_in_one_line(changes, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mxfp4", "bfloat16", "float32"])
-def test_an_export_of_any_dtype_has_the_values_that_were_read(dtype, tmp_path):
+def test_exports_of_any_dtype_have_the_read_values(dtype, tmp_path):
     cfg = load_config("tiny_mxfp4.py").model
     packed = round_experts(init_params(jax.random.key(0), cfg))
     save_params(packed, cfg, tmp_path / "export", dtype=dtype)

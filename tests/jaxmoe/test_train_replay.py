@@ -76,7 +76,7 @@ def run_command(command, work, fault):
         return command(["--config", "tiny.py", "--workdir", str(work), *words])
 
 
-def test_a_run_stops_before_it_trains_on_answers_without_experts(tmp_path, capsys):
+def test_answers_without_experts_stop_a_replaying_run(tmp_path, capsys):
     assert run_command(train.main, tmp_path / "run", "zeros") == 1
     assert "those of 100% of the sampled tokens are unknown" in capsys.readouterr().err
     assert all(row["stage"] != "rl" or not row["step"] for row in lines(tmp_path / "run"))
@@ -90,6 +90,6 @@ def test_experts_of_the_token_before_are_an_alert(tmp_path):
 
 
 @pytest.mark.extended  # it compiles the doctor's recomputations
-def test_the_doctor_names_the_experts_of_the_token_before(tmp_path, capsys):
+def test_the_doctor_names_the_previous_tokens_experts(tmp_path, capsys):
     assert run_command(doctor.main, tmp_path / "run", "shifted") == 1
     assert "they are those of the token before it" in " ".join(capsys.readouterr().out.split())

@@ -59,7 +59,7 @@ def settings(tmp_path, monkeypatch):
 PARTS = {"correct/mean", "correct/none_frac", "short/mean"}
 
 
-def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp_path):
+def test_every_part_is_logged_for_training_and_evaluation(settings, tmp_path):
     assert len(CODE.strip().splitlines()) == 8
     Run(tmp_path / "run", Scripted(), changes=tuple(settings))()
     rows = lines(tmp_path / "run")
@@ -72,7 +72,7 @@ def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp
         np.testing.assert_allclose(rows[0]["eval/accuracy"], mean, rtol=1e-5)
 
 
-def test_the_terminal_calls_the_users_rewards_a_mean_reward(settings, tmp_path, capsys):
+def test_the_terminal_prints_custom_rewards_as_mean_reward(settings, tmp_path, capsys):
     """Sums of rewards reach 25, and are no accuracy; exact answers are one."""
     (tmp_path / "my_rewards.py").write_text("def many(prompt, response, row):\n    return 25.0\n")
     Run(tmp_path / "a", Scripted(), changes=(*settings, "data.rewards=my_rewards:many"))()
@@ -83,7 +83,7 @@ def test_the_terminal_calls_the_users_rewards_a_mean_reward(settings, tmp_path, 
     assert "accuracy 0.000" in out and "mean reward" not in out
 
 
-def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path):
+def test_penalties_of_too_long_answers_are_logged(tmp_path):
     """Every scripted answer is as long as it may be, and pays 1."""
     Run(tmp_path, Scripted(), changes=("rollout.overlong_buffer=3",))()
     for row in lines(tmp_path)[1:]:
@@ -102,7 +102,7 @@ def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path):
         ("return row['oops']", KeyError, "oops"),
     ],
 )
-def test_a_reward_that_fails_stops_the_run_and_says_where(settings, tmp_path, body, error, message):
+def test_a_failing_reward_stops_runs_with_its_place(settings, tmp_path, body, error, message):
     (tmp_path / "my_rewards.py").write_text(f"def odd(prompt, response, row):\n    {body}\n")
     with pytest.raises(error, match=message) as caught:
         Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))()
@@ -121,7 +121,7 @@ def hangs(prompt, response, row):
 """
 
 
-def test_a_function_that_sets_an_alarm_scores_rollouts_that_are_made_ahead(settings, tmp_path):
+def test_alarms_of_reward_functions_work_in_async_runs(settings, tmp_path):
     """They are scored in a thread, after an evaluation in the main one."""
     (tmp_path / "my_rewards.py").write_text(ALARM)
     run = Run(
@@ -131,7 +131,7 @@ def test_a_function_that_sets_an_alarm_scores_rollouts_that_are_made_ahead(setti
     assert all("reward/alarmed/mean" in row for row in lines(tmp_path / "run")[1:])
 
 
-def test_a_function_that_never_returns_stops_the_run_and_is_named(settings, tmp_path):
+def test_a_hanging_reward_function_is_named_and_stops(settings, tmp_path):
     (tmp_path / "my_rewards.py").write_text(ALARM)
     changes = (*settings, "data.rewards=my_rewards:hangs", "data.reward_timeout_s=0.2")
     with pytest.raises(ConfigError, match=r"hangs must return within.*sums.jsonl:\d+"):
@@ -149,7 +149,7 @@ def test_answers_that_no_function_scores_are_refused(settings, tmp_path, held_ou
     assert not [row for row in lines(tmp_path / "run") if row["step"]]  # nothing was trained
 
 
-def test_the_command_of_the_page_is_accepted_as_printed(tmp_path, monkeypatch, capsys):
+def test_the_command_of_the_page_is_accepted(tmp_path, monkeypatch, capsys):
     """The page's command with its two rows and its module, and nothing else."""
     (tmp_path / "sums.jsonl").write_text(ROWS)
     (tmp_path / "my_rewards.py").write_text(CODE)

@@ -108,7 +108,7 @@ def command(work, *changes):
     ],
     ids=["microbatches", "invariant", "replayed and packed"],
 )
-def test_a_router_and_a_term_of_ones_own_train_and_the_engine_routes_alike(tmp_path, options):
+def test_custom_routers_and_terms_train_and_engines_agree(tmp_path, options):
     changes = (*ROUTER, *Z_LOSS, *options)
     # optax raises floats to integer powers, and the loss multiplies by counts.
     with jax.numpy_dtype_promotion("standard"):
@@ -122,7 +122,7 @@ def test_a_router_and_a_term_of_ones_own_train_and_the_engine_routes_alike(tmp_p
         assert row.get("router/expert_switches", 0.0) == 0.0
 
 
-def test_the_step_and_the_layer_change_where_tokens_go():
+def test_step_and_layer_change_where_tokens_go():
     cfg = override(load_config("tiny.py"), *SMALL, *ROUTER)
     router = make_ops(cfg).router
     m = cfg.model
@@ -174,7 +174,7 @@ def test_what_cannot_work_is_refused_in_one_line(changes, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_doctor_says_that_it_knows_only_the_router_of_gpt_oss(tmp_path, capsys):
+def test_the_doctor_checks_only_gpt_osss_router(tmp_path, capsys):
     assert doctor.main(command(tmp_path / "run", *ROUTER)) == 2
     assert "router.route is my_router:scheduled" in capsys.readouterr().err
 
@@ -186,7 +186,7 @@ def bias_loss(router_logits_BTLE, token_mask_BT, n_tokens, bias_LE):
 
 
 @pytest.mark.slow
-def test_an_array_of_ones_own_reaches_a_term_through_a_run_as_the_docs_say(tmp_path):
+def test_a_custom_array_reaches_a_term_as_documented(tmp_path):
     example = Path(__file__).parents[2] / "docs/examples/own_array.py"
     train_with_bias = runpy.run_path(str(example))["train_with_bias"]
     m = load_config("tiny.py").model
@@ -230,9 +230,7 @@ REMEDIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REMEDIES)
-def test_a_remedy_trains_and_the_engine_samples_the_policy_that_the_trainer_computes(
-    tmp_path, name
-):
+def test_a_remedys_engine_samples_the_trainers_policy(tmp_path, name):
     # The entropy bonus gives a gradient where all rewards are equal.
     changes = ("loss.entropy_coef=0.1", "optim.lr=1e-3", *REMEDIES[name])
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
@@ -249,7 +247,7 @@ def test_a_remedy_trains_and_the_engine_samples_the_policy_that_the_trainer_comp
 
 
 @pytest.mark.slow
-def test_a_frozen_router_keeps_its_bits_and_cannot_be_trained_by_a_resume(tmp_path, capsys):
+def test_a_frozen_router_cannot_be_trained_by_resuming(tmp_path, capsys):
     work, changes = tmp_path / "run", ("router.freeze=True", "save.export_dtype=float32", "steps=2")
     changes = (*changes, "loss.entropy_coef=0.1")
     with jax.numpy_dtype_promotion("standard"):

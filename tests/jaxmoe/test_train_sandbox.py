@@ -47,7 +47,7 @@ def read_transcripts(work):
     return [answer["transcript"] for answer in rows]
 
 
-def test_a_run_trains_on_what_the_sandbox_replies_and_leaves_no_process(uninterrupted):
+def test_a_sandboxed_run_trains_and_leaves_no_process(uninterrupted):
     run, watch = uninterrupted
     assert [row["step"] for row in run.steps] == [1, 2]
     for row in run.steps:
@@ -76,9 +76,7 @@ def wait_for_open_episodes(run):
         time.sleep(0.01)
 
 
-def test_a_run_killed_between_calls_goes_on_bit_for_bit_and_its_sandboxes_end(
-    uninterrupted, tmp_path
-):
+def test_a_run_killed_between_calls_resumes_bitwise(uninterrupted, tmp_path):
     run = start_run(tmp_path / "run", devices=2)
     pids = wait_for_open_episodes(run)
     run.process.kill()
@@ -108,7 +106,7 @@ def start_two(folder):
 # Minutes; distributed/test_process_episodes.py shows the same of a tool without a sandbox, and the
 # tests above show the sandbox in one process.
 @pytest.mark.extended
-def test_two_processes_run_each_program_once_and_train_as_one(uninterrupted, tmp_path):
+def test_two_processes_run_each_program_once(uninterrupted, tmp_path):
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()

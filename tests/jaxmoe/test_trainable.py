@@ -73,9 +73,7 @@ def restore(work):
     [({}, 1), ({"optim.moments": "host"}, 1), ({"mesh.fsdp": 2}, 2)],
     ids=["plain", "host moments", "mesh"],
 )
-def test_a_frozen_router_is_unchanged_after_20_steps_of_the_command(
-    tmp_path, capsys, changes, devices
-):
+def test_a_frozen_router_is_unchanged_after_20_steps(tmp_path, capsys, changes, devices):
     out = run(tmp_path, devices, changes)
     counts = re.search(r"^trains   ([\d,]+) of ([\d,]+) parameters$", out, re.M)
     assert counts and int(counts[1].replace(",", "")) < int(counts[2].replace(",", ""))
@@ -96,7 +94,7 @@ def test_a_frozen_router_is_unchanged_after_20_steps_of_the_command(
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("backbone", ["none", "own"])
-def test_the_plan_counts_no_moments_and_no_copy_of_frozen_parameters(backbone, kl_coef):
+def test_the_plan_counts_frozen_parameters_once(backbone, kl_coef):
     cfg = override(
         load_config("tiny.py"),
         f"optim.trainable={NO_ROUTER}",
@@ -117,7 +115,7 @@ def test_the_plan_counts_no_moments_and_no_copy_of_frozen_parameters(backbone, k
     assert mem.weights == every.weights and mem.training < every.training
 
 
-def test_it_is_refused_before_the_run_folder_exists_and_the_dry_run_counts(tmp_path, capsys):
+def test_a_bad_expression_is_refused_before_any_folder(tmp_path, capsys):
     work = tmp_path / "run"
     for expression, part in (("router", "'.*router.*'"), ("(", "unterminated")):
         typed = ["--config", "tiny.py", "--workdir", str(work), "--set"]

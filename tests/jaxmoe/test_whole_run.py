@@ -144,7 +144,7 @@ def run(tmp_path_factory):
     return Looked(calls, forwards, batches)
 
 
-def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(run):
+def test_the_trace_to_the_gradient_is_the_readmes(run):
     def is_of_an_update(stack):  # not of the checks, which differentiate the objective as well
         return {"update_minibatch", "value_and_grad_f"} <= {frame.name for frame in stack}
 
@@ -163,7 +163,7 @@ def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(run):
     assert lines == [(str(i), *frame) for i, frame in enumerate(trace, 1)]
 
 
-def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(run):
+def test_every_forward_uses_the_ops_of_its_config(run):
     calls, forwards = run.calls, run.forwards
     assert calls["make_parts"] == 1
     # warm start; policy scored, reference, critic scored; policy and critic under the gradient
@@ -188,7 +188,7 @@ def test_no_module_but_one_makes_ops():
     assert open_engine.__annotations__["ops"] is Ops
 
 
-def test_router_replay_reaches_the_update_from_the_command_line(run):
+def test_router_replay_reaches_updates_from_the_command(run):
     """The engine's experts come with the batch; test_routing_travels.py packs and cuts them."""
     (batch,) = run.batches
     routed = batch.routed_experts_BTLA

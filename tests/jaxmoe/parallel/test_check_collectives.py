@@ -56,7 +56,7 @@ def test_one_wrong_element_on_one_device_is_seen(mesh, kind):
     assert "\n" not in text and "Try pip install 'jax>=0.12'" in text
 
 
-def test_numbers_of_another_device_or_of_the_round_before_are_seen(mesh):
+def test_another_devices_or_rounds_numbers_are_detected(mesh):
     def not_sent(x_ne, names):
         return x_ne[0]
 
@@ -119,7 +119,7 @@ def test_two_processes_exchange_numbers_right():
 @pytest.mark.slow
 @pytest.mark.extended  # the fault is a race, which 5 checks of 40 rounds lose here
 @pytest.mark.skipif(not OLD, reason="jaxlib 0.12 has no such fault")
-def test_the_check_sees_the_fault_of_gloos_reduce_scatter_in_both_processes():
+def test_both_processes_detect_gloos_faulty_reduce_scatter():
     for message in run_check("plain", 5):
         print(message)
         assert "a reduce-scatter of 1048576 bytes over fsdp gave process 0" in message

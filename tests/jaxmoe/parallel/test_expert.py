@@ -142,9 +142,7 @@ QUICK = [
         for dispatch in DISPATCHES
     ],
 )
-def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(
-    mesh, dispatch, monkeypatch
-):
+def test_experts_on_a_mesh_match_one_device(mesh, dispatch, monkeypatch):
     axes, rows, n_rows = MESHES[mesh]
     monkeypatch.setattr(expert, "MAX_GATHERED_BYTES", n_rows)
     fn = run_on_mesh(mesh_of(**axes), DISPATCHES[dispatch], buffer_rows=rows)
@@ -206,7 +204,7 @@ def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
     "dispatch", ["exchanged", pytest.param("gathered", marks=pytest.mark.extended)]
 )
 @pytest.mark.slow  # a whole forward on eight devices
-def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monkeypatch):
+def test_the_forward_uses_the_meshs_experts_in_bfloat16(dispatch, monkeypatch):
     monkeypatch.setattr(
         parallel_ops, "choose_dispatch", lambda *_, **__: (DISPATCHES[dispatch], "")
     )
@@ -221,7 +219,7 @@ def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monke
     check_agreement(actual, naive, oracle_experts(*args))
 
 
-def test_a_sampler_sends_tokens_over_every_axis_that_cuts_experts():
+def test_a_sampler_sends_tokens_over_every_expert_axis():
     mesh = mesh_of(fsdp=2, expert=2, tensor=2)
     ops = sharded_ops(plain_ops(), mesh, CFG, SAMPLING)
     h, indices, weights, dy = make_tokens("uniform")
@@ -267,9 +265,7 @@ def test_the_emulated_exchange_is_the_documented_one():
         (Target("tpu", "TPU v5"), dict(devices=64), experts_all_to_all, "fewer bytes"),
     ],
 )
-def test_chip_and_mesh_say_how_tokens_travel_and_why_is_logged_once(
-    device, options, expected, reason, caplog
-):
+def test_the_transport_of_tokens_is_logged_once(device, options, expected, reason, caplog):
     expert._log_once.cache_clear()
     options = dict(devices=8, shards=8, active=4, decoding=False) | options
     with caplog.at_level(logging.INFO, "jaxmoe.parallel"):

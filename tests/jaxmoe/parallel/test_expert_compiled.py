@@ -131,7 +131,7 @@ def test_on_a_big_v5e_tokens_are_gathered():
 
 @pytest.mark.slow  # four programs, 20 s each
 @pytest.mark.parametrize("dispatch", [experts_all_gather, experts_all_to_all])
-def test_temporaries_do_not_grow_with_the_number_of_devices(dispatch, monkeypatch):
+def test_temporaries_do_not_grow_with_devices(dispatch, monkeypatch):
     """Tokens of 8 devices are gathered at once, of 16 in two parts."""
     monkeypatch.setattr(expert, "MAX_GATHERED_BYTES", 8 * ROWS * D * 4)
     eight, sixteen = (
@@ -142,7 +142,7 @@ def test_temporaries_do_not_grow_with_the_number_of_devices(dispatch, monkeypatc
     assert sixteen.temp_size_in_bytes < 1.05 * eight.temp_size_in_bytes
 
 
-def test_the_exchange_sends_fewer_bytes_of_a_token_than_gathering():
+def test_the_exchange_sends_fewer_bytes_than_gathering():
     """The exchange sends 4 rows each way in 2 bytes; gathering sends 1 row to each of 8 shards, and
     8 float32 sums back."""
     mesh, n = mesh_of("h200", "1x1x8", expert=8), 8

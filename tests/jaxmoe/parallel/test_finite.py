@@ -26,7 +26,7 @@ def broken_params(value, dtype="float32"):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_broken_expert_is_named_by_layer_matrix_and_number(value, dtype):
+def test_a_broken_expert_is_named_with_its_layer(value, dtype):
     params = broken_params(value, dtype)
     assert find_not_finite(params) == "layer 3, w_down, expert 5 (1 such matrices)"
     sharded = jax.device_put(params, param_shardings(CFG, make_mesh(MeshConfig(fsdp=2, expert=4))))
@@ -36,7 +36,7 @@ def test_the_first_broken_expert_is_named_by_layer_matrix_and_number(value, dtyp
     assert find_not_finite(params) == "layer 2, w_gate_up, expert 0 (2 such matrices)"
 
 
-def test_finite_experts_are_not_named_nor_are_other_weights():
+def test_only_broken_experts_are_named():
     params = broken_params(np.finfo(np.float32).max)
     params["embed"] = params["embed"].at[0, 0].set(math.nan)
     assert find_not_finite(params) == ""

@@ -62,7 +62,7 @@ def count_differing(a, b):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_trainer_on_a_mesh_has_the_bits_of_one_device(axes, dtype):
+def test_a_mesh_trainer_has_single_device_bits(axes, dtype):
     cfg, mesh = make_config(dtype), mesh_of(axes)
     params = make_weights(cfg)
     expected = read_fields(cfg, EXACT, params, make_tokens())
@@ -97,7 +97,7 @@ def sample_rollouts(cfg, axes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_an_engine_on_a_mesh_draws_with_the_log_probs_of_one_device(axes):
+def test_an_engine_on_a_mesh_matches_one_device(axes):
     assert sample_rollouts(make_config(), axes) == 0
 
 

@@ -30,13 +30,13 @@ TINY = load_config("tiny.py")  # heads 4 and 2, experts 8, rows 64
         ),
     ],
 )
-def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, message):
+def test_a_mesh_that_cannot_divide_is_refused(changes, devices, message):
     with pytest.raises(ConfigError, match=message) as error:
         check_mesh(override(TINY, *changes), devices)
     assert "\n" not in str(error.value) and "Try " in str(error.value)
 
 
-def test_a_mesh_that_would_cut_groups_of_packed_experts_is_refused_with_what_to_type():
+def test_a_mesh_that_cuts_packed_groups_is_refused():
     sizes = "model.d_model=192", "model.d_expert=64", "mesh.fsdp=3", "warmup.sequences_per_step=48"
     cfg = override(load_config("tiny_mxfp4.py"), *sizes, "rollout.sequences_per_step=48")
     message = r"mesh.fsdp \(3\) to divide 2 \* model.d_expert \(128\): devices share the columns"
@@ -50,7 +50,7 @@ def test_a_mesh_that_would_cut_groups_of_packed_experts_is_refused_with_what_to_
         check_mesh(override(load_config("tiny_mxfp4.py"), f"mesh.{axis}=2"), 2)
 
 
-def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
+def test_several_processes_share_a_mesh_and_vllm_servers(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="they give 1"):
         check_mesh(TINY, 2)  # or each would train a run of its own in one folder
@@ -69,7 +69,7 @@ def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
     check_mesh(override(TINY, "mesh.fsdp=2"), 2)
 
 
-def test_a_host_must_be_there_and_have_room_for_what_its_devices_leave_it(monkeypatch):
+def test_a_host_must_exist_and_have_room(monkeypatch):
     cfg = override(TINY, "optim.moments=host", "mesh.fsdp=2")
     free = 2 * 1000
     monkeypatch.setattr(limits, "count_free_bytes", lambda: free)
@@ -91,7 +91,7 @@ def test_a_host_must_be_there_and_have_room_for_what_its_devices_leave_it(monkey
         check_host(cfg, 1)
 
 
-def test_one_device_and_a_mesh_that_fits_are_taken():
+def test_one_device_and_a_fitting_mesh_pass():
     check_mesh(TINY, 8)
     check_mesh(override(TINY, "mesh.fsdp=8"), 8)
     check_mesh(override(TINY, "mesh.fsdp=8"))  # of other machines

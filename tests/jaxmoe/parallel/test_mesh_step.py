@@ -140,7 +140,7 @@ def on_one(a, steps):
     return run_losses(a, {}, steps)
 
 
-def test_a_step_on_a_mesh_is_the_step_on_one_device():
+def test_a_mesh_step_equals_a_single_device_step():
     """Biases are not 0, and the experts are the engine's, not the router's own."""
     plain = Algorithm()  # one forward: the slow ones have a reference, old log-probs, a critic
     options = {"batch": routed_batch, "router": replay_routing}
@@ -187,7 +187,7 @@ def compile_step(sizes, rows=8, length=1600):
     ],
     ids=str,
 )
-def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, share):
+def test_a_device_has_fractions_and_gathers_only_activations(sizes, share):
     single_bytes, program_on_mesh = (
         compile_step({}).memory_analysis().temp_size_in_bytes,
         compile_step(sizes),
@@ -204,6 +204,6 @@ def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, sha
 @pytest.mark.extended  # a step of one is in the default suite
 @pytest.mark.parametrize("a", [GRPO, PPO], ids=["grpo", "ppo"])
 @pytest.mark.parametrize("sizes", TWOS + EIGHTS, ids=str)
-def test_twenty_steps_on_eight_devices_are_those_on_one(a, sizes):
+def test_twenty_steps_on_eight_devices_match_one(a, sizes):
     actual = run_losses(a, sizes, 20)
     assert np.abs(actual - on_one(a, 20)).max() < 2e-5

@@ -67,7 +67,7 @@ MESHES = [{"fsdp": 2}, {"expert": 2}]
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_r2_keeps_the_experts_of_the_forward_before_the_first_update(sizes):
+def test_r2_replays_experts_from_before_the_first_update(sizes):
     assert count_switches(sizes, "R2", bigram.make_batch(), own_experts()) == 0.0
 
 
@@ -76,6 +76,6 @@ def test_without_r2_the_same_updates_switch_experts():
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_r3_uses_the_experts_of_the_engine_at_every_token_and_layer(sizes):
+def test_r3_uses_the_engines_experts_everywhere(sizes):
     batch = bigram.routed_batch()
     assert count_switches(sizes, "R3", batch, batch.routed_experts_BTLA) == 0.0

@@ -90,9 +90,7 @@ def round_on_one_device(round_params):
 
 @pytest.mark.parametrize("round_params", [round_experts, round_otherwise], ids=RULES)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_the_bytes_are_those_of_one_device_and_no_device_has_more_than_its_share(
-    sizes, round_params
-):
+def test_bytes_equal_one_devices_within_each_devices_share(sizes, round_params):
     mesh = make_mesh(MeshConfig(**sizes))
     params = shard_params(mesh)
     compiled = jax.jit(shard_rounding(round_params, CFG, mesh)).lower(params).compile()
@@ -120,7 +118,7 @@ def test_the_bytes_are_those_of_one_device_and_no_device_has_more_than_its_share
     assert sent or "fsdp" not in sizes
 
 
-def test_values_in_the_models_dtype_are_rounded_on_the_mesh_too():
+def test_values_in_the_models_dtype_are_rounded():
     """An engine that reads no four bits gets them so."""
     mesh = make_mesh(MeshConfig(fsdp=8))
 
@@ -152,7 +150,7 @@ def compute_gradients(sizes):
 
 
 @pytest.mark.slow  # compiles two gradients
-def test_gradients_of_the_masters_are_those_of_one_device_and_zero_where_they_saturate():
+def test_gradients_of_masters_match_one_device_and_saturation():
     (expected, one), (value, several) = (
         compute_gradients(sizes) for sizes in ({}, {"fsdp": 4, "expert": 2})
     )
@@ -237,9 +235,7 @@ def run_steps(sizes, steps, round_params):
     ids=RULES,
 )
 @pytest.mark.slow  # compiles two steps
-def test_steps_on_a_mesh_are_those_of_one_device_and_gather_no_masters(
-    round_params, steps, tolerance_after
-):
+def test_steps_match_one_device_and_gather_no_masters(round_params, steps, tolerance_after):
     (expected, _), (actual, gathered) = (
         run_steps(sizes, steps, round_params) for sizes in ({}, {"fsdp": 4, "sequence": 2})
     )

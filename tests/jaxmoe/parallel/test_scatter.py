@@ -17,7 +17,7 @@ NAMES = ("fsdp", "tensor")
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("gloo", [False, True])
-def test_each_device_keeps_its_own_piece_of_the_sum(monkeypatch, dim, gloo):
+def test_each_device_gets_its_piece_of_the_sum(monkeypatch, dim, gloo):
     monkeypatch.setattr(scatter, "_uses_gloo", lambda: gloo)
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     x = np.random.default_rng(0).integers(-9, 9, (8, 12, 20, 28)).astype(np.float32)

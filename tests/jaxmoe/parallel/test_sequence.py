@@ -78,14 +78,14 @@ FULL = [
 @pytest.mark.slow
 @pytest.mark.extended  # a hundred programs
 @pytest.mark.parametrize("method, shards, window, K", FULL)
-def test_several_devices_give_what_one_gives_in_every_combination(method, shards, window, K):
+def test_several_devices_give_one_devices_result(method, shards, window, K):
     for case in CASES:
         check_case(compiled(method, shards), case._replace(T=192, S=192, window=window, K=K))
 
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("method, window", [("ring", 0), ("ulysses", 9), ("halo", 30)])
-def test_half_precision_is_as_good_as_on_one_device(method, window):
+def test_half_precision_is_as_good_as_one_devices(method, window):
     for case in CASES:
         case = case._replace(window=window)
         inputs, ct = cases.init_attention_inputs(case, jnp.bfloat16), cotangents(case, jnp.bfloat16)
@@ -179,7 +179,7 @@ def test_a_planted_fault_is_seen(method, fault, monkeypatch):
         )
 
 
-def test_a_zigzag_gives_each_device_an_early_and_a_late_chunk_and_comes_back():
+def test_a_zigzag_pairs_early_and_late_chunks_reversibly():
     rows = jnp.asarray(np.arange(24).reshape(2, 12))
     hidden = jnp.asarray(np.arange(48).reshape(2, 12, 2))
     to_zigzag, from_zigzag = (jax.jit(f, static_argnums=1) for f in (zigzag, unzigzag))
@@ -189,7 +189,7 @@ def test_a_zigzag_gives_each_device_an_early_and_a_late_chunk_and_comes_back():
     np.testing.assert_array_equal(to_zigzag(hidden, 3)[..., 0], to_zigzag(rows, 3) * 2)
 
 
-def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
+def test_a_window_fetches_only_the_tokens_it_covers():
     assert halo.halo_sizes(1, 12, 4) == []
     assert halo.halo_sizes(9, 12, 4) == [8]
     assert halo.halo_sizes(13, 12, 4) == [12]
@@ -197,7 +197,7 @@ def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
     assert halo.halo_sizes(128, 12, 4) == [12, 12, 12]
 
 
-def test_what_does_not_divide_is_told_in_one_line():
+def test_lengths_that_do_not_divide_are_one_line():
     inputs = jax.eval_shape(lambda: cases.init_attention_inputs(CASE._replace(N=6)))
 
     def trace_method(method, shards):
@@ -231,7 +231,7 @@ def count_permutes(remat):
     return jax.jit(step).lower(*inputs).compile().as_text().count(" collective-permute(")
 
 
-def test_a_ring_that_is_kept_does_not_go_round_again():
+def test_a_saved_ring_is_not_repeated():
     saved, plain, recomputed = map(
         count_permutes, (checkpoint_keeping_attention, no_remat, jax.checkpoint)
     )

@@ -71,11 +71,11 @@ def check_shared(attend_fn, window):
         ("ulysses", 8, 30),
     ],
 )
-def test_shared_keys_on_several_devices_give_what_one_gives(method, shards, window):
+def test_shared_keys_on_several_devices_match_one(method, shards, window):
     check_shared(run_on_devices(method, shards), window)
 
 
-def test_a_ring_skips_answers_that_others_do_not_see():
+def test_a_ring_skips_answers_that_see_no_others():
     """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
     rows = (((32, (32, 32, 32)),),)
     positions, segments, last = shared_layout(rows, 128)

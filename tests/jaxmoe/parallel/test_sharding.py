@@ -45,14 +45,14 @@ def list_specs(cfg):
     ],
     ids=str,
 )
-def test_a_device_holds_its_share_of_the_real_models_and_little_more(cfg, mesh):
+def test_a_device_has_its_share_of_real_models(cfg, mesh):
     devices = math.prod(mesh.values())
     n_params = sum(math.prod(s.shape) for s in list_specs(cfg))
     n_local = sum(math.prod(local_shape(s.shape, s.axes, mesh)) for s in list_specs(cfg))
     assert n_params / devices <= n_local < 1.1 * n_params / devices
 
 
-def test_an_axis_of_the_mesh_cuts_a_parameter_once_and_only_where_it_divides():
+def test_an_axis_shards_a_parameter_once_if_divisible():
     mesh = mesh_sizes(fsdp=2, expert=3, tensor=2)
     assert partition_axes(("pair", "embed", "heads"), (2, 8, 12), mesh) == (
         (),
@@ -96,7 +96,7 @@ def test_whatever_mirrors_the_parameters_lies_as_they_do():
     assert shardings.params.critic["value_head"]["w_value"].spec == P() == shardings.step.spec
 
 
-def test_an_engine_holds_experts_cut_over_all_devices_and_attention_whole():
+def test_an_engine_shards_experts_and_replicates_attention():
     mesh = make_mesh(MeshConfig(fsdp=2, expert=2, sequence=2))
     cfg = tiny(n_experts=8)
     layer = param_shardings(cfg, mesh, SAMPLING)["layers"]["full"]

@@ -181,9 +181,7 @@ CASES = [
 @pytest.mark.parametrize(
     "config, vocab_size, dtype", CASES, ids=[f"{name_mesh(c)}-{v}-{d}" for c, v, d in CASES]
 )
-def test_a_streamed_head_is_as_good_as_a_whole_one_in_values_and_gradients(
-    config, vocab_size, dtype
-):
+def test_a_streamed_head_is_as_good_as_unsharded(config, vocab_size, dtype):
     actual, plain = on_mesh(config, vocab_size, dtype), on_one(vocab_size, dtype)
     assert [x.dtype for x in actual] == [jnp.float32, jnp.float32, dtype, jnp.float32]
     for name, value, simple, exact in zip(
@@ -195,7 +193,7 @@ def test_a_streamed_head_is_as_good_as_a_whole_one_in_values_and_gradients(
 
 
 @pytest.mark.parametrize("config", [*MESHES, BETWEEN], ids=name_mesh)
-def test_an_embedding_cut_on_its_width_is_the_plain_one_bit_for_bit(config):
+def test_a_width_sharded_embedding_is_bitwise_equal(config):
     mesh = make_mesh(config)
     w = jax.random.normal(jax.random.key(1), (97, D))
     tokens = jax.random.randint(jax.random.key(2), (B, T), 0, 11, jnp.int32)  # most of them twice
@@ -225,7 +223,7 @@ def test_an_embedding_cut_on_its_width_is_the_plain_one_bit_for_bit(config):
 
 
 @pytest.mark.parametrize("config", [*MESHES, BETWEEN], ids=name_mesh)
-def test_logits_of_a_cut_head_are_those_of_the_whole(config):
+def test_logits_of_a_sharded_head_are_the_unshardeds(config):
     """Rows are not cut by sequence and tensor, wherever these stand among what cuts the head."""
     mesh = make_mesh(config)
     hidden, head, _ = draw_arrays()
@@ -248,7 +246,7 @@ def test_logits_of_a_cut_head_are_those_of_the_whole(config):
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 8, 64, 512])
-def test_chunks_are_even_and_as_few_as_their_size_allows_and_have_every_word(monkeypatch, pieces):
+def test_chunks_are_even_few_and_cover_every_word(monkeypatch, pieces):
     monkeypatch.undo()  # the size as it is
     width, columns, words = 2880, 201_216 // pieces, 201_088  # GPT-OSS
     chunks = vocabulary.head_chunks(width, columns, pieces, words)
@@ -273,7 +271,7 @@ def test_chunks_without_words_are_left_out():
     assert [tuple(chunk) for chunk in vocabulary.head_chunks(D, 300, 8, 100)] == [(0, 128, 100)]
 
 
-def test_eight_devices_take_an_eighth_of_the_memory_and_move_no_head(monkeypatch):
+def test_eight_devices_need_an_eighth_of_memory(monkeypatch):
     """Compiled temporaries of values and gradients at GPT-OSS' sizes, 65,536 tokens."""
     monkeypatch.undo()
     tokens, width, columns, words = 8192, 2880, 201_216, 201_088
@@ -318,13 +316,13 @@ def test_eight_devices_take_an_eighth_of_the_memory_and_move_no_head(monkeypatch
     assert sizes and max(sizes) <= width * columns // 8
 
 
-def test_a_kernel_asked_for_by_name_is_the_one_that_is_streamed():
+def test_the_kernel_named_by_the_user_is_streamed():
     assert vocabulary.logprobs_impl(layers.target_logprobs) == "auto"
     named = with_kernels(plain_ops(), {"token_logprobs": ("mosaic_gpu", "xla")})
     assert vocabulary.logprobs_impl(named.logprobs) == ("mosaic_gpu", "xla")
 
 
-def test_a_log_prob_of_ones_own_is_none_of_ours():
+def test_a_custom_log_prob_has_no_known_implementation():
     assert vocabulary.logprobs_impl(lambda *_, **__: None) is None
     custom = partial(layers.target_logprobs, per_token=lambda *_, **__: None)
     assert vocabulary.logprobs_impl(custom) is None
@@ -333,7 +331,7 @@ def test_a_log_prob_of_ones_own_is_none_of_ours():
 
 
 @pytest.mark.parametrize("rules", [TRAINING, SAMPLING], ids=["training", "sampling"])
-def test_the_pieces_of_a_run_are_these_and_who_brings_ones_own_has_the_whole_head(rules):
+def test_only_the_runs_pieces_stream_the_head(rules):
     mesh, (hidden, head, targets) = make_mesh(EXPERT), draw_arrays()
     w = jax.random.normal(jax.random.key(1), (V, D))
     plain = plain_ops()

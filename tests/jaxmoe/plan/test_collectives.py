@@ -55,7 +55,7 @@ def by_kind(counted):
     return kinds
 
 
-def test_loops_multiply_and_bytes_are_those_of_a_ring(mesh):
+def test_loops_multiply_and_bytes_are_of_a_ring(mesh):
     text = text_of(mesh, nested)
     once, often = count_collectives(text, 8), count_collectives(text, 8, unknown=7)
     known = {
@@ -70,13 +70,13 @@ def test_loops_multiply_and_bytes_are_those_of_a_ring(mesh):
     assert by_kind(+often)["collective-permute"] == [(PIECE, 2, 7)]
 
 
-def test_a_count_that_the_compiler_leaves_out_is_read_from_the_condition(mesh):
+def test_a_missing_trip_count_is_read_from_conditions(mesh):
     text = text_of(mesh, nested)  # as libtpu writes it
     bare = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"":0', text)
     assert bare != text and count_collectives(bare, 8, 7) == count_collectives(text, 8, 7)
 
 
-def test_a_constant_that_a_condition_does_not_ask_for_alone_counts_nothing():
+def test_constants_of_a_compound_condition_do_not_count():
     text = """
 %goes_on (c: (s32[], f32[3])) -> pred[] {
   %c = (s32[], f32[3]{0}) parameter(0)
@@ -107,7 +107,7 @@ def test_an_all_to_all_keeps_its_own_part(mesh):
     assert set(map(frozenset, one.groups)) == {frozenset({i, i + 4}) for i in range(4)}
 
 
-def test_of_a_branch_the_side_that_sends_more_counts(mesh):
+def test_a_branch_counts_its_larger_side(mesh):
     def either(x, n):
         return lax.cond(n > 3, lambda x: lax.psum(x, ("a", "b")), lambda x: lax.psum(x, "a"), x)
 

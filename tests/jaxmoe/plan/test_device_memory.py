@@ -44,7 +44,7 @@ def compiler(row):
 @pytest.mark.parametrize(
     "row", [*GOALS, *OTHERS], ids=lambda row: f"{row.model}-{row.tokens}-{row.rank}-{row.inputs}"
 )
-def test_the_step_of_rl_fits_and_is_what_the_dry_run_says(row):
+def test_an_rl_step_fits_as_dry_runs_say(row):
     compiler(row)
     cfg = config(row)
     found, mem = step(cfg, row.chip), plan_memory(cfg)
@@ -58,7 +58,7 @@ def test_the_step_of_rl_fits_and_is_what_the_dry_run_says(row):
 
 @pytest.mark.aot
 @pytest.mark.slow
-def test_a_pass_that_scores_needs_no_more_than_the_step():
+def test_scoring_needs_no_more_than_the_step():
     compiler(SHORTEST)
     cfg = config(SHORTEST)
     found = scoring(cfg, SHORTEST.chip)
@@ -67,7 +67,7 @@ def test_a_pass_that_scores_needs_no_more_than_the_step():
     assert not decoded(found.as_text(), cfg)
 
 
-def test_a_layers_decoded_or_copied_experts_are_found_in_a_programs_text():
+def test_decoded_or_copied_experts_are_recognised_in_programs():
     cfg = config(Row("h100", "20b", 4096))
     text = """
 %fused_computation (param: u8[384,1440,5760]) -> bf16[32,2880,5760] {

@@ -21,13 +21,13 @@ CFG = load_config("gptoss20b.py")  # fsdp 2 x expert 4
 HELD = plan_memory(CFG)
 
 
-def test_all_ways_to_write_a_number_as_factors_are_found_once():
+def test_all_factorisations_of_a_number_are_listed_once():
     found = list(factorizations(12, 3))
     assert len(found) == len(set(found)) == 18
     assert all(math.prod(cut) == 12 for cut in found)
 
 
-def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_last():
+def test_meshes_are_ordered_by_changes_and_cuts():
     first, *others = mesh_settings(CFG, 8)
     changed = [len(one) for one in others]
     assert first == [] and changed == sorted(changed) and changed[-1] == 4
@@ -36,7 +36,7 @@ def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_las
     assert cuts == sorted(cuts) and {*cuts} == {False, True}
 
 
-def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
+def test_cheap_settings_are_tried_first_and_in_turn():
     rungs = list(memory_settings(override(CFG, "optim.remat=False"), half=True))
     assert rungs[-1] == [
         "optim.remat=True",
@@ -49,7 +49,7 @@ def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
     assert rungs == [rungs[-1][:n] for n in range(7)]
 
 
-def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices():
+def test_mesh_host_bfloat16_and_devices_come_in_order():
     assert find_nearest_fit(CFG, HELD.training) == (8, [], HELD.training)
     found = [
         find_nearest_fit(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)
@@ -74,7 +74,7 @@ def test_what_the_compiler_adds_counts():
     assert find_nearest_fit(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
 
 
-def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
+def test_fewer_sequences_at_once_fit_a_large_sampler():
     cfg = override(CFG, "rollout.max_parallel_sequences=16384")
     held = plan_memory(cfg)
     assert held.sampling > held.training
@@ -86,7 +86,7 @@ def test_where_nothing_fits_no_setting_is_told(monkeypatch):
     assert find_nearest_fit(CFG, 10**6)[1:] == ([], 0)
 
 
-def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have():
+def test_microbatches_are_the_smallest_that_a_mesh_allows():
     def tokens(*changes):
         tried = apply_changes(CFG, changes)
         assert tried is not None
@@ -100,7 +100,7 @@ def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have(
     assert apply_changes(CFG, ["mesh.tensor=5"]) is None
 
 
-def test_microbatches_that_are_counted_are_the_smallest_where_nothing_less_does():
+def test_counted_microbatches_are_smallest_only_if_needed():
     cfg = override(CFG, "optim.tokens_per_microbatch=0", "optim.microbatches=4")
     tried = apply_changes(cfg, [SMALLEST])
     assert tried is not None

@@ -59,14 +59,14 @@ def eight(monkeypatch):
         (("--topology", "h200:0x8"), "known chips are v5e, v5p"),
     ],
 )
-def test_an_unknown_machine_is_one_line_and_status_two(args, answer, capsys):
+def test_an_unknown_machine_is_one_line(args, answer, capsys):
     assert run(*args) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("error: --topology must be one that a compiler knows") and answer in err
 
 
-def test_a_mesh_of_another_machine_is_told_what_to_type(eight, capsys):
+def test_another_machines_mesh_is_refused_with_advice(eight, capsys):
     assert run("--topology", "v5e:2x4", "--set", "mesh.fsdp=2", "--set", "mesh.tensor=2") == 2
     err = capsys.readouterr().err
     assert "the 8 devices of v5e:2x4; they make 4" in err
@@ -76,7 +76,7 @@ def test_a_mesh_of_another_machine_is_told_what_to_type(eight, capsys):
     assert "must divide model.n_kv_heads" in capsys.readouterr().err
 
 
-def test_a_mesh_that_no_torus_has_is_one_line_and_status_two(eight, monkeypatch, capsys):
+def test_a_mesh_without_torus_is_one_line(eight, monkeypatch, capsys):
     def refuses(cfg, devices):
         raise NotImplementedError("Failed to find assignment")
 
@@ -95,7 +95,7 @@ def test_without_compilers_it_says_what_to_install(monkeypatch, capsys):
     assert "Try pip install 'jaxmoe[compilers]'." in capsys.readouterr().err
 
 
-def test_a_shape_that_no_slice_has_is_told_in_the_compilers_words(monkeypatch, capsys):
+def test_a_shape_without_slice_has_the_compilers_message(monkeypatch, capsys):
     def refuses(*args, **options):
         raise RuntimeError("INVALID_ARGUMENT: it is not divisible by 2x2x1")
 
@@ -104,7 +104,7 @@ def test_a_shape_that_no_slice_has_is_told_in_the_compilers_words(monkeypatch, c
     assert "got 'v5e:3x3': it is not divisible by 2x2x1. Try" in capsys.readouterr().err
 
 
-def test_every_chip_that_is_compiled_for_has_its_figures():
+def test_every_chip_of_the_compilers_has_figures():
     assert set(CHIPS) == set(COMPILED)
     for chip in CHIPS.values():
         assert chip.memory > 15e9 and chip.flops > 1e14
@@ -116,7 +116,7 @@ def a_step(live, sends=()):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
+def test_a_run_that_does_not_fit_gets_advice():
     cfg, gpu = load_config("gptoss20b.py"), CHIPS["h100"]
     mem = plan_memory(cfg)
     found = a_step(90 * 10**9)
@@ -129,7 +129,7 @@ def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
     assert "Try 16 devices: --set mesh.fsdp=4 --set optim." in more
 
 
-def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
+def test_a_gpu_share_beyond_three_quarters_is_explained():
     gpu = CHIPS["h100"]
     engine = plan_memory(BIG).engine_copy
     small, large = (
@@ -173,7 +173,7 @@ def test_a_compiled_step_tells_its_bytes():
     assert not step.collectives and not step.tpu_kernels
 
 
-def test_what_waits_on_the_host_is_told_beside_the_device():
+def test_host_memory_is_printed_next_to_the_devices():
     cfg = override(BIG, "optim.moments=host")
     found = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
     *_, line = report.memory_lines(cfg, found, report.step_fit(cfg, found, CHIPS["v5e"]))
@@ -183,7 +183,7 @@ def test_what_waits_on_the_host_is_told_beside_the_device():
     assert "host" not in line
 
 
-def test_work_is_that_of_the_layers_and_the_head():
+def test_work_is_of_the_layers_and_the_head():
     cfg = override(BIG, "optim.remat=False", "optim.tokens_per_microbatch=0")
     m, done = cfg.model, step_work(cfg, algorithm_from_config(cfg))
     flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
@@ -258,7 +258,7 @@ def test_the_slowest_bounds_a_step():
     assert step_bounds(done, {one: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
 
 
-def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, capsys):
+def test_a_state_beyond_the_chip_needs_no_compiler(monkeypatch, capsys):
     def never(*args):
         raise AssertionError("nothing is compiled")
 
@@ -297,7 +297,7 @@ def test_a_wave_and_the_step_make_the_whole():
     assert report.sampler_fit(cfg, wave, chip).step == 2 * 10**9
 
 
-def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
+def test_a_decoded_token_reads_experts_and_present_keys():
     cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=2048")
     few, many = (sampling_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
     longer = sampling_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
@@ -322,7 +322,7 @@ def test_adapters_need_no_gradient_of_their_base():
     assert done.flops - done.useful == pytest.approx(extra)
 
 
-def test_a_decoded_token_reads_the_four_bits_of_a_frozen_base():
+def test_decoding_reads_four_bits_of_a_frozen_base():
     cfg = load_config("gptoss20b_long.py")
     _, token = sampling_work(cfg, 16)
     experts, others, _ = base_bytes(cfg)
@@ -347,7 +347,7 @@ def test_the_scoring_pass_of_a_step_is_told():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("topology", ["h200:1x8", "v5e:2x4"])
 @pytest.mark.parametrize("at", ["device", "host"])
-def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
+def test_a_small_step_compiles_for_eight_chips(topology, at, capsys):
     if reason := compiler_unavailable(topology.partition(":")[0]):
         pytest.skip(reason)
     small = [
@@ -372,7 +372,7 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     assert " s of sampling + " in out
 
 
-def test_a_step_of_adapters_is_planned_with_the_rows_of_the_embedding_that_it_gets():
+def test_a_step_of_adapters_gets_its_embedding_rows():
     cfg = override(load_config("tiny_lora.py"), "lora.embedding_rows=48")
     whole, embedding = (base["embed"] for base in (base_shapes(cfg), step_base_shapes(cfg)))
     rows = 48, cfg.model.d_model

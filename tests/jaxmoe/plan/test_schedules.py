@@ -40,7 +40,7 @@ ENTRY %main (x: bf16[3]) -> bf16[3] {
 }"""  # noqa: E501
 
 
-def test_calls_of_kernels_are_counted_in_loops_with_what_they_read():
+def test_kernel_calls_are_counted_in_loops_with_reads():
     operands = ("s32", (3,)), ("bf16", (12, 7)), ("bf16", (2, 7, 5))
     assert count_tpu_kernels(TEXT, 1) == {TpuKernel("jvp_grouped_matmul_.7", operands): 6}
 
@@ -96,7 +96,7 @@ CALLS = {  # with the floating-point operations of each
 }
 
 
-def test_a_call_is_known_by_its_name_and_shapes(plain_turns):
+def test_kernel_calls_are_recognised_by_name_and_shapes(plain_turns):
     for one, flops in CALLS.items():
         found = module._count_call(LONG, one)
         assert found is not None and found[1] == flops, one.name
@@ -121,7 +121,7 @@ def test_what_is_not_known_is_not_guessed(plain_turns, one):
     assert module._count_call(LONG, one) is None
 
 
-def test_where_a_rows_tokens_are_cut_attention_is_not_known(plain_turns):
+def test_attention_over_sharded_tokens_is_unknown(plain_turns):
     ring = override(LONG, "mesh.expert=1", "mesh.sequence=4")
     assert module._count_call(ring, next(iter(CALLS))) is None
 
@@ -131,9 +131,7 @@ def schedule(kernel, cycles):
     return TpuSchedule(kernel, ("MXU",), (1,), rows, Loop(0, cycles - 1, ()), ())
 
 
-def test_seconds_are_cycles_times_turns_times_calls_and_never_above_the_peak(
-    plain_turns, monkeypatch, tmp_path
-):
+def test_seconds_are_cycles_times_calls_under_the_peak(plain_turns, monkeypatch, tmp_path):
     one, quick, unread, other = (
         call("token_logprobs.4", (3000, D), (D, 5888)),
         call("token_logprobs.5", (2000, D), (D, 7)),
@@ -152,7 +150,7 @@ def test_seconds_are_cycles_times_turns_times_calls_and_never_above_the_peak(
     assert (told.flops, told.calls, told.other_calls) == (flops, 12, 24)
 
 
-def test_kernels_count_by_their_schedules_and_the_rest_at_the_peak():
+def test_kernels_count_by_schedule_and_others_at_peak():
     chip, done = CHIPS["v5p"], step_work(LONG, algorithm_from_config(LONG))
     attention = layer_flops(LONG).attention * 64 / 8
     kernels = KernelTime(3 * attention / chip.flops, attention, 24, 5)
@@ -167,7 +165,7 @@ def test_kernels_count_by_their_schedules_and_the_rest_at_the_peak():
     assert not any("schedules" in line for line in report.bound_lines(done, plain, chip, ""))
 
 
-def test_libtpu_is_told_where_and_what_the_user_tells_it_stays(monkeypatch):
+def test_libtpu_gets_the_folder_and_preserves_user_flags(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine")
     with libtpu_dump_folder() as folder:
         assert os.environ["LIBTPU_INIT_ARGS"].startswith(f"--mine --xla_jf_dump_to={folder} ")

@@ -42,7 +42,7 @@ moments = st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=LAST, ma
     scored=st.sets(st.integers(1, LAST)),
     first=st.integers(1, 4),
 )
-def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
+def test_batches_are_in_order_once_within_the_bound(
     max_staleness, made_s, trained, measured, scored, first
 ):
     version = first - 1
@@ -90,7 +90,7 @@ def test_the_bound_is_used_whole(max_staleness):
         wait_until(lambda: len(begun) == 2 + max_staleness)
 
 
-def test_nothing_is_made_before_the_first_weights_are_out():
+def test_no_batch_starts_before_the_first_weights():
     begun = []
     with closing(open_async(lambda step: begun.append(step) or step, first=5)) as batches:
         time.sleep(0.05)
@@ -99,7 +99,7 @@ def test_nothing_is_made_before_the_first_weights_are_out():
         assert batches.take_batch(5) == 5
 
 
-def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
+def test_a_pause_ends_the_batch_and_starts_none():
     begun = []
 
     def make(step):
@@ -137,7 +137,7 @@ def fails_at(bad):
     return make
 
 
-def test_an_error_is_raised_in_the_trainer_at_once_even_where_batches_are_ready():
+def test_an_error_precedes_batches_that_are_ready():
     with closing(open_async(fails_at(2), max_staleness=3)) as batches:
         batches.weights_synced(0)
         wait_until(lambda: not batches._thread.is_alive())
@@ -158,7 +158,7 @@ def test_an_error_wakes_a_trainer_that_waits():
             batches.take_batch(1)
 
 
-def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrupted():
+def test_a_stop_request_interrupts_the_batch():
     stopping, interrupted = threading.Event(), threading.Event()
 
     def make(step):
@@ -175,7 +175,7 @@ def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrup
     assert interrupted.is_set() and not batches._thread.is_alive()
 
 
-def test_a_batch_that_is_ready_is_trained_on_before_the_run_stops():
+def test_a_ready_batch_is_trained_before_the_stop():
     with closing(open_async(lambda step: step, stop=lambda: True)) as batches:
         batches.weights_synced(0)
         wait_until(lambda: batches._ready)
@@ -191,7 +191,7 @@ def test_close_interrupts_nothing_where_nothing_is_under_way():
     assert calls == [] and not batches._thread.is_alive()
 
 
-def test_close_gives_up_on_a_batch_that_does_not_end(monkeypatch):
+def test_closing_abandons_a_batch_that_hangs(monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 0.05)
     end = threading.Event()
     batches = open_async(lambda step: end.wait(SOON))
@@ -223,7 +223,7 @@ def test_the_counters_say_who_waited_for_whom():
         assert batches.wait_metrics()["time/wait_for_trainer_s"] > slow / 2
 
 
-def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits_of_less():
+def test_waiting_of_the_trainer_lowers_the_overlap():
     going = threading.Event()
     with closing(open_async(lambda step: going.wait(SOON))) as batches:
         batches.weights_synced(0)
@@ -236,7 +236,7 @@ def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits
         assert batches.wait_metrics()["rollout/overlap_frac"] < 0.5
 
 
-def test_in_turn_each_batch_is_made_when_it_is_asked_for():
+def test_synchronous_batches_are_made_on_request():
     begun = []
     with closing(
         SyncRollouts(lambda step: begun.append(step) or (step, threading.get_ident()))

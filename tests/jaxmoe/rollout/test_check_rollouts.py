@@ -80,7 +80,7 @@ def test_a_sample_returned_twice_is_refused():
     ],
     ids=["zeros", "of another temperature", "all alike"],
 )
-def test_log_probs_that_are_not_those_of_the_tokens_are_refused(logp):
+def test_log_probs_of_other_tokens_are_refused(logp):
     with pytest.raises(EngineError, match="sum of the two probabilities is .* must be at most 1"):
         check([replace(r, rollout_logp=logp(r)) for r in rollouts_of()])
 
@@ -123,7 +123,7 @@ def test_an_environment_may_reply_differently_to_equal_turns():
         check_samples([other, first], samples=2)
 
 
-def test_later_turns_are_compared_where_everything_before_is_equal():
+def test_turns_are_compared_after_equal_histories():
     first = episode((True, [1, 2]), (False, [7, 7]), (True, [3, 4]), logp=-0.1)
     other = episode((True, [1, 2]), (False, [7, 7]), (True, [5, 4]), logp=-0.1)
     with pytest.raises(EngineError, match="has another token at 4, and by their log-probs"):
@@ -149,6 +149,6 @@ def test_an_episode_begins_and_ends_with_the_policy():
         check_masks([short])
 
 
-def test_ids_of_the_environment_are_in_the_vocabulary_too():
+def test_ids_of_the_environment_are_in_the_vocabulary():
     with pytest.raises(EngineError, match="got 99 at token 1"):
         check_token_ids([episode((True, [1]), (False, [99]), (True, [1]))], 50)

@@ -59,7 +59,7 @@ def test_one_batch_keeps_every_group_and_its_rewards():
     assert metrics["rollout/gen_batches"] == 1
 
 
-def test_uniform_groups_give_way_to_those_of_a_further_batch():
+def test_uniform_groups_are_replaced_from_another_batch():
     generate, calls = generating([ALL, MIXED], [NONE, [1, 1, 0]], [MIXED, MIXED])
     rollouts, rewards, metrics = dynamic_sampling(
         generate, prompts=2, samples=SAMPLES, max_gen_batches=9
@@ -79,7 +79,7 @@ def test_a_spent_budget_fills_up_with_uniform_groups():
     assert rewards.tolist() == [*MIXED, *ALL]
 
 
-def test_more_mixed_groups_than_asked_for_are_cut_to_the_step():
+def test_extra_mixed_groups_are_dropped():
     generate, _ = generating([MIXED, ALL, MIXED], [MIXED, MIXED, MIXED])
     rollouts, rewards, _ = dynamic_sampling(generate, prompts=3, samples=SAMPLES, max_gen_batches=4)
     assert prompts_of(rollouts) == [0, 2, 3] and len(rewards) == 9
@@ -96,7 +96,7 @@ def test_metrics_count_lengths_and_cut_answers():
     assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1, 1, 1]))
 
 
-def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
+def test_one_sample_per_prompt_is_no_uniform_group():
     def generate(number):
         return [rollout(number, 0)] * 2, np.array([0.5, 0.5], np.float32)
 
@@ -105,7 +105,7 @@ def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
     assert "reward/zero_std_groups_frac" not in metrics
 
 
-def test_a_group_with_samples_left_out_counts_by_those_that_are_not():
+def test_missing_samples_do_not_count_in_their_group():
     tenth, nan = float(np.float32(0.1)), np.nan
     generate, calls = generating([[tenth, nan, tenth], [nan, nan, nan]], [[0, nan, 1], MIXED])
     rollouts, rewards, metrics = dynamic_sampling(
@@ -154,7 +154,7 @@ def test_metrics_of_episodes_count_what_the_policy_sampled():
     }
 
 
-def test_lost_episodes_are_counted_by_cause_and_in_no_mean():
+def test_lost_episodes_are_counted_and_in_no_mean():
     episodes = [
         episode([1], env_rewards={"format": 0.5}),
         episode([1], env_rewards={"format": 0.1}, lost="close"),

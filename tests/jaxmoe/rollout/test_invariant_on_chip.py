@@ -84,14 +84,14 @@ def differing(ops, new, cfg):
 
 
 @pytest.mark.parametrize("impl, interpret, new", RUNS)
-def test_the_engines_log_probs_and_experts_are_the_trainers_to_the_bit(impl, interpret, new):
+def test_engine_log_probs_and_experts_match_trainers_bitwise(impl, interpret, new):
     with interpreted(impl) if interpret else contextlib.nullcontext():
         ops = invariant_ops(plain_ops(), impl)
         assert differing(ops, new, EXACT if interpret else CFG) == (0, 0)
 
 
 @pytest.mark.slow
-def test_with_a_decode_of_another_order_they_are_not():
+def test_decoding_in_another_order_changes_bits():
     plain = plain_ops()
     with interpreted(TPU):
         ops = invariant_ops(plain, TPU)

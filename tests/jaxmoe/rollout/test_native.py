@@ -88,7 +88,7 @@ TRAINER = jax.jit(
 
 
 @pytest.mark.slow  # compiles for four devices
-def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
+def test_a_mesh_draws_equal_tokens_and_log_probs(engine):
     mesh = make_mesh(MeshConfig(fsdp=2, sequence=2), jax.devices()[:4])
     cut = NativeEngine(
         CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=12, mesh=mesh
@@ -112,7 +112,7 @@ def assert_same(a, b):
     return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(engine):
+def test_equal_seeds_give_equal_tokens(engine):
     a, b, c = (engine.generate(PROMPTS, FREE, seed=s, samples=8) for s in (1, 1, 2))
     assert assert_same(a, b)
     assert all(np.array_equal(x.rollout_logp, y.rollout_logp) for x, y in zip(a, b, strict=True))
@@ -130,7 +130,7 @@ def test_a_row_does_not_depend_on_its_companions(engine):
     assert not assert_same(a[8:16], b[8:16])
 
 
-def test_a_row_depends_on_its_place_only_through_its_stream(engine):
+def test_a_rows_place_matters_only_through_its_stream(engine):
     greedy = Sampling(max_new_tokens=NEW, stop_ids=STOPS, temperature=0.0)
     a = engine.generate(PROMPTS, greedy, seed=1, samples=8)[::8]
     b = engine.generate(PROMPTS[::-1], greedy, seed=2, samples=8)[::-8]
@@ -138,14 +138,14 @@ def test_a_row_depends_on_its_place_only_through_its_stream(engine):
 
 
 @pytest.mark.slow
-def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
+def test_more_prompts_than_rows_equal_a_wide_batch(engine):
     small = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
     small.load(weights(), 3)
     wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert assert_same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
 
 
-def test_weights_loaded_while_it_samples_are_those_of_the_next_call(engine):
+def test_weights_loaded_while_sampling_are_the_next_calls(engine):
     new_weights = jax.tree.map(lambda x: 0.5 * x, weights())
     before = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     programs = engine._programs
@@ -217,7 +217,7 @@ def engine_and_trainer(out, temperature):
     "cut",
     [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.6, "temperature": 0.7}],
 )
-def test_with_the_mass_that_was_kept_log_probs_are_over_the_whole_vocabulary(engine, cutting, cut):
+def test_with_kept_mass_log_probs_are_untruncated(engine, cutting, cut):
     """Rows stop at different steps here, so finished rows were dropped on the way."""
     temperature = cut.get("temperature", 1.0)
     untruncated = engine.generate(PROMPTS, Sampling(NEW, STOPS, temperature), seed=1, samples=8)
@@ -239,12 +239,12 @@ def test_with_the_mass_that_was_kept_log_probs_are_over_the_whole_vocabulary(eng
 
 
 @pytest.mark.parametrize("cut", [{}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}])
-def test_where_nothing_is_cut_off_there_is_no_mass_to_tell(engine, cut):
+def test_without_truncation_no_mass_is_reported(engine, cut):
     out = engine.generate(PROMPTS, Sampling(NEW, (), **cut), seed=1, samples=8)
     assert all(r.log_kept is None for r in out)
 
 
-def test_greedy_log_probs_do_not_depend_on_what_sampling_would_cut(engine):
+def test_greedy_log_probs_ignore_top_k_and_p(engine):
     untruncated = engine.generate(PROMPTS, Sampling(NEW, (), temperature=0.0), seed=1, samples=8)
     cut = Sampling(NEW, (), temperature=0.0, top_k=3, top_p=0.5)
     for a, b in zip(untruncated, engine.generate(PROMPTS, cut, seed=1, samples=8), strict=True):
@@ -252,7 +252,7 @@ def test_greedy_log_probs_do_not_depend_on_what_sampling_would_cut(engine):
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
 
-def test_a_stop_token_ends_a_row_and_the_budget_ends_the_others(engine):
+def test_stop_tokens_and_the_budget_end_rows(engine):
     out = engine.generate(PROMPTS, STOPPING, seed=4, samples=8)
     for r in out:
         assert not np.isin(r.tokens[:-1], STOPS).any()
@@ -300,7 +300,7 @@ def test_no_probability_goes_to_the_padded_vocabulary(engine):
     assert drawn.max() < 97 and len(np.unique(drawn)) > 90
 
 
-def test_temperature_0_takes_the_most_likely_token_each_time(engine):
+def test_temperature_0_takes_the_likeliest_token(engine):
     greedy = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=0.0)
     out = engine.generate(PROMPTS, greedy, seed=0, samples=8)[8]
     ids = [*PROMPTS[1].tokens, *out.tokens.tolist()]
@@ -311,7 +311,7 @@ def test_temperature_0_takes_the_most_likely_token_each_time(engine):
     np.testing.assert_array_equal(jnp.argmax(logits, axis=1)[n - 1 : -1], out.tokens)
 
 
-def test_the_engine_keeps_a_copy_since_the_trainer_donates_its_weights():
+def test_the_engine_copies_weights_that_the_trainer_donates():
     native = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
     params = weights()
     native.load(params, 1)
@@ -319,7 +319,7 @@ def test_the_engine_keeps_a_copy_since_the_trainer_donates_its_weights():
     assert len(native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)[0].tokens) == 5
 
 
-def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
+def test_too_long_inputs_are_refused_with_the_setting(engine):
     with pytest.raises(ConfigError, match="max_prompt_tokens=40"):
         engine.generate([prompt(1, 40)], FREE, seed=0)
     with pytest.raises(ConfigError, match="rollout.max_new_tokens=22"):
@@ -329,7 +329,7 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
         bare.generate(PROMPTS, Sampling(5, ()), seed=0)
 
 
-def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_keep_theirs():
+def test_a_rollouts_experts_are_those_of_the_forward():
     native = NativeEngine(
         CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40, keep_experts=True
     )
@@ -356,7 +356,7 @@ def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_k
     assert native.generate(PROMPTS[:1], Sampling(1, ()), seed=0)[0].routed_experts.shape[0] == 3
 
 
-def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
+def test_a_bfloat16_engine_has_the_trainers_weights():
     cfg = replace(CFG, dtype="bfloat16")
     loaded = {}
     native = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
@@ -376,7 +376,7 @@ def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
     np.testing.assert_array_equal(loaded["final_norm"], weights()["final_norm"])
 
 
-def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
+def test_precompiled_programs_are_those_of_a_wave(engine, monkeypatch):
     def shapes(args, static):
         static = {name: value for name, value in static.items() if name != "enough"}
         return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), args), static

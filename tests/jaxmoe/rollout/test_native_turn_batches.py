@@ -30,7 +30,7 @@ from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 pytestmark = pytest.mark.slow  # each compiles an engine
 
 
-def test_more_prompts_than_rows_give_the_episodes_of_one_batch():
+def test_more_prompts_than_rows_give_equal_episodes():
     cfg = replace(CFG, numerics="invariant")
     results = []
     for max_rows in (36, 8):  # the last of five batches has two rows without a prompt
@@ -48,7 +48,7 @@ def test_more_prompts_than_rows_give_the_episodes_of_one_batch():
 
 
 @pytest.mark.extended
-def test_greedy_turns_take_the_likeliest_token_even_with_top_k():
+def test_greedy_turns_ignore_top_k():
     engine = open_engine()
     sampling = replace(SAMPLING, temperature=0.0)
     first, second = (
@@ -62,7 +62,7 @@ def test_greedy_turns_take_the_likeliest_token_even_with_top_k():
 
 
 @pytest.mark.extended
-def test_a_turn_samples_anew_where_its_distribution_is_that_of_the_turn_before():
+def test_equal_distributions_are_drawn_independently_in_turns():
     # With an empty table of logits every turn has the same distribution: equal draws would show.
     uniform = weights() | {"head": jnp.zeros_like(weights()["head"])}
     engine = open_engine()
@@ -74,7 +74,7 @@ def test_a_turn_samples_anew_where_its_distribution_is_that_of_the_turn_before()
     assert len(pairs) > 20 and np.mean([a == b for a, b in pairs]) < 0.2
 
 
-def test_on_two_devices_the_episodes_have_the_tokens_of_one():
+def test_two_devices_give_the_episodes_of_one():
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     cfg = replace(CFG, n_experts=8)
     params = noisy_params(cfg)
@@ -104,7 +104,7 @@ def test_on_two_devices_the_episodes_have_the_tokens_of_one():
         np.testing.assert_array_equal(np.sort(a.routed_experts, -1), np.sort(b.routed_experts, -1))
 
 
-def test_replies_are_read_at_the_real_vocabulary_and_window_past_4096_positions():
+def test_replies_are_read_at_real_vocabulary_and_window():
     cfg = replace(CFG, vocab_size=201_088, d_model=24, sliding_window=128, vocab_multiple=1)
     params = noisy_params(cfg)
     rng = np.random.default_rng(0)

@@ -27,7 +27,7 @@ def engine():
     return open_engine(keep_experts=True)
 
 
-def test_the_log_probs_of_all_turns_are_those_of_the_trainers_forward(engine):
+def test_log_probs_of_all_turns_match_the_trainers(engine):
     environment = ScriptedEnvironment(97)
     rollouts = engine.generate(PROMPTS, SAMPLING, seed=4, samples=4, environment=environment)
     check_structure(rollouts, environment)
@@ -39,7 +39,7 @@ def test_the_log_probs_of_all_turns_are_those_of_the_trainers_forward(engine):
 
 
 @pytest.mark.slow
-def test_at_most_eight_programs_are_compiled_in_a_run():
+def test_a_run_compiles_at_most_eight_programs():
     engine = open_engine()
     for seed in range(3):
         environment = ScriptedEnvironment(97, longest=100)
@@ -47,7 +47,7 @@ def test_at_most_eight_programs_are_compiled_in_a_run():
     assert engine.count_compilations() <= 8
 
 
-def test_the_limits_of_an_episode_end_it_with_their_reason(engine):
+def test_the_limits_of_an_episode_name_their_reason(engine):
     def sample(longest=3, **limits):
         environment = ScriptedEnvironment(97, turns=99, longest=longest)
         sampling = replace(SAMPLING, **limits)
@@ -67,7 +67,7 @@ def test_the_limits_of_an_episode_end_it_with_their_reason(engine):
 @pytest.mark.parametrize(
     "dtype", [pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "bfloat16")]
 )
-def test_in_invariant_numerics_any_schedule_gives_the_same_bits(dtype):
+def test_any_schedule_gives_the_same_invariant_bits(dtype):
     cfg = replace(CFG, dtype=dtype, numerics="invariant")
     ops, sampling = INVARIANT, replace(SAMPLING, top_k=50, top_p=0.98)
     engine = open_engine(cfg, ops, keep_experts=True)
@@ -93,7 +93,7 @@ def test_an_engine_of_single_answers_refuses_an_environment():
         engine.generate(PROMPTS, SAMPLING, seed=0, environment=ScriptedEnvironment(97))
 
 
-def test_a_limit_of_the_context_beyond_the_cache_is_refused(engine):
+def test_a_context_limit_beyond_the_cache_is_refused(engine):
     with pytest.raises(ConfigError, match=r"rollout\.max_context=300"):
         engine.generate(
             PROMPTS,
@@ -105,7 +105,7 @@ def test_a_limit_of_the_context_beyond_the_cache_is_refused(engine):
 
 @pytest.mark.slow  # about 10 s of a core for each window
 @pytest.mark.parametrize("window", [9, 150])
-def test_replies_longer_than_a_call_and_than_the_window_are_read_as_by_the_trainer(window):
+def test_long_replies_are_read_as_by_the_trainer(window):
     cfg = replace(CFG, sliding_window=window)
     engine = open_engine(cfg, keep_experts=True, max_rows=9, max_context=900)
     # 129 tokens are one more than a call reads, 257 and the turn's last token a third call.

@@ -56,7 +56,7 @@ def open_engine(numerics, router):
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
-def test_the_trainer_computes_the_policy_that_was_sampled_by_replaying_its_experts(numerics):
+def test_replaying_experts_gives_the_sampled_policy(numerics):
     engine = open_engine(numerics, NOISY)
     rollouts = engine.generate(PROMPTS, EXPLORING, seed=1, samples=2)
     batch = rollout_batch(
@@ -83,7 +83,7 @@ def test_the_trainer_computes_the_policy_that_was_sampled_by_replaying_its_exper
 
 
 @pytest.mark.slow
-def test_evaluation_has_no_noise_and_equal_seeds_explore_alike():
+def test_evaluation_is_noiseless_and_seeds_repeat_exploration():
     engine, plain = open_engine("fast", NOISY), open_engine("fast", plain_ops().router)
 
     def tokens(engine, sampling, version=3):
@@ -102,7 +102,7 @@ def test_evaluation_has_no_noise_and_equal_seeds_explore_alike():
 
 
 @pytest.mark.slow
-def test_noise_in_prompts_turns_and_replies_of_episodes_is_replayed_to_the_bit():
+def test_noise_in_episodes_is_replayed_bitwise():
     ops = invariant_ops(replace(plain_ops(), router=NOISY))
     engine = episodes.open_engine(episodes.CFG, ops, keep_experts=True)
     rollouts = engine.generate(

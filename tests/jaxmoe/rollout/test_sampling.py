@@ -57,14 +57,14 @@ def test_top_p_keeps_the_fewest_that_reach_p(p, want):
     assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=0, top_p=p)) == want
 
 
-def test_the_nucleus_is_that_of_the_top_k_alone():
+def test_the_nucleus_is_within_the_top_k():
     # of 0.3, 0.2, 0.15 the first two hold 0.769: they reach 0.7 here, and did not before top-k
     assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=3, top_p=0.7)) == {1, 3}
     assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=0, top_p=0.7)) == {1, 3, 5, 7}
 
 
 @given(st.integers(0, 10**6), st.integers(1, V), st.floats(0.05, 0.95))
-def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
+def test_retained_tokens_have_their_logits_unchanged(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 2, (1, V)), jnp.float32)
     cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
     ids = sorted(retained_tokens(cut))
@@ -74,7 +74,7 @@ def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
 
 
 @given(st.integers(0, 10**6), st.integers(0, V), st.floats(0.05, 1.0))
-def test_the_mass_that_was_kept_is_that_of_the_kept_tokens(seed, k, p):
+def test_the_kept_mass_is_of_the_kept_tokens(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 4, (1, V)), jnp.float32)
     cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
     probs = np.exp(np.asarray(logits, np.float64)[0])
@@ -85,7 +85,7 @@ def test_the_mass_that_was_kept_is_that_of_the_kept_tokens(seed, k, p):
     )
 
 
-def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
+def test_no_truncation_has_a_mass_of_one():
     for offset in (-300.0, 0.0, 300.0):
         assert float(log_kept_mass(LOGITS + offset, LOGITS + offset)[0]) == 0.0
 
@@ -128,7 +128,7 @@ def test_every_word_can_be_sampled_wherever_it_stands(words):
     assert chi_square(counts, 40.0) < 1.25 * words + 20
 
 
-def test_words_less_likely_than_a_step_of_uniform_are_sampled_as_often_as_reported():
+def test_rare_words_are_sampled_at_their_reported_rate():
     # One likely word, and 201,087 of half a step of jax.random.uniform each. An inverse CDF with 23
     # random bits gives half of them twice their share, and never the others.
     rounding = 2.0**-24
@@ -144,7 +144,7 @@ def test_words_less_likely_than_a_step_of_uniform_are_sampled_as_often_as_report
         assert abs(counts[words].sum() - want) < 4 * np.sqrt(want)
 
 
-def test_at_the_real_vocabulary_each_decade_of_probability_has_its_mass():
+def test_each_decade_of_probability_has_its_mass():
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, WORDS)
     probs = np.exp(logits - logits.max())
@@ -162,7 +162,7 @@ def test_at_the_real_vocabulary_each_decade_of_probability_has_its_mass():
     )  # at most 8 degrees: passed once in 1000
 
 
-def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
+def test_the_smallest_exponentials_have_their_rate():
     # words of probability p win where their exponential is about p: so small ones must be right
     rng = np.random.default_rng(0)
     high = rng.integers(0, 2**32, 4000, dtype=np.uint64) >> rng.integers(0, 33, 4000, np.uint64)
@@ -193,7 +193,7 @@ def test_what_was_excluded_is_never_sampled(seed, words, k, p):
     assert (np.asarray(logp_B) > -100).all()
 
 
-def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
+def test_the_processed_distribution_sums_to_one():
     cut = apply_top_k_top_p(LOGITS, top_k=6, top_p=0.8)
     ids = sorted(retained_tokens(cut))
     keys_B = jax.random.split(jax.random.key(1), 4000)
@@ -205,7 +205,7 @@ def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
         assert abs(np.exp(log_mass[i]) - PROBS[i] / PROBS[ids].sum()) < 1e-6
 
 
-def test_the_log_prob_at_the_real_vocabulary_is_that_of_float64():
+def test_real_vocabulary_log_probs_match_float64():
     logits = np.random.default_rng(3).normal(0, 6, WORDS).astype(np.float32)
     rows = jnp.broadcast_to(jnp.asarray(logits), (64, WORDS))
     token_B, logp_B = sample(rows, jax.random.split(jax.random.key(4), 64))
@@ -213,7 +213,7 @@ def test_the_log_prob_at_the_real_vocabulary_is_that_of_float64():
     np.testing.assert_allclose(logp_B, exact[np.asarray(token_B)], atol=4e-6)
 
 
-def test_a_row_has_its_token_whatever_other_rows_there_are():
+def test_a_rows_token_ignores_other_rows():
     logits = jnp.asarray(np.random.default_rng(5).normal(0, 2, (6, 300)), jnp.float32)
 
     def keys_B():

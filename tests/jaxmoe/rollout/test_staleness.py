@@ -28,9 +28,7 @@ drawn = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1
 
 
 @given(drawn, st.integers(0, 9), st.integers(0, 4))
-def test_a_batch_passes_exactly_where_all_its_tokens_are_young_enough_and_published(
-    versions, newest, max_staleness
-):
+def test_only_published_and_recent_batches_pass(versions, newest, max_staleness):
     rollouts = [rollout(i, v) for i, v in enumerate(versions)]
     ages = [newest - v for row in versions for v in row]
     if all(0 <= age <= max_staleness for age in ages):
@@ -53,9 +51,7 @@ def test_a_batch_passes_exactly_where_all_its_tokens_are_young_enough_and_publis
         ([7], 6, 0, "its token 0 carries version 7"),
     ],
 )
-def test_the_error_names_the_rollout_the_token_and_the_versions(
-    versions, newest, max_staleness, message
-):
+def test_the_error_names_rollout_token_and_versions(versions, newest, max_staleness, message):
     with pytest.raises(
         EngineError, match=rf"rollout 1 \(prompt 41\) must be sampled by weight .*{message}"
     ):
@@ -71,7 +67,7 @@ def test_a_token_without_a_version_is_refused():
         check_versions([rollout(3, [])], newest=6, max_staleness=1)
 
 
-def test_versions_of_the_environment_s_tokens_have_no_meaning():
+def test_versions_of_environment_tokens_are_ignored():
     mask = np.array([True, False, True])
     r = replace(rollout(0, [3, -5, 4]), policy_mask=mask)
     assert check_versions([r], newest=4, max_staleness=1) == {

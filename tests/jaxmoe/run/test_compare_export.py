@@ -29,7 +29,7 @@ DENSE = resolve(load_config("tiny.py"), *SMALL, "save.export_dtype=mxfp4")
 POLICY = random_weights(DENSE.model, 3)
 
 
-def test_rounding_a_dense_run_costs_what_its_log_probs_say(tmp_path):
+def test_rounding_a_dense_run_costs_the_log_probs(tmp_path):
     save_params(POLICY, DENSE.model, tmp_path / "out", dtype="mxfp4")
     with jax.numpy_dtype_promotion("standard"):
         gap = compare_export(DENSE, POLICY, tmp_path / "out", version=5)
@@ -54,9 +54,7 @@ def test_rounding_a_dense_run_costs_what_its_log_probs_say(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["mxfp4", "float32"])
-def test_the_export_of_a_rounded_run_differs_by_nothing_and_a_changed_one_by_something(
-    tmp_path, dtype
-):
+def test_only_a_changed_export_of_rounded_runs_differs(tmp_path, dtype):
     cfg = resolve(load_config("tiny_mxfp4.py"), *SMALL, f"save.export_dtype={dtype}")
     packed = round_experts(POLICY)
     save_params(packed, cfg.model, tmp_path / "out", dtype=dtype)

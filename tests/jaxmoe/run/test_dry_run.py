@@ -38,9 +38,7 @@ def refused(main, args, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("main", [train.main, eval.main, doctor.main])
-def test_three_billion_parameters_are_one_line_before_anything_is_made(
-    main, capsys, tmp_path, monkeypatch
-):
+def test_three_billion_parameters_are_one_line_before_work(main, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 24 * 10**9)
     args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
     out, err = refused(main, args, capsys)
@@ -79,7 +77,7 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
     ],
 )
 @pytest.mark.parametrize("devices", [1, 2])
-def test_an_input_that_is_missing_ends_every_dry_run(change, message, devices, capsys):
+def test_a_missing_input_ends_every_dry_run(change, message, devices, capsys):
     changes = [change, *(["data.options={}"] if change.startswith("data.task") else [])]
     args = command(*changes, f"mesh.fsdp={devices}")
     out, err = refused(train.main, [*args, "--dry-run"], capsys)
@@ -133,7 +131,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_tensors_that_no_run_reads_end_a_dry_run(kind, capsys, tmp_path):
+def test_unread_tensors_end_a_dry_run(kind, capsys, tmp_path):
     write_sparse_checkpoint(tmp_path, tiny(), "bfloat16")
     args = [*command(f"init.checkpoint={tmp_path}", "warmup.steps=0"), "--dry-run"]
     assert train.main(args) == 0
@@ -143,7 +141,7 @@ def test_tensors_that_no_run_reads_end_a_dry_run(kind, capsys, tmp_path):
     assert re.search(message, refused(train.main, args, capsys)[1])
 
 
-def test_a_dry_run_of_adapters_needs_a_packed_base(capsys, tmp_path):
+def test_a_dry_run_of_adapters_needs_packed_weights(capsys, tmp_path):
     write_sparse_checkpoint(tmp_path, tiny(), "bfloat16")
     changes = ["lora.attention_rank=4", "warmup.steps=0", f"init.checkpoint={tmp_path}"]
     args = [*command(*changes), "--dry-run"]
@@ -162,9 +160,7 @@ def test_a_dry_run_of_adapters_needs_a_packed_base(capsys, tmp_path):
         ("gptoss120b_lora.py", ["embedding", "full table"]),
     ],
 )
-def test_adapters_of_the_large_models_are_planned_by_kind(
-    name, kinds, capsys, tmp_path, monkeypatch
-):
+def test_adapters_of_large_models_are_planned_by_kind(name, kinds, capsys, tmp_path, monkeypatch):
     """Dry run with a checkpoint without data, the byte tokenizer and generated rows."""
     monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
@@ -200,7 +196,7 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
 @pytest.mark.parametrize(
     ("mode", "sent"), [("merged", "merged full weights"), ("adapter", "only the adapter")]
 )
-def test_what_of_a_lora_run_reaches_vllm_is_said(mode, sent, capsys, tmp_path):
+def test_the_sync_of_a_lora_run_is_printed(mode, sent, capsys, tmp_path):
     changes = ["lora.attention_rank=4", "rollout.engine=vllm", f"rollout.vllm.lora={mode}"]
     changes += ["warmup.steps=0", f"init.checkpoint={tmp_path / 'none'}"]
     train.main([*command(*changes), "--dry-run", "--workdir", str(tmp_path / "run")])

@@ -15,7 +15,7 @@ from tests.jaxmoe.sandbox.kinds import first_kind
 CFG = load_config("tiny_tool.py")
 
 
-def test_a_dry_run_names_the_tools_and_the_limits_of_an_episode(tmp_path, capsys, monkeypatch):
+def test_a_dry_run_prints_tools_and_episode_limits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     work = tmp_path / "run"
     assert train.main(["--config", "tiny_tool.py", "--workdir", str(work), "--dry-run"]) == 0
@@ -24,7 +24,7 @@ def test_a_dry_run_names_the_tools_and_the_limits_of_an_episode(tmp_path, capsys
     assert f"up to {r.max_context} tokens" in out and not work.exists()
 
 
-def test_the_engines_cache_has_a_slot_for_each_token_of_an_episode(tmp_path):
+def test_the_cache_has_a_slot_per_episode_token(tmp_path):
     for context in (CFG.rollout.max_context, 2 * CFG.rollout.max_context):
         cfg = override(
             CFG,
@@ -49,7 +49,7 @@ def scorer_with_sandbox(response: str, *, sandbox: dict[str, object] | None = No
 @pytest.mark.parametrize(
     "setting", [f"data.rewards={__name__}:scorer_with_sandbox", "data.tools=python_sandbox", ""]
 )
-def test_a_dry_run_names_the_sandbox_of_tools_and_rewards(tmp_path, capsys, monkeypatch, setting):
+def test_a_dry_run_prints_the_sandboxes(tmp_path, capsys, monkeypatch, setting):
     monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     kind = first_kind()
     command = ["--config", "tiny_tool.py", "--workdir", str(tmp_path / "run"), "--dry-run"]

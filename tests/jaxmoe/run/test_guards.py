@@ -17,21 +17,21 @@ def test_an_expert_that_the_step_broke_is_named():
         check_finite({"loss": math.nan}, 3, rate=("optim.lr", 1e-4), rounded=rounded)
 
 
-def test_an_expert_that_broke_is_named_in_its_step_though_no_metric_shows_it():
+def test_a_broken_expert_is_named_without_a_metric():
     rounded = {"layers": {"full": {"w_gate_up": jnp.ones((2, 4, 64, 3)).at[1, 2].set(math.nan)}}}
     pattern = "step 3: experts must be finite; the step broke layer 3, w_gate_up, expert 2 .* warm"
     with pytest.raises(ConfigError, match=pattern):
         check_finite({"loss": 1.0}, 3, rate=("warmup.lr", 1e-4), rounded=rounded)
 
 
-def test_experts_are_read_once_where_a_metric_has_read_them(monkeypatch):
+def test_experts_are_read_once_with_their_metric(monkeypatch):
     monkeypatch.setattr(guards, "find_not_finite", lambda _: pytest.fail("read twice"))
     metrics = {"loss": 1.0, "quant/relative_error": 0.1}
     check_finite(metrics, 3, rate=("optim.lr", 1e-4), rounded={"layers": {}})
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_numbers_that_broke_end_the_run_with_the_rate_to_type(broken):
+def test_broken_numbers_end_runs_with_a_learning_rate(broken):
     check_finite({"loss": 1.0}, 3, rate=("optim.lr", 1e-4))
     pattern = "step 3: grad/norm, loss must be finite. Try --set optim.lr=1e-05, or a smaller"
     with pytest.raises(ConfigError, match=pattern):

@@ -85,7 +85,7 @@ def asked_of(ops, cfg, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "mosaic_gpu", "triton"])
-def test_a_name_reaches_every_operation_from_the_config_and_by_import(kernels, monkeypatch):
+def test_a_name_reaches_every_operation_and_import(kernels, monkeypatch):
     by_config = make_ops(override(TINY, f"kernels={kernels}"))
     by_import = make_ops(TINY, dict.fromkeys(PLATFORMS, kernels))
     only = "sink_attention" if kernels == "triton" else None
@@ -95,7 +95,7 @@ def test_a_name_reaches_every_operation_from_the_config_and_by_import(kernels, m
     assert set(asked_of(by_import, TINY, monkeypatch).values()) == {kernels}
 
 
-def test_on_a_cpu_nothing_is_asked_and_the_pieces_are_the_plain_ones(monkeypatch, capsys):
+def test_a_cpu_uses_plain_pieces_without_a_check(monkeypatch, capsys):
     monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("a process was started"))
     found = choose_run_kernels(TINY)
     found.print_decision()
@@ -105,14 +105,14 @@ def test_on_a_cpu_nothing_is_asked_and_the_pieces_are_the_plain_ones(monkeypatch
     assert ops == plain_ops() and ops == make_ops(TINY)
 
 
-def test_a_right_kernel_is_taken_with_xla_behind_it_for_other_shapes():
+def test_a_right_kernel_has_xla_for_other_shapes():
     found = decided(TINY, mosaic_gpu=RIGHT)
     assert found.line == "mosaic_gpu" and not found.alerts
     assert set(found.impls.values()) == {("mosaic_gpu", "xla")}
     assert found.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
 
 
-def test_a_run_on_a_gpu_checks_its_operations_at_once_at_its_own_sizes(monkeypatch, tmp_path):
+def test_a_gpu_checks_operations_together_at_run_sizes(monkeypatch, tmp_path):
     begun, asked = threading.Barrier(4), {}
 
     def check_kernel(operation, impl, dtype, real, *_):
@@ -128,7 +128,7 @@ def test_a_run_on_a_gpu_checks_its_operations_at_once_at_its_own_sizes(monkeypat
     assert asked == run_cases(TINY, "gpu")
 
 
-def test_a_wrong_kernel_falls_back_with_an_alert_that_names_it():
+def test_a_wrong_kernel_falls_back_with_an_alert():
     found = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
     assert found.line.startswith(
         "sink_attention triton (not mosaic_gpu: failed in case ragged: o: relative error 1), "
@@ -158,13 +158,13 @@ def test_a_wrong_kernel_falls_back_with_an_alert_that_names_it():
         ),
     ],
 )
-def test_a_named_kernel_that_cannot_be_had_is_refused(kernels, chip, verdict, said):
+def test_an_unavailable_named_kernel_is_refused(kernels, chip, verdict, said):
     cfg = override(TINY, f"kernels={kernels}")
     with pytest.raises(ConfigError, match=f"^kernels={kernels} must be correct.*{said}.*Try --set"):
         decided(cfg, chip, **{kernels: verdict})
 
 
-def test_a_device_that_cannot_be_opened_leaves_xla_with_an_alert_and_refuses_a_name():
+def test_an_unopened_device_alerts_and_refuses_names():
     def no_chip():
         raise child.NoChip("a process that opens the device was killed by SIGSEGV")
 
@@ -176,7 +176,7 @@ def test_a_device_that_cannot_be_opened_leaves_xla_with_an_alert_and_refuses_a_n
         )
 
 
-def test_xlas_attention_over_long_rows_of_an_accelerator_is_refused_unless_named():
+def test_xlas_attention_over_long_rows_must_be_named():
     wrong = dict(mosaic_gpu=WRONG, triton=KernelVerdict("refuses", "No module named 'jax_triton'"))
     with pytest.raises(
         ConfigError, match="over 8,192 tokens.*o: relative error 1.*--set kernels=xla"
@@ -188,14 +188,14 @@ def test_xlas_attention_over_long_rows_of_an_accelerator_is_refused_unless_named
     assert decided(LONG, {"platform": "cpu"}).line == "xla (this is a cpu)"
 
 
-def test_the_doctor_may_leave_a_named_kernel_for_another_dtype():
+def test_the_doctor_ignores_names_for_another_dtype():
     found = decided(override(TINY, "kernels=mosaic_gpu"), mosaic_gpu=RIGHT)
     assert set(found.impls.values()) == {"mosaic_gpu"}
     assert set(found.with_xla_fallback.values()) == {("mosaic_gpu", "xla")}
 
 
 @pytest.mark.parametrize("packed", [0, 4 * 58])
-def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
+def test_the_runs_sizes_are_cases_of_every_operation(packed):
     found = json.loads(
         json.dumps(run_cases(override(TINY, f"optim.tokens_per_microbatch={packed}"), "gpu"))
     )
@@ -229,7 +229,7 @@ def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
         ("tiny_lora.py", ("lora.expert_rank=0",), ["", "_mxfp4"]),
     ],
 )
-def test_the_runs_experts_are_cases_of_the_products_that_read_them(name, changes, kinds):
+def test_the_runs_experts_are_cases_of_their_products(name, changes, kinds):
     cfg = override(load_config(name), *changes)
     for operation, width in (("grouped_swiglu", cfg.model.d_model), ("grouped_matmul", None)):
         found = [case for case in run_cases(cfg, "gpu")[operation] if case["name"] == "run"]
@@ -238,7 +238,7 @@ def test_the_runs_experts_are_cases_of_the_products_that_read_them(name, changes
         assert {case["rank"] for case in found} == {cfg.lora.expert_rank}
 
 
-def test_the_linear_layers_of_an_invariant_run_are_cases_of_the_grouped_matmul():
+def test_linear_layers_of_invariant_runs_are_grouped_cases():
     cfg = override(TINY, "model.numerics=invariant", "optim.microbatches=8")
     m = cfg.model
     sizes = {
@@ -258,7 +258,7 @@ def test_the_linear_layers_of_an_invariant_run_are_cases_of_the_grouped_matmul()
     assert sizes["tpu"]["run_kv"] == (rows, m.d_model, 128, (rows,))  # columns are padded
 
 
-def test_every_name_of_an_implementation_is_a_choice_and_others_are_not():
+def test_only_names_of_implementations_are_choices():
     names = {name for impls in PLATFORMS.values() for name in impls}
     # those of model.numerics=invariant are no choice: only all ops together are batch-invariant
     assert set(KERNELS) == {"auto"} | {x for x in names if not x.endswith("_invariant")}
@@ -281,7 +281,7 @@ def test_every_command_decides_before_it_opens_the_device(command, monkeypatch, 
     assert err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_says_what_a_name_would_use_and_fails_for_no_chip(capsys, tmp_path):
+def test_a_dry_run_prints_the_named_kernels_use(capsys, tmp_path):
     for kernels, said in (("mosaic_gpu", "mosaic_gpu, on gpu"), ("triton", "for sink_attention; ")):
         argv = [*SMALL, "--dry-run", "--workdir", str(tmp_path)]
         assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
@@ -317,9 +317,7 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
         ),
     ],
 )
-def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback(
-    double, said, monkeypatch, capsys, tmp_path
-):
+def test_every_fault_of_a_chip_falls_back(double, said, monkeypatch, capsys, tmp_path):
     """From the child process to the line and the pieces; the other operations are right."""
 
     most = 20.0 if double == "hangs" else 300.0
@@ -354,7 +352,7 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
 
 @pytest.mark.slow
 @pytest.mark.extended  # test_a_resume_may_change_it_and_says_so has it without two runs
-def test_the_choice_is_printed_and_kept_and_a_resume_may_change_it(tmp_path, capsys):
+def test_the_choice_is_printed_and_may_change(tmp_path, capsys):
     argv = [*SMALL, "--workdir", str(tmp_path), "--set"]
     with jax.numpy_dtype_promotion("standard"):
         assert train.main([*argv, "steps=1", "--set", "kernels=xla"]) == 0

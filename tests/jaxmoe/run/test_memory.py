@@ -35,7 +35,7 @@ def size(specs):
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs))
 
 
-def test_weights_of_the_20b_shape_are_four_bytes_each():
+def test_weights_of_the_20b_are_four_bytes_each():
     cfg = override(BIG, "mesh.fsdp=1")
     padding = 2 * (cfg.model.padded_vocab - cfg.model.vocab_size) * cfg.model.d_model
     nbytes = count_params(cfg.model)[0] + padding
@@ -65,7 +65,7 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
         "gptoss120b_lora.py",
     ],
 )
-def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
+def test_figures_of_config_headers_are_the_dry_runs(name):
     header = (Path(__file__).parents[3] / "configs" / name).read_text().partition("SOURCE")[0]
     mem, gb = plan_memory(load_config(name)), 1e9
     figures = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
@@ -77,7 +77,7 @@ def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
         assert f"{mem.host / gb:.1f} GB on the host" in " ".join(header.split())
 
 
-def test_microbatches_hold_a_sum_of_gradients_beside_the_new_one():
+def test_microbatches_add_a_sum_of_gradients():
     unsplit = plan_memory(override(BIG, "optim.microbatches=1"))
     assert unsplit.gradients == unsplit.weights
     assert plan_memory(BIG).gradients == 2 * unsplit.weights
@@ -95,7 +95,7 @@ def test_minibatches_of_one_piece_each_need_no_sum():
     )
 
 
-def test_a_critic_of_its_own_is_a_second_model_without_its_head():
+def test_a_separate_critic_is_a_model_without_head():
     single = override(BIG, "mesh.fsdp=1")  # a microbatch is 8 sequences
     policy = param_specs(BIG.model)
     backbone = size({k: v for k, v in policy.items() if k != "head"})
@@ -122,7 +122,7 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
 
 
 @pytest.mark.parametrize("backbone", ["none", "own", "shared"])
-def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
+def test_weights_and_moments_match_the_state_of_train(backbone):
     advantages = "group_advantages" if backbone == "none" else "gae"
     cfg = override(
         BIG,
@@ -155,7 +155,7 @@ def test_a_shared_critic_is_a_value_head():
     assert {k: shared[k] - plain[k] for k in plain if shared[k] != plain[k]} == extra
 
 
-def test_a_mesh_cuts_the_critic_as_it_cuts_the_policy():
+def test_a_mesh_shards_the_critic_like_the_policy():
     eight = override(BIG, GAE, "critic.backbone=own")
     unsplit = plan_memory(override(eight, "mesh.fsdp=1"))
     cut = plan_memory(eight)
@@ -209,7 +209,7 @@ def test_what_recomputation_keeps_of_attention_is_counted():
     assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
 
 
-def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
+def test_host_moments_do_not_count_on_the_device():
     on_device = plan_memory(BIG)
     moments = plan_memory(override(BIG, "optim.moments=host"))
     assert (moments.optimizer, moments.host) == (0, on_device.optimizer)
@@ -230,7 +230,7 @@ def test_a_cpus_devices_have_no_other_memory(monkeypatch):
         check_memory(cfg, "training")
 
 
-def test_the_flops_of_the_layers_are_those_of_their_products():
+def test_layer_flops_are_those_of_their_products():
     cfg = override(load_config("tiny.py"), "data.max_prompt_tokens=40", "rollout.max_new_tokens=60")
     m, T = cfg.model, cfg.context
     flops = layer_flops(cfg)
@@ -260,7 +260,7 @@ def test_the_flops_of_the_layers_are_those_of_their_products():
         ("gptoss120b.py", "116,829,156,672", 64),
     ],
 )
-def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices):
+def test_shipped_large_runs_fit_80_gb_without_work(name, count, devices):
     alive = len(jax.live_arrays())
     cfg = load_config(name)
     text, mem = format_plan(cfg), plan_memory(cfg)
@@ -271,7 +271,7 @@ def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices)
     assert mem.training == sum(parts.values()) - mem.cache
 
 
-def test_a_pair_of_layers_is_whole_at_a_time_in_the_dtype_they_are_read_in():
+def test_one_gathered_layer_pair_counts_in_its_dtype():
     layer = size(param_specs(BIG.model)["layers"]) // BIG.model.n_layers
     cut = plan_memory(BIG)
     assert plan_memory(override(BIG, "mesh.fsdp=1")).gathered == 0
@@ -285,7 +285,7 @@ def test_a_pair_of_layers_is_whole_at_a_time_in_the_dtype_they_are_read_in():
     assert cut.gathered / 8 < experts < cut.gathered / 6
 
 
-def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weights():
+def test_the_native_engine_has_two_copies_while_loading():
     mem = plan_memory(BIG)
     assert (
         mem.bytes_by_part("syncing")["engine_copy"]
@@ -314,7 +314,7 @@ def test_what_the_plan_holds_is_what_is_alive(tmp_path):
     assert abs(alive - nbytes) < 1000  # counters
 
 
-def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
+def test_too_little_memory_is_one_line_with_advice(monkeypatch):
     cfg = load_config("tiny.py")
     need = plan_memory(cfg).training
     monkeypatch.setattr(jaxmoe.run.memory, "device_bytes", lambda: need)

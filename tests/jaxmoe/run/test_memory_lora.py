@@ -19,7 +19,7 @@ def size(specs):
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs))
 
 
-def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
+def test_adapters_are_trained_over_a_four_bit_base():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4", "lora.expert_rank=4")
     cfg, plain = override(cfg, "loss.kl_coef=0.1"), plan_memory(override(BIG, "mesh.fsdp=1"))
     entries, mem = size(adapter_shapes(cfg.model, cfg.lora)), plan_memory(cfg)
@@ -37,7 +37,7 @@ def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
     assert plain.activations - mem.activations == arrays
 
 
-def test_rows_of_experts_are_counted_of_a_chunk_at_a_time():
+def test_rows_of_experts_are_counted_by_chunk():
     m, tokens, chunk = BIG.model, BIG.context, 512
     unsplit, cut = (plan_memory(override(BIG, f"optim.expert_tokens={n}")) for n in (0, chunk))
     a_token = 2 * m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
@@ -53,7 +53,7 @@ def test_rows_of_experts_are_counted_of_a_chunk_at_a_time():
     assert unsplit.activations - cut.activations == rows * (m.n_layers * tokens - chunk)
 
 
-def test_what_is_trained_whole_and_what_waits_on_the_host_are_counted():
+def test_unsharded_training_and_host_memory_are_counted():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4")
     table = cfg.model.padded_vocab * cfg.model.d_model
     plain, rows = plan_memory(cfg), plan_memory(override(cfg, "lora.embedding_rows=512"))

@@ -15,7 +15,7 @@ DENSE = "quant.experts=none", "quant.rounding=nearest"
 EXPERTS = 24 * 32 * 3 * 2880**2 * 17 // 32  # 4.25 bits a value
 
 
-def test_engine_and_step_have_the_experts_in_four_bits_and_the_optimizer_has_masters():
+def test_engine_and_step_are_packed_with_optimizer_masters():
     cfg = override(load_config("gptoss20b_mxfp4.py"), *ON_ONE)
     mem, dense = plan_memory(cfg), plan_memory(override(cfg, *DENSE))
     read = jax.eval_shape(

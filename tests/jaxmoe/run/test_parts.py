@@ -50,7 +50,7 @@ def fixed_step(*_):
     return JitProgram(step, {})
 
 
-def test_a_run_takes_engine_step_batch_and_plots_of_its_parts(tmp_path):
+def test_a_run_uses_its_parts(tmp_path):
     cfg = override(load_config("tiny.py"), *SMALL, f"workdir={tmp_path}")
     seen = SimpleNamespace(engine=Random(), rewards=[], plots=0)
 

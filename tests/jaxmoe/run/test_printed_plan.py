@@ -28,7 +28,7 @@ def test_a_plan_names_the_mesh():
     assert "devices      4 (fsdp 2 x expert 2)" in four
 
 
-def test_the_algorithm_is_named_as_the_config_writes_it():
+def test_the_algorithm_is_named_as_in_the_config():
     lines = what_runs(load_config("tiny.py"))
     assert lines["objective"] == "ppo_clip, group_advantages, old_logp detached"
     assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
@@ -85,7 +85,7 @@ def test_a_plan_refuses_the_algorithms_that_train_refuses():
         format_plan(override(load_config("tiny.py"), "loss.objective=ppo_clp"))
 
 
-def test_terms_and_a_router_of_ones_own_are_named_or_refused(tmp_path, monkeypatch):
+def test_custom_terms_and_routers_are_named_or_refused(tmp_path, monkeypatch):
     (tmp_path / "my_plan.py").write_text(
         "def mean(logp_BT):\n    return logp_BT\n"
         "def top(h_BTD, layer, *, active):\n    return None\n"

@@ -88,7 +88,7 @@ def shapes_of(tree):
         ),
     ],
 )
-def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
+def test_planned_shapes_are_those_of_train(changes):
     cfg = override(load_config("tiny.py"), *SMALL, *changes)
     a = algorithm_from_config(cfg)
     sharing = sharing_from_config(cfg, sink_attention)

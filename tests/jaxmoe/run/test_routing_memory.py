@@ -23,7 +23,7 @@ def test_a_run_without_them_keeps_nothing():
 
 
 @pytest.mark.parametrize("mesh", [(), ("mesh.fsdp=2",)])
-def test_old_logits_are_counted_for_all_tokens_of_the_batch_on_a_device(mesh):
+def test_old_logits_are_counted_for_the_complete_batch(mesh):
     cfg = override(TINY, "loss.objective=rspo", RECORD, *SEVERAL, *mesh)
     batch, _ = batch_shapes(cfg, algorithm_from_config(cfg))
     m, tokens = cfg.model, batch.tokens_BT.size // (2 if mesh else 1)

@@ -13,7 +13,7 @@ from jaxmoe.run.start_codes import METRIC, NAME, StartCodes, _read_codes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", ["mxfp4", "mxfp4_rollout"])
-def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
+def test_a_resumed_run_compares_with_the_first_start(tmp_path, experts):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}", f"quant.experts={experts}")
     first, other = (init_params(jax.random.key(seed), cfg.model) for seed in range(2))
     assert StartCodes(cfg, first, 0, None).measure(first) == {METRIC: 0.0}
@@ -26,9 +26,7 @@ def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path, experts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["scale=least_error", "rounding=stochastic"])
-def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_begins(
-    tmp_path, capsys, rule
-):
+def test_a_changed_rule_counts_as_no_movement(tmp_path, capsys, rule):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     params, other = (init_params(jax.random.key(seed), cfg.model) for seed in range(2))
     StartCodes(cfg, params, 0, None)
@@ -42,9 +40,7 @@ def test_a_rule_that_changed_is_no_movement_and_one_line_says_where_the_count_be
     assert capsys.readouterr().err == ""
 
 
-def test_a_file_with_any_byte_changed_ends_no_resume_and_a_changed_code_is_not_believed(
-    tmp_path, capsys
-):
+def test_a_damaged_file_of_codes_ends_no_resume(tmp_path, capsys):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     cfg = override(cfg, "model.d_model=64", "model.d_expert=64", "model.n_experts=4")
     params = init_params(jax.random.key(0), cfg.model)
@@ -62,7 +58,7 @@ def test_a_file_with_any_byte_changed_ends_no_resume_and_a_changed_code_is_not_b
 
 
 @pytest.mark.parametrize("model", [True, False])
-def test_codes_of_another_model_and_one_array_are_named_and_not_compared(tmp_path, capsys, model):
+def test_codes_of_another_model_are_named_and_uncompared(tmp_path, capsys, model):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     params, file = init_params(jax.random.key(0), cfg.model), tmp_path / NAME
     if model:
@@ -89,7 +85,7 @@ def test_a_damaged_file_ends_no_resume(tmp_path, capsys, damage):
     assert line.startswith(f"! {METRIC} now counts from step 3: {file} cannot be read (")
 
 
-def test_a_run_that_was_dense_compares_with_its_first_rounded_step(tmp_path):
+def test_a_dense_run_compares_from_its_first_rounding(tmp_path):
     cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
     params = init_params(jax.random.key(0), cfg.model)
     assert StartCodes(cfg, params, 7, None).measure(params) == {METRIC: 0.0}

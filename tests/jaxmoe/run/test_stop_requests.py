@@ -46,7 +46,7 @@ def test_each_of_the_signals_saves_and_stops(tmp_path, number):
     assert error.value.signal == number
 
 
-def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_path, monkeypatch):
+def test_a_signal_during_agreement_acts_a_step_later(tmp_path, monkeypatch):
     """It comes after the flag was read: the answer must not overwrite it."""
     agreed_on = []
 
@@ -62,7 +62,7 @@ def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_pa
     assert agreed_on == [0, 0, signal.SIGTERM]
 
 
-def test_what_nohup_ignores_stays_ignored_and_handlers_are_put_back():
+def test_ignored_signals_and_earlier_handlers_are_restored():
     before = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
