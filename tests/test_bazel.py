@@ -23,12 +23,12 @@ def label(name):
 
 def glob(include, exclude=(), allow_empty=False):
     """Bazel's: files below the root; each pattern must match one."""
-    found = {}
+    files = {}
     for pattern in include:
         paths = [p for p in ROOT.glob(pattern) if p.is_file() and "__pycache__" not in p.parts]
         assert paths or allow_empty, f"{pattern} must match a file"
-        found |= {p.relative_to(ROOT).as_posix(): None for p in paths}
-    return sorted(p for p in found if not any(fnmatch(p, e.replace("**/", "*")) for e in exclude))
+        files |= {p.relative_to(ROOT).as_posix(): None for p in paths}
+    return sorted(p for p in files if not any(fnmatch(p, e.replace("**/", "*")) for e in exclude))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def build():
 @pytest.fixture(scope="module")
 def locked():
     """Versions by label: more than one where another Python takes another."""
-    found = {}
+    versions = {}
     for name, version in re.findall(r"^([\w.-]+)==([^ ;\\]+)", LOCK, re.M):
-        found.setdefault(label(name), []).append(version)
-    return found
+        versions.setdefault(label(name), []).append(version)
+    return versions
 
 
 def product():
@@ -143,8 +143,8 @@ def test_third_party_packages_are_the_imported_ones(build):
         packages = {label(DISTRIBUTION.get(m, m)) for m in modules} & set(base())
         if packages:
             expected[name] = " ".join(sorted(packages))
-    should = "\n".join(f'    "{name}": "{packages}",' for name, packages in expected.items())
-    assert build["THIRD_PARTY"] == expected, f"THIRD_PARTY in BUILD must be\n{should}"
+    expected_text = "\n".join(f'    "{name}": "{packages}",' for name, packages in expected.items())
+    assert build["THIRD_PARTY"] == expected, f"THIRD_PARTY in BUILD must be\n{expected_text}"
 
 
 def test_tests_get_the_base_and_dev_packages(build):
@@ -155,13 +155,13 @@ def test_the_lock_satisfies_pyproject_and_holds_every_label(build, locked):
     for name, requirement in base("dev").items():
         assert name in locked, f"{name} must be locked. {LOCK.splitlines()[1]}"
         assert all(map(requirement.specifier.contains, locked[name])), (requirement, locked[name])
-    wanted = {
+    expected = {
         dep.removeprefix("@pypi//")
         for target in build["targets"].values()
         for dep in target["deps"]
         if dep.startswith("@pypi//")
     }
-    assert wanted <= set(locked)
+    assert expected <= set(locked)
     blocks = re.split(r"^(?=[\w.-]+==)", LOCK, flags=re.M)[1:]
     assert len(blocks) >= len(locked) and all("--hash=sha256:" in block for block in blocks)
 

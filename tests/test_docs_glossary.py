@@ -85,7 +85,7 @@ def test_messages_that_the_troubleshooting_page_quotes_are_messages():
     cells = [row.split(" | ")[0] for row in rows if row.startswith("| ")]
     quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if " " in quote]
     assert len(quotes) > 5
-    known = messages()
+    texts = messages()
     for quote in quotes:
         parts = [part.strip() for part in quote.split("…") if part.strip()]
-        assert any(all(part in text for part in parts) for text in known), quote
+        assert any(all(part in text for part in parts) for text in texts), quote

@@ -47,15 +47,17 @@ def test_every_module_is_in_exactly_one_layer():
 
 def test_imports_point_down():
     code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stdout
 
 
 @pytest.mark.parametrize("command", [["check", "."], ["format", "--check", "."]])
 def test_ruff_has_nothing_to_say(command: list[str]):
     ruff = [sys.executable, "-m", "ruff", *command]
-    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout
 
 
 def test_the_formatter_is_on_everywhere():

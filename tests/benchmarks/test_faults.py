@@ -200,8 +200,8 @@ def test_a_reader_that_ends_its_process_is_found(tmp_path, monkeypatch):
 
 
 def test_every_fault_is_drawn_once_and_calls_resume(tmp_path):
-    every = batches(200, 0, ["kill", "signal", "disk", "answer", "file"])
-    kinds = [kind for faults in every.values() for kind in faults]
+    all_batches = batches(200, 0, ["kill", "signal", "disk", "answer", "file"])
+    kinds = [kind for faults in all_batches.values() for kind in faults]
     assert {k: kinds.count(k) for k in kinds} == {
         "kill": 25,
         "signal": 25,
@@ -210,12 +210,12 @@ def test_every_fault_is_drawn_once_and_calls_resume(tmp_path):
         "file": 65,
     }
     only = batches(130, 0, ["answer", "file"])
-    assert only.items() <= every.items()
+    assert only.items() <= all_batches.items()
     results = Results(tmp_path / "results.jsonl")
     results.add("file 0 0", [{"kind": "file", "failure": "lost", "what": "x"}])
-    again = Results(tmp_path / "results.jsonl")
-    assert again.has("file 0 0") and not again.has("file 0 1")
-    assert again.table().splitlines()[-1] == "| all | 1 | 0 | 1 | 0 | 0 |"
+    reopened = Results(tmp_path / "results.jsonl")
+    assert reopened.has("file 0 0") and not reopened.has("file 0 1")
+    assert reopened.table().splitlines()[-1] == "| all | 1 | 0 | 1 | 0 | 0 |"
 
 
 @pytest.mark.slow

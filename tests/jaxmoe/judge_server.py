@@ -25,9 +25,9 @@ class Request:
 
     @property
     def answer(self) -> str:
-        found = re.search(r"\nANSWER (\w+)\n(.*)\nEND OF ANSWER \1\n", self.content, re.S)
-        assert found
-        return found[2]
+        match = re.search(r"\nANSWER (\w+)\n(.*)\nEND OF ANSWER \1\n", self.content, re.S)
+        assert match
+        return match[2]
 
 
 @dataclass

@@ -280,14 +280,14 @@ def compare(case: Case, *, packed: bool) -> dict[str, dict[str, float]]:
     shared = split(tokens_per_microbatch=tokens, sharing=PromptSharing(case.length, case.rows))
     assert sharing_metrics(*shared)["batch/computed_tokens_frac"] < 1.0
     assert not np.asarray(shared[0].packing.shared.is_stored_B).all()
-    ways = {"shared": shared}
+    layouts = {"shared": shared}
     if packed:
-        ways["packed"] = split(tokens_per_microbatch=2 * (PROMPT + ANSWER))
-    found = {}
-    for way, given in ways.items():
-        grads, metrics, logp = run_step(case, cfg, *given)
+        layouts["packed"] = split(tokens_per_microbatch=2 * (PROMPT + ANSWER))
+    gaps = {}
+    for layout, arrays_of_layout in layouts.items():
+        grads, metrics, logp = run_step(case, cfg, *arrays_of_layout)
         assert metrics.keys() == want.keys()
-        found[way] = {
+        gaps[layout] = {
             "gradient": largest_difference(grads, want_grads),
             "loss": largest_difference(metrics["loss"], want["loss"]),
             "logp": largest_difference(logp, want_logp),
@@ -298,7 +298,7 @@ def compare(case: Case, *, packed: bool) -> dict[str, dict[str, float]]:
                 for name, x in want.items()
             ),
         }
-    return found
+    return gaps
 
 
 if __name__ == "__main__":

@@ -68,22 +68,22 @@ def programs(chip):
 
 def sampling(chip, ops):
     """Prefill and decode, as the engine compiles them."""
-    mesh, found = chip_mesh(chip), []
+    mesh, texts = chip_mesh(chip), []
 
     def make(jitted, *shapes, **static):
-        made = compile_jitted(mesh, jitted, *lie(mesh, shapes), **static)
-        found.append(made.as_text())
-        return made
+        compiled = compile_jitted(mesh, jitted, *lie(mesh, shapes), **static)
+        texts.append(compiled.as_text())
+        return compiled
 
     engine = NativeEngine(CFG, ops, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=ROWS)
     stop = Sampling(max_new_tokens=NEW, stop_ids=(1,))
     engine.compile_programs(make, stop, abstract_params(CFG, "bfloat16"), samples=SAMPLES)
-    return found[0], found[-1]  # between them the copies of a prompt's keys
+    return texts[0], texts[-1]  # between them the copies of a prompt's keys
 
 
 def lie(mesh, tree):
-    here = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
 
 
 def batch():
@@ -118,21 +118,23 @@ def of_forward(text):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_prefill_decode_and_training_use_equal_kernels(chip):
-    found = {name: kernels(of_forward(text)) for name, text in programs(chip).items()}
-    for name, of_train in found["train"].items():
-        assert found["decode"][name] == of_train, name
+    kernels_by_program = {name: kernels(of_forward(text)) for name, text in programs(chip).items()}
+    for name, of_train in kernels_by_program["train"].items():
+        assert kernels_by_program["decode"][name] == of_train, name
         head = "logprobs" in name  # which a prefill does not reach
-        assert head or found["prefill"][name] == of_train, name
-    assert set(found["decode"]) == set(found["train"])  # no kernel of decoding's own
-    assert sum("logprobs" in name for name in found["decode"]) == 1
+        assert head or kernels_by_program["prefill"][name] == of_train, name
+    assert set(kernels_by_program["decode"]) == set(
+        kernels_by_program["train"]
+    )  # no kernel of decoding's own
+    assert sum("logprobs" in name for name in kernels_by_program["decode"]) == 1
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_loops_over_rows_are_the_same(chip):
     text = programs(chip)
     for label in LOOPS:
-        made = {n: set(loop_bodies(text[n], f"invariant_{label}")) for n in text}
-        assert made["train"] and made["train"] == made["decode"] == made["prefill"], label
+        bodies = {n: set(loop_bodies(text[n], f"invariant_{label}")) for n in text}
+        assert bodies["train"] and bodies["train"] == bodies["decode"] == bodies["prefill"], label
     merged = loop_bodies(text["train"], "invariant_logprobs")
     assert merged and set(merged) == set(loop_bodies(text["decode"], "invariant_sampled_logprobs"))
 

@@ -91,9 +91,9 @@ def compiled_step(chip, kernels):
 
 def told(chip, kernels, found, calls):
     analysis = found.executable.memory_analysis()
-    held = f"{1e-9 * analysis.argument_size_in_bytes:.2f} GB of arguments" if analysis else ""
+    sizes = f"{1e-9 * analysis.argument_size_in_bytes:.2f} GB of arguments" if analysis else ""
     print(
-        f"{chip} {kernels}: {calls} kernels called, {1e-9 * found.temp_bytes:.2f} GB beside {held}"
+        f"{chip} {kernels}: {calls} kernels called, {1e-9 * found.temp_bytes:.2f} GB beside {sizes}"
     )
 
 
@@ -108,16 +108,16 @@ def test_the_step_of_a_config_compiles_within_memory(chip):
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     kernels = kernels_of(chip)
-    found = compiled_step(chip, kernels)
-    calls = found.mosaic_calls if chip in GPUS else len(found.vmem_bytes)
-    told(chip, kernels, found, calls)
+    compiled = compiled_step(chip, kernels)
+    calls = compiled.mosaic_calls if chip in GPUS else len(compiled.vmem_bytes)
+    told(chip, kernels, compiled, calls)
     assert calls >= LEAST[chip]
-    for kernel in found.kernels:
+    for kernel in compiled.kernels:
         assert kernel.spills == 0 and kernel.stack == 0, kernel
     plain = compiled_step(chip, "xla")
     told(chip, "xla", plain, plain.mosaic_calls + len(plain.vmem_bytes))
     assert plain.mosaic_calls == len(plain.vmem_bytes) == 0
-    assert found.temp_bytes < plain.temp_bytes
+    assert compiled.temp_bytes < plain.temp_bytes
 
 
 def forwards_of_attention(chip, *settings):
@@ -131,9 +131,9 @@ def forwards_of_attention(chip, *settings):
 
     tokens_BT = jax.ShapeDtypeStruct((2, 192), jnp.int32)
     with effort(chip):
-        found = compile_for(chip, jax.grad(loss), abstract_params(model, "bfloat16"), tokens_BT)
+        compiled = compile_for(chip, jax.grad(loss), abstract_params(model, "bfloat16"), tokens_BT)
     calls = [
-        x for x in (found.executable.as_text() or "").splitlines() if "custom_call_target=" in x
+        x for x in (compiled.executable.as_text() or "").splitlines() if "custom_call_target=" in x
     ]
     return sum("sink_attention_forward" in x for x in calls)
 
@@ -142,7 +142,7 @@ def forwards_of_attention(chip, *settings):
 def test_saved_attention_runs_once_a_layer_else_twice(chip):
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
-    again = "optim.remat=True"
+    recompute = "optim.remat=True"
     assert forwards_of_attention(chip) == 2
-    assert forwards_of_attention(chip, again) == 4
-    assert forwards_of_attention(chip, again, "optim.remat_keeps=attention") == 2
+    assert forwards_of_attention(chip, recompute) == 4
+    assert forwards_of_attention(chip, recompute, "optim.remat_keeps=attention") == 2

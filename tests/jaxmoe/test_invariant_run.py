@@ -162,14 +162,14 @@ def test_a_wrong_tile_of_invariant_kernels_stops_runs(tmp_path):
     A check of the fast kernels would pass, and a run could not notice: engine and trainer share
     the wrong tile.
     """
-    doubles, asked = "tests.pallas_kernels.check.doubles", []
+    doubles, requests = "tests.pallas_kernels.check.doubles", []
 
     def decide(planted):
         def judge_on(chip):
             here = make_judge(chip, "float32", {}, folder=tmp_path, log_line=lambda _: None)
 
             def judge(operation, impl):
-                asked.append(impl)
+                requests.append(impl)
                 double = f"{doubles}:{'planted' if planted else 'correct'}_{impl}"
                 return here(operation, double) if operation == "token_logprobs" else PASSED
 
@@ -180,7 +180,7 @@ def test_a_wrong_tile_of_invariant_kernels_stops_runs(tmp_path):
 
     with pytest.raises(ConfigError, match="token_logprobs: failed in case padded_head: logp: rel"):
         decide(planted=True)
-    assert set(decide(planted=False).impls.values()) == {"mosaic_tpu_invariant"} == set(asked)
+    assert set(decide(planted=False).impls.values()) == {"mosaic_tpu_invariant"} == set(requests)
 
 
 def test_an_unopened_chip_is_refused():

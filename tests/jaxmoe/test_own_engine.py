@@ -88,19 +88,19 @@ def test_the_docs_engine_has_the_native_episodes(own_engine):
         max_turn_tokens=5,
         max_context=96,
     )
-    both = []
+    pairs = []
     for engine_cfg in (cfg, override(cfg, "rollout.engine=native")):
         engine = open_engine(engine_cfg, ops, Path("unused"))
         engine.load(params, 1)
         world = ScriptedEnvironment(250, turns=4, longest=15)
-        both.append(engine.generate(prompts, sampling, seed=0, samples=2, environment=world))
+        pairs.append(engine.generate(prompts, sampling, seed=0, samples=2, environment=world))
         engine.close()
-    for own, native in zip(*both, strict=True):
-        assert own.stop == native.stop and own.turns == native.turns
-        np.testing.assert_array_equal(own.tokens, native.tokens)
-        np.testing.assert_allclose(own.rollout_logp, native.rollout_logp, atol=1e-5)
-    assert max(len(rollout.turns) for rollout in both[0]) > 2
-    assert len({rollout.stop for rollout in both[0]}) > 1
+    for custom, native in zip(*pairs, strict=True):
+        assert custom.stop == native.stop and custom.turns == native.turns
+        np.testing.assert_array_equal(custom.tokens, native.tokens)
+        np.testing.assert_allclose(custom.rollout_logp, native.rollout_logp, atol=1e-5)
+    assert max(len(rollout.turns) for rollout in pairs[0]) > 2
+    assert len({rollout.stop for rollout in pairs[0]}) > 1
 
 
 @pytest.fixture

@@ -53,8 +53,10 @@ def test_sigterm_saves_and_exits_despite_a_hanging_tool(tmp_path):
     code, output = run.finish()
     assert code == 143 and "SIGTERM: saved rl step 2" in output, output
     # The call may fall into the step or into the evaluation behind it.
-    late = [value for key, value in run.steps[-1].items() if key.endswith("stop/env_timeout_frac")]
-    assert len(late) == 1 and 0 < late[0] <= 1 / 4
+    timeouts = [
+        value for key, value in run.steps[-1].items() if key.endswith("stop/env_timeout_frac")
+    ]
+    assert len(timeouts) == 1 and 0 < timeouts[0] <= 1 / 4
     code, output = start_tools(tmp_path / "run", **options).finish()
     assert code == 0 and "resuming" in output, output
     assert [row["step"] for row in run.steps] == [1, 2, 3]

@@ -26,8 +26,8 @@ def test_a_run_trains_on_episodes_with_tools(plain):
     run, folder = plain
     check_steps(run)
     metrics = [r.env_metrics for rollouts in run.sampled for r in rollouts]
-    known = sum(m["tool/calls"] - m["tool/unknown"] for m in metrics)
-    assert count_calls(folder) == known > 30
+    n_known = sum(m["tool/calls"] - m["tool/unknown"] for m in metrics)
+    assert count_calls(folder) == n_known > 30
     evaluations = [row for row in read_rows(run.work) if "eval/accuracy" in row]
     assert len(evaluations) == 2 and all("eval/tool/calls" in row for row in evaluations)
 

@@ -50,6 +50,6 @@ def test_a_resume_may_turn_instruments_on(tmp_path):
             assert len(values) == m.n_layers and np.isfinite(values).all()
             assert f"router/{name}" in measured[-1]
     assert (tmp_path / "run/plots/router.png").is_file()
-    again = run(tmp_path / "run", "router.instruments=True", "steps=3")
+    second = run(tmp_path / "run", "router.instruments=True", "steps=3")
     assert [row["step"] for row in read_samples(tmp_path / "run/layers.jsonl")] == [2, 3]
-    assert 0.0 <= again[-1]["router/boundary_mass"] <= 1.0
+    assert 0.0 <= second[-1]["router/boundary_mass"] <= 1.0

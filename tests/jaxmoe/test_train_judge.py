@@ -27,11 +27,11 @@ def paid_rewards(tmp_path, monkeypatch):
 
 def test_answers_without_a_verdict_are_counted_and_unrewarded(tmp_path, monkeypatch):
     """Half a sum would rank them below their group: the other function pays all of them."""
-    seen = []
+    requests = []
     make = Job.write_sample_groups
 
     def look(job, step, collected, batch, stats):
-        seen.append(collected.rewards)
+        requests.append(collected.rewards)
         return make(job, step, collected, batch, stats)
 
     monkeypatch.setattr(Job, "write_sample_groups", look)
@@ -41,7 +41,7 @@ def test_answers_without_a_verdict_are_counted_and_unrewarded(tmp_path, monkeypa
 
     with run_judge(reply) as server:
         Run(tmp_path / "run", Scripted(), changes=(rewards(server.url),))()
-    values = np.concatenate(seen)
+    values = np.concatenate(requests)
     assert np.isnan(values).any() and set(values[~np.isnan(values)]) == {1.0}
     logged = lines(tmp_path / "run")[1:]
     failed = [row.get("reward/score_by_judge/http_error/mean", 0.0) for row in logged]

@@ -77,9 +77,9 @@ def test_the_command_of_the_page_trains(tmp_path):
     ]
     flags = [word for change in small for word in ("--set", change)]
     words = shlex.split(command)
-    at = words.index("--workdir")
+    position = words.index("--workdir")
     with jax.numpy_dtype_promotion("standard"):
-        assert train.main([*words[:at], *words[at + 2 :], *flags]) == 0
+        assert train.main([*words[:position], *words[position + 2 :], *flags]) == 0
     last = lines(tmp_path / "run")[-1]
     assert last[f"{NAME}/no_code/mean"] + last[f"{NAME}/incorrect/mean"] > 0.0
     assert {f"{kind}{NAME}/correct/mean" for kind in ("", "eval/")} <= set(last)

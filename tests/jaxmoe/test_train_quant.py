@@ -187,11 +187,11 @@ def test_a_dense_run_may_resume_quantised_and_back(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.extended  # three runs; tests/jaxmoe/parallel/test_rounding.py has the steps
 def test_a_mesh_run_and_export_match_one_device(tmp_path):
-    one, several = tmp_path / "one", tmp_path / "several"
+    single, several = tmp_path / "one", tmp_path / "several"
     mesh = [f"mesh.{axis}=2" for axis in ("data", "fsdp", "expert")]
-    assert run(one, "steps=2") == run(several, "steps=1", *mesh) == 0
+    assert run(single, "steps=2") == run(several, "steps=1", *mesh) == 0
     assert run(several, "steps=2", *mesh) == eval_main(arguments(several, "steps=2", *mesh)) == 0
-    for a, b in zip(rl_rows(one), rl_rows(several), strict=True):
+    for a, b in zip(rl_rows(single), rl_rows(several), strict=True):
         for name in ("loss", "quant/moved_frac", "quant/relative_error"):
             assert abs(a[name] - b[name]) < 2e-5
         assert b["train_rollout_logprob_abs_diff_max"] < 1e-5
@@ -232,14 +232,14 @@ def run_killed(work, version):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_killed_while_loading_packed_tensors_resumes(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = run_killed(whole, -1)
-    assert done.returncode == 0, done.stderr
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    completed = run_killed(uninterrupted, -1)
+    assert completed.returncode == 0, completed.stderr
     for version in (1, 2):
         assert run_killed(killed, version).returncode == -signal.SIGKILL
-    done = run_killed(killed, -1)
-    assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
-    for a, b in zip(rl_rows(whole), rl_rows(killed), strict=True):
+    completed = run_killed(killed, -1)
+    assert completed.returncode == 0 and "resuming" in completed.stdout, completed.stderr
+    for a, b in zip(rl_rows(uninterrupted), rl_rows(killed), strict=True):
         timed = {name for name in a if name.startswith("time/") or "per_s" in name}
         assert {k: a[k] for k in a.keys() - timed} == {k: b[k] for k in b.keys() - timed}
 

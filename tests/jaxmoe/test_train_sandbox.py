@@ -85,9 +85,9 @@ def test_a_run_killed_between_calls_resumes_bitwise(uninterrupted, tmp_path):
     assert [row["step"] for row in run.steps] == [1]
     code, output = start_run(tmp_path / "run", devices=2).finish()
     assert code == 0 and "resuming" in output, output
-    whole = uninterrupted[0].work
-    assert read_rows(run.work) == read_rows(whole)
-    samples = [list(read_samples(work / "samples.jsonl")) for work in (run.work, whole)]
+    folder = uninterrupted[0].work
+    assert read_rows(run.work) == read_rows(folder)
+    samples = [list(read_samples(work / "samples.jsonl")) for work in (run.work, folder)]
     assert samples[0] == samples[1] and len(samples[0]) > 8
 
 
@@ -122,10 +122,10 @@ def test_two_processes_run_each_program_once(uninterrupted, tmp_path):
     pids = calls.read_text().split()
     counts = [pids.count(str(run.process.pid)) for run in runs]
     episodes = [r for rollouts in runs[0].sampled for r in rollouts]
-    known = sum(r.env_metrics["tool/calls"] - r.env_metrics["tool/unknown"] for r in episodes)
-    assert sum(counts) == len(pids) == known > 30 and min(counts) > known / 4
-    wanted = read_rows(uninterrupted[0].work)
-    for row, want in zip(read_rows(runs[0].work), wanted, strict=True):
+    n_known = sum(r.env_metrics["tool/calls"] - r.env_metrics["tool/unknown"] for r in episodes)
+    assert sum(counts) == len(pids) == n_known > 30 and min(counts) > n_known / 4
+    expected = read_rows(uninterrupted[0].work)
+    for row, want in zip(read_rows(runs[0].work), expected, strict=True):
         assert row.keys() == want.keys()
         for name in [name for name, value in want.items() if isinstance(value, int | float)]:
             # An error of a log-prob comes into the square of an answer's ratio twice a token.

@@ -68,9 +68,9 @@ def run_ahead(work, choice):
 
 @pytest.mark.slow  # two runs
 def test_steps_ahead_of_the_weights_share_prompts(tmp_path):
-    shared, own = (run_ahead(tmp_path / choice, choice) for choice in ("on", "off"))
+    shared, unshared = (run_ahead(tmp_path / choice, choice) for choice in ("on", "off"))
     assert [row["staleness/max"] for row in shared] == [0, 1, 1]
-    for row, expected in zip(shared, own, strict=True):
+    for row, expected in zip(shared, unshared, strict=True):
         assert row["batch/computed_tokens_frac"] < 0.75 and expected["grad/norm"] > 0
         assert expected["batch/computed_tokens_frac"] == 1.0
         assert row.keys() == expected.keys()

@@ -111,8 +111,8 @@ def test_the_plan_counts_frozen_parameters_once(backbone, kl_coef):
     assert nbytes(state.frozen.reference) == mem.reference
     assert 0 <= nbytes(state.opt_state) - mem.optimizer < 100  # counters
     assert nbytes(state.params) == mem.update == mem.gradients
-    every = plan_memory(override(cfg, "optim.trainable=.*"))
-    assert mem.weights == every.weights and mem.training < every.training
+    all_plan = plan_memory(override(cfg, "optim.trainable=.*"))
+    assert mem.weights == all_plan.weights and mem.training < all_plan.training
 
 
 def test_a_bad_expression_is_refused_before_any_folder(tmp_path, capsys):

@@ -30,19 +30,19 @@ def double(folder: Path, name: str, text: str = TELL) -> None:
 
 
 def started(tmp_path, script, *args, **env):
-    told = tmp_path / "told"
+    argv_file = tmp_path / "told"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(script), *args],
         cwd=ROOT,
         text=True,
         capture_output=True,
         timeout=60,
-        env={**os.environ, "PATH": path, "TOLD": str(told), **env},
+        env={**os.environ, "PATH": path, "TOLD": str(argv_file), **env},
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     rows = (tmp_path / "told.env").read_text().splitlines()
-    return told.read_text().splitlines(), dict(row.split("=", 1) for row in rows)
+    return argv_file.read_text().splitlines(), dict(row.split("=", 1) for row in rows)
 
 
 def test_slurm_starts_one_task_per_node_with_rank(tmp_path):
@@ -135,27 +135,31 @@ def test_a_vllm_servers_key_is_not_an_argument(tmp_path):
     )
     assert typed[typed.index("--model") + 1] == "/models/a b" and typed[-1] == "bfloat16"
     # what a run's own servers have, but for its sizes
-    own = build_engine_options(VllmConfig(), tiny(), context=8, rows=8, cpu=False)
-    own = {k: v for k, v in own.items() if k not in ("dtype", "max_model_len", "max_num_seqs")}
-    for flag in format_flags(own):
+    options = build_engine_options(VllmConfig(), tiny(), context=8, rows=8, cpu=False)
+    options = {
+        k: v for k, v in options.items() if k not in ("dtype", "max_model_len", "max_num_seqs")
+    }
+    for flag in format_flags(options):
         assert flag in typed, flag
 
-    done = subprocess.run([str(vllm), "DIR"], text=True, capture_output=True, env={"PATH": "/bin"})
-    assert done.returncode == 2 and "export VLLM_API_KEY=" in done.stderr
+    completed = subprocess.run(
+        [str(vllm), "DIR"], text=True, capture_output=True, env={"PATH": "/bin"}
+    )
+    assert completed.returncode == 2 and "export VLLM_API_KEY=" in completed.stderr
 
 
 @pytest.mark.parametrize("script", ["slurm.sbatch", "tpu_pod.sh", "local.sh", "vllm_server.sh"])
 def test_a_launcher_without_arguments_prints_its_usage(script):
-    done = subprocess.run([str(LAUNCH / script)], text=True, capture_output=True)
-    assert done.returncode != 0 and f"first: launch/{script} " in done.stderr.replace(
+    completed = subprocess.run([str(LAUNCH / script)], text=True, capture_output=True)
+    assert completed.returncode != 0 and f"first: launch/{script} " in completed.stderr.replace(
         "sbatch launch", "launch"
     )
 
 
 def test_a_kubernetes_pod_knows_its_coordinator_and_rank():
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
-    made, _ = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
-    (job,) = made["spec"]["replicatedJobs"]
+    jobset, _ = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     env = {row["name"]: row for row in container["env"]}
@@ -163,7 +167,7 @@ def test_a_kubernetes_pod_knows_its_coordinator_and_rank():
     assert spec["completions"] == spec["parallelism"] and spec["completionMode"] == "Indexed"
     # the first pod's name is JOBSET-JOB-0-0, and the JobSet's own name its subdomain
     host = env["JAX_COORDINATOR_ADDRESS"]["value"].partition(":")[0]
-    assert host == f"{made['metadata']['name']}-{job['name']}-0-0.{made['metadata']['name']}"
+    assert host == f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
     assert "job-completion-index" in str(env["JAX_PROCESS_ID"])
 
 
@@ -173,13 +177,13 @@ def test_kubernetes_servers_have_the_runs_names_and_key():
     run, guard = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
     assert guard["kind"] == "NetworkPolicy"
     (pod,) = [job["template"]["spec"]["template"]["spec"] for job in run["spec"]["replicatedJobs"]]
-    told = {row["name"]: row for row in pod["containers"][0]["env"]}
+    variables = {row["name"]: row for row in pod["containers"][0]["env"]}
     name, spec = service["metadata"]["name"], servers["spec"]
     assert service["spec"]["clusterIP"] == "None" and spec["serviceName"] == name
     (port,) = [row["port"] for row in service["spec"]["ports"]]
     stem = servers["metadata"]["name"]
     urls = [f"http://{stem}-{i}.{name}:{port}" for i in range(spec["replicas"])]
-    assert told["VLLM_URLS"]["value"].split(",") == urls
+    assert variables["VLLM_URLS"]["value"].split(",") == urls
     labels, template = spec["template"]["metadata"]["labels"], spec["template"]["spec"]
     for selector in (
         spec["selector"]["matchLabels"],
@@ -189,8 +193,8 @@ def test_kubernetes_servers_have_the_runs_names_and_key():
         assert selector == labels
     (container,) = template["containers"]
     (key,) = [row for row in container["env"] if row["name"] == "VLLM_API_KEY"]
-    theirs = key["valueFrom"]["secretKeyRef"]
-    assert told["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"] == theirs | {"optional": True}
+    secret = key["valueFrom"]["secretKeyRef"]
+    assert variables["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"] == secret | {"optional": True}
     assert container["ports"][0]["containerPort"] == port
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": port}]
     (jobset,) = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].values()
@@ -211,12 +215,12 @@ def test_the_flags_are_known_to_xla(tmp_path):
     code = f'source {LAUNCH}/env.sh && exec {sys.executable} -c "import jax; jax.devices()"'
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
-    done = subprocess.run(["bash", "-c", code], env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(["bash", "-c", code], env=env, text=True, capture_output=True)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_has_nothing_to_say(script):
     command = [str(Path(sys.executable).parent / "shellcheck"), "-x", script.name]
-    done = subprocess.run(command, cwd=LAUNCH, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(command, cwd=LAUNCH, text=True, capture_output=True)
+    assert completed.returncode == 0, completed.stdout

@@ -43,9 +43,9 @@ def launch(*args):
 
 
 def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
-    done = launch(tmp_path / "run", *SMALL, "--set", "optim.lrr=1")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "Did you mean optim.lr?" in done.stderr and not (tmp_path / "run").exists()
+    completed = launch(tmp_path / "run", *SMALL, "--set", "optim.lrr=1")
+    assert completed.returncode == 2 and completed.stderr.count("\n") == 1
+    assert "Did you mean optim.lr?" in completed.stderr and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -54,8 +54,8 @@ def test_a_recycled_pid_is_not_stopped(tmp_path):
     work = tmp_path / "run"
     work.mkdir()
     (work / "pid").write_text(f"{os.getpid()}\n")
-    done = launch(work, *SMALL, "--set", "steps=1", "--set", "eval.every_steps=1")
-    assert done.returncode == 0, done.stderr
+    completed = launch(work, *SMALL, "--set", "steps=1", "--set", "eval.every_steps=1")
+    assert completed.returncode == 0, completed.stderr
     pid = int((work / "pid").read_text())
     assert pid != os.getpid()
     os.kill(pid, signal.SIGKILL)
@@ -65,11 +65,11 @@ def test_a_recycled_pid_is_not_stopped(tmp_path):
 @pytest.mark.extended  # test_train.py sends the signal itself
 def test_a_detached_run_is_stopped_and_saves(tmp_path):
     work = tmp_path / "run"
-    done = launch(work, *SMALL)
-    assert done.returncode == 0, done.stderr
+    completed = launch(work, *SMALL)
+    assert completed.returncode == 0, completed.stderr
     pid = int((work / "pid").read_text())
-    again = launch(work, *SMALL)
-    assert again.returncode == 2 and str(pid) in again.stderr
+    second_run = launch(work, *SMALL)
+    assert second_run.returncode == 2 and str(pid) in second_run.stderr
     log = work / "log.txt"
     wait(lambda: "rl " in log.read_text())
     os.kill(pid, signal.SIGTERM)

@@ -50,6 +50,6 @@ def test_servers_service_and_policy_follow_the_schema(valid):
 
 def test_the_jobset_follows_the_schema_without_misspelt_fields(valid):
     assert valid(job()) is None
-    wrong = deepcopy(job())
-    wrong["spec"]["completion"] = wrong["spec"].pop("completions")
-    assert "completion" in (valid(wrong) or "")
+    misspelt = deepcopy(job())
+    misspelt["spec"]["completion"] = misspelt["spec"].pop("completions")
+    assert "completion" in (valid(misspelt) or "")

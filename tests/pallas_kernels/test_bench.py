@@ -27,8 +27,8 @@ def quick(monkeypatch, tmp_path):
 
 def run(capsys, *argv):
     assert bench.main([*argv, "--rounds", "1"]) == 0
-    said = capsys.readouterr().out
-    return said, json.loads(said.splitlines()[-1])
+    printed = capsys.readouterr().out
+    return printed, json.loads(printed.splitlines()[-1])
 
 
 CASES = {
@@ -54,12 +54,12 @@ CASES = {
     ],
 )
 def test_every_operation_is_checked_and_timed(capsys, op):
-    said, found = run(capsys, op, "--impl", "xla", "--vs", "reference", "--case", CASES[op])
-    passes = [row["pass"] for row in found["rows"]]
+    printed, record = run(capsys, op, "--impl", "xla", "--vs", "reference", "--case", CASES[op])
+    passes = [row["pass"] for row in record["rows"]]
     assert passes == (["forward", "backward"] if OPS[op].differentiated else ["forward"])
-    assert all(row["ms"] > 0 and row["speed"] > 0 and row["tflops"] > 0 for row in found["rows"])
-    assert len(found["errors"][CASES[op]]["xla"]) == len(OPS[op].results)
-    assert "of matmul" in said and "largest relative error: xla" in said
+    assert all(row["ms"] > 0 and row["speed"] > 0 and row["tflops"] > 0 for row in record["rows"])
+    assert len(record["errors"][CASES[op]]["xla"]) == len(OPS[op].results)
+    assert "of matmul" in printed and "largest relative error: xla" in printed
 
 
 def wrong_window(case, inputs, cotangents):
@@ -109,15 +109,15 @@ def test_only_timed_programs_are_tuned(monkeypatch):
 
 
 def test_the_references_of_a_check_are_not_timed(monkeypatch):
-    op, made, real = OPS["token_logprobs"], [], measure.JittedOp
+    op, calls, real = OPS["token_logprobs"], [], measure.JittedOp
 
     def record(op, case, impl, is_timed=True):
-        made.append((impl, is_timed))
+        calls.append((impl, is_timed))
         return real(op, case, impl, is_timed)
 
     monkeypatch.setattr("pallas_kernels.check.sampled.JittedOp", record)
     check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"))
-    assert made == [("reference", False)]
+    assert calls == [("reference", False)]
 
 
 @pytest.mark.parametrize("name", ["token_logprobs", "decode_attention"])
@@ -159,10 +159,10 @@ def test_unreadable_saved_times_are_one_line(monkeypatch, capsys, tmp_path, text
 
 def test_times_are_compared_with_the_saved_ones(capsys):
     argv = ("token_logprobs", "--impl", "xla", "--vs", "reference", "--case", "one_block")
-    said, _ = run(capsys, *argv, "--save")
-    assert not said.splitlines()[-2].endswith("×")
-    said, _ = run(capsys, *argv)
-    assert said.splitlines()[-2].endswith("×")
+    printed, _ = run(capsys, *argv, "--save")
+    assert not printed.splitlines()[-2].endswith("×")
+    printed, _ = run(capsys, *argv)
+    assert printed.splitlines()[-2].endswith("×")
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,11 @@ def test_a_refused_case_does_not_stop_timing(capsys, monkeypatch):
     monkeypatch.setattr(bench, "check_results", check)
     monkeypatch.setattr(bench, "time_sides", lambda op, case, *_: [row | {"case": case.name}])
     argv = ("sink_attention", "--impl", "xla", "--vs", f"{__name__}:never_packed", "--case")
-    said, found = run(capsys, *argv, "packed", "--case", "gqa8")
-    assert "packed: refused: no packing\n" in said and found["refused"] == {"packed": "no packing"}
-    assert {row["case"] for row in found["rows"]} == {"gqa8"}
+    printed, record = run(capsys, *argv, "packed", "--case", "gqa8")
+    assert "packed: refused: no packing\n" in printed and record["refused"] == {
+        "packed": "no packing"
+    }
+    assert {row["case"] for row in record["rows"]} == {"gqa8"}
     with pytest.raises(SystemExit) as stop:
         bench.main([*argv, "packed"])
     assert stop.value.code == 2
@@ -260,9 +262,9 @@ def test_a_peer_takes_case_and_inputs():
     runs = measure.load_side(op, case, "benchmarks.kernel_peers:cross_entropy").passes(
         inputs, make_cotangents(op, case, inputs, 0)
     )
-    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
+    passes = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
     for part in ("forward", "backward"):
-        for a, b in zip(ours[part](), runs[part](), strict=True):
+        for a, b in zip(passes[part](), runs[part](), strict=True):
             assert relative_error(a, b) < 1e-6
 
 
@@ -276,8 +278,8 @@ def test_exponents_are_fitted_to_the_longer_half():
 @pytest.mark.slow
 def test_windowed_memory_grows_linearly(monkeypatch):
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (128, 256, 512))
-    said = growth.format_growth("xla", jnp.float32, "cpu")
-    powers = [float(line.rsplit("^", 1)[1]) for line in said.splitlines() if "memory" in line]
+    text = growth.format_growth("xla", jnp.float32, "cpu")
+    powers = [float(line.rsplit("^", 1)[1]) for line in text.splitlines() if "memory" in line]
     assert len(powers) == 4 and all(p < 1.2 for p in powers)
 
 
@@ -314,9 +316,9 @@ def test_lengths_that_do_not_fit_are_named(monkeypatch):
 
 def agree(ours, theirs, counts):
     for part, count in counts.items():
-        got = list(theirs[part]())
-        assert len(got) == count
-        for a, b in zip(jax.tree.leaves(ours[part]()), got, strict=False):
+        results = list(theirs[part]())
+        assert len(results) == count
+        for a, b in zip(jax.tree.leaves(ours[part]()), results, strict=False):
             assert relative_error(a, b) < 1e-5
 
 
@@ -324,10 +326,16 @@ def test_without_a_sink_the_rest_is_the_same():
     op = OPS["sink_attention"]
     case = op.cases.get_attention_case("packed")._replace(sinks="none")
     inputs = op.inputs(case, jnp.float32, 0)
-    other = (*inputs[:3], jnp.ones_like(inputs[3]), *inputs[4:])  # a sink that must not count
-    runs = kernel_peers.without_sink(case, other, make_cotangents(op, case, inputs, 0), impl="xla")
-    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
-    agree(ours, runs, {"forward": 2, "backward": 3})  # no gradient of the sink
+    other_inputs = (
+        *inputs[:3],
+        jnp.ones_like(inputs[3]),
+        *inputs[4:],
+    )  # a sink that must not count
+    runs = kernel_peers.without_sink(
+        case, other_inputs, make_cotangents(op, case, inputs, 0), impl="xla"
+    )
+    passes = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
+    agree(passes, runs, {"forward": 2, "backward": 3})  # no gradient of the sink
 
 
 @pytest.mark.parity
@@ -337,8 +345,8 @@ def test_the_experts_of_transformers_make_the_same_swiglu():
     case = op.cases.TEST_CASES[0]  # all rows are used, one group is empty
     inputs = op.inputs(case, jnp.float32, 0)
     runs = kernel_peers.hf_experts(case, inputs, make_cotangents(op, case, inputs, 0))
-    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
-    agree(ours, runs, {"forward": 1, "backward": 3})
+    passes = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
+    agree(passes, runs, {"forward": 1, "backward": 3})
 
 
 @pytest.mark.parametrize("peer", ["cudnn", "cudnn_sink", "tokamax", "without_sink"])
@@ -351,9 +359,9 @@ def test_peers_refuse_in_one_line(peer):
 
 
 def test_relative_errors_ignore_agreeing_infinities_and_nothing_else():
-    right = np.array([-np.inf, 3.0, 4.0])
-    assert relative_error([-np.inf, 3.0, 4.0], right) == 0.0
-    assert relative_error([-np.inf, 3.0, 5.0], right) == pytest.approx(
+    exact = np.array([-np.inf, 3.0, 4.0])
+    assert relative_error([-np.inf, 3.0, 4.0], exact) == 0.0
+    assert relative_error([-np.inf, 3.0, 5.0], exact) == pytest.approx(
         (1 / 3) ** 0.5 / (25 / 3) ** 0.5
     )
 
@@ -391,7 +399,7 @@ def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
 
 def test_a_swiglu_moves_half_the_columns_out():
     case = OPS["grouped_swiglu"].cases.MatmulCase("x", 7, 3, 8, (2, 4))
-    whole, half = (OPS[op].work(case, 2) for op in ("grouped_matmul", "grouped_swiglu"))
-    assert whole.bytes == 2 * (6 * (3 + 8) + 2 * 3 * 8)
+    matmul, half = (OPS[op].work(case, 2) for op in ("grouped_matmul", "grouped_swiglu"))
+    assert matmul.bytes == 2 * (6 * (3 + 8) + 2 * 3 * 8)
     assert half.bytes == 2 * (6 * (3 + 4) + 2 * 3 * 8)
-    assert (half.flops, half.backward_flops) == (whole.flops, whole.backward_flops)
+    assert (half.flops, half.backward_flops) == (matmul.flops, matmul.backward_flops)

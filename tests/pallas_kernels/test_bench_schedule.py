@@ -38,38 +38,44 @@ def files(n=100):
 
 
 def test_loops_nest_and_count_their_cycles():
-    found = schedule_tpu.parse_tpu_schedule("k", *files())
+    schedule = schedule_tpu.parse_tpu_schedule("k", *files())
     inner = (Loop(5, 29, ()), Loop(35, 59, ()))
-    assert found.body == Loop(0, 99, (Loop(2, 89, inner),))  # copies and waits are no loop
-    assert [found.cycles(x) for x, _ in schedule_tpu.walk_loops(found.body)] == [12, 38, 25, 25]
-    assert found.main_loops() == [inner[0]]
-    assert found.share(inner[0], "MXU") == 1.0 and found.share(inner[1], "MXU") == 0.0
-    assert found.share(inner[1], "VLOAD") == pytest.approx(1 / 3)
-    assert found.slots(inner[0], "VSTORE:SPILL") == 25
+    assert schedule.body == Loop(0, 99, (Loop(2, 89, inner),))  # copies and waits are no loop
+    assert [schedule.cycles(x) for x, _ in schedule_tpu.walk_loops(schedule.body)] == [
+        12,
+        38,
+        25,
+        25,
+    ]
+    assert schedule.main_loops() == [inner[0]]
+    assert schedule.share(inner[0], "MXU") == 1.0 and schedule.share(inner[1], "MXU") == 0.0
+    assert schedule.share(inner[1], "VLOAD") == pytest.approx(1 / 3)
+    assert schedule.slots(inner[0], "VSTORE:SPILL") == 25
 
 
 def test_a_time_takes_exact_loop_counts():
-    found = schedule_tpu.parse_tpu_schedule("k", *files())
+    schedule = schedule_tpu.parse_tpu_schedule("k", *files())
     counted = LoopCounts(
         (1, 1), (LoopCounts((10, 10, 10), (LoopCounts((70,)), LoopCounts((30,)))),)
     )
     cycles = 12 + 10 * 38 + 70 * 25 + 30 * 25
-    assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
+    assert schedule.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
     assert (
-        found.ms(LoopCounts((1, 1), (LoopCounts((10, 10), (LoopCounts((70,)),)),)), "v6e") is None
+        schedule.ms(LoopCounts((1, 1), (LoopCounts((10, 10), (LoopCounts((70,)),)),)), "v6e")
+        is None
     )
-    assert found.ms(None, "v6e") is None
+    assert schedule.ms(None, "v6e") is None
 
 
 def test_branches_may_be_counted_apart():
-    found = schedule_tpu.parse_tpu_schedule("k", *files())
-    assert found.skips == ((8, 30),)  # over a loop, and so over none of its gaps
-    found = found._replace(skips=((66, 69),))
+    schedule = schedule_tpu.parse_tpu_schedule("k", *files())
+    assert schedule.skips == ((8, 30),)  # over a loop, and so over none of its gaps
+    schedule = schedule._replace(skips=((66, 69),))
     counted = LoopCounts(
         (1, 1), (LoopCounts((10, 10, (10, 2)), (LoopCounts((70,)), LoopCounts((30,)))),)
     )
     cycles = 12 + 10 * 38 - 8 * 3 + 70 * 25 + 30 * 25
-    assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
+    assert schedule.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
 
 
 def test_a_schedule_of_another_format_is_refused():
@@ -99,8 +105,8 @@ SASS = """
 
 
 def test_the_pipes_of_a_hopper_loop_are_counted():
-    found = schedule_hopper.parse_hopper_kernel("k", SASS)
-    assert len(found.loops) == 1  # the other one feeds no tensor core
+    kernel = schedule_hopper.parse_hopper_kernel("k", SASS)
+    assert len(kernel.loops) == 1  # the other one feeds no tensor core
     want = {
         "tensor": 64 * 128 * 16 // 2048,
         "MUFU": 8,
@@ -110,8 +116,8 @@ def test_the_pipes_of_a_hopper_loop_are_counted():
         "LSU": 0,
         "issue": 4,
     }
-    assert found.pipes(found.loops[0]) == {k: 3 * n for k, n in want.items()}
-    lines = schedule_hopper.format_hopper_kernel("case", found)
+    assert kernel.pipes(kernel.loops[0]) == {k: 3 * n for k, n in want.items()}
+    lines = schedule_hopper.format_hopper_kernel("case", kernel)
     assert "3 computing warpgroups" in lines[0] and "1·64x128x16" in lines[2]
 
 
@@ -161,10 +167,10 @@ def test_a_refused_case_leaves_the_others(capsys, monkeypatch):
     monkeypatch.setattr(bench, "compiler_unavailable", lambda chip: None)
     argv = ["sink_attention", "--compile", "v6e", "--schedule", "--case"]
     assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[1] == "gqa8  refused: INTERNAL: too big"
-    assert said[2].endswith("100 bundles, 0.00 ms (DMA not included)")
-    assert len(said) == 5  # the kernel once; of its loops the one of 32 cycles and more
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "gqa8  refused: INTERNAL: too big"
+    assert lines[2].endswith("100 bundles, 0.00 ms (DMA not included)")
+    assert len(lines) == 5  # the kernel once; of its loops the one of 32 cycles and more
     assert bench.main([*argv, "gqa8"]) == 1
     capsys.readouterr()
     monkeypatch.setattr(schedule, "compile_in_child", lambda *_: schedule.CompilerOutput([], {}))

@@ -86,16 +86,16 @@ def test_a_subclass_of_gymnasiums_env(module):
             return f"Guess {self.np_random.integers(1000)}.", {}
 
         def step(self, action):
-            right = action == self.answer
-            return "Again.", float(right), right, False, {}
+            is_right = action == self.answer
+            return "Again.", float(is_right), is_right, False, {}
 
     module.Guess = Guess
     module.make_wrapped = lambda: gymnasium.wrappers.TimeLimit(Guess(), 1)
     for name in ("Guess", "make_wrapped"):
         make = read_environment(f"{MODULE}:{name}")
-        first, (wrong,), _ = run_episode(make(), say("41"))
-        assert wrong.messages == (Message("user", "Again."),)
-        assert wrong.truncated is (name == "make_wrapped")
+        first, (failed,), _ = run_episode(make(), say("41"))
+        assert failed.messages == (Message("user", "Again."),)
+        assert failed.truncated is (name == "make_wrapped")
         assert run_episode(make(), say("42"))[1][0].terminated
         assert run_episode(make())[0] == first  # one seed, one prompt
 
@@ -255,8 +255,8 @@ def test_an_openenv_server_on_loopback():
             return Heard(text=f"ready {seed}", done=False)
 
         def step(self, action, timeout_s=None, **kwargs):
-            right = action.message == "42"
-            return Heard(text=f"no {action.message}", reward=float(right), done=right)
+            is_right = action.message == "42"
+            return Heard(text=f"no {action.message}", reward=float(is_right), done=is_right)
 
         @property
         def state(self):

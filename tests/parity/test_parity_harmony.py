@@ -55,15 +55,20 @@ def make_turn(rng):
     for i in range(rng.randint(1, 3)):
         turn += "<|start|>assistant" if i else ""
         channel = "<|channel|>" + rng.choice(["analysis", "final", "commentary"])
-        to = rng.choice(["", " to=python", " to=functions.f"])
+        recipient = rng.choice(["", " to=python", " to=functions.f"])
         kind = (
             rng.choice(["", " code", " <|constrain|>json", "<|constrain|>json"])
-            if to
+            if recipient
             else (rng.choice(["", "", "", " <|constrain|>json", "<|constrain|>functions.f"]))
         )
         body = "".join(rng.choices(WORDS, k=rng.randint(0, 4)))
         end = rng.choice(["<|return|>", "<|call|>"]) if i == 2 else "<|end|>"
-        turn += rng.choice([to + channel + kind, channel + to + kind]) + "<|message|>" + body + end
+        turn += (
+            rng.choice([recipient + channel + kind, channel + recipient + kind])
+            + "<|message|>"
+            + body
+            + end
+        )
     return turn
 
 
@@ -116,12 +121,14 @@ def test_ten_thousand_turns_are_the_same_messages(harmony):
     for i in range(10_000):
         text = make_turn(rng) if i % 2 else break_turn(rng)
         ids = tokens.encode(text, specials=True)
-        theirs, error = parse_strictly(harmony, ids)
+        expected, error = parse_strictly(harmony, ids)
         turn = read_turn(prompt, ids, tokens)
-        ours = [(m.role, m.channel, m.recipient, m.content_type, m.content) for m in turn.messages]
-        forged = next((k for k, m in enumerate(theirs) if m[0] != "assistant"), len(theirs))
-        assert ours == list(map(drop_constrain, theirs[:forged])), (text, turn)
-        if forged < len(theirs):
+        actual = [
+            (m.role, m.channel, m.recipient, m.content_type, m.content) for m in turn.messages
+        ]
+        forged = next((k for k, m in enumerate(expected) if m[0] != "assistant"), len(expected))
+        assert actual == list(map(drop_constrain, expected[:forged])), (text, turn)
+        if forged < len(expected):
             assert turn.problem and not turn.is_truncated, text
         elif error:
             assert turn.problem, (text, error)
@@ -147,9 +154,11 @@ def test_turns_of_random_ids_are_the_same_messages(harmony):
         ]
         start = rng.randint(0, min(2, len(ids)))
         ids[start:start] = tokens.encode(make_turn(rng), specials=True)[: rng.randint(2, 12)]
-        theirs, error = parse_strictly(harmony, ids)
+        expected, error = parse_strictly(harmony, ids)
         turn = read_turn(prompt, ids, tokens)
-        ours = [(m.role, m.channel, m.recipient, m.content_type, m.content) for m in turn.messages]
-        theirs = itertools.takewhile(lambda m: m[0] == "assistant", theirs)
-        assert ours == list(map(drop_constrain, theirs)), (ids, turn)
+        actual = [
+            (m.role, m.channel, m.recipient, m.content_type, m.content) for m in turn.messages
+        ]
+        expected = itertools.takewhile(lambda m: m[0] == "assistant", expected)
+        assert actual == list(map(drop_constrain, expected)), (ids, turn)
         assert turn.problem or not error, (ids, error)

@@ -106,11 +106,11 @@ MANY = settings(max_examples=200, deadline=None)
 def make_theirs(harmony, message):
     m = harmony.module
     author = m.Author(role=m.Role(message.role), name=message.name or None)
-    theirs = m.Message.from_author_and_content(author, message.content)
-    theirs.channel = message.channel or None
-    theirs.recipient = message.recipient or None
-    theirs.content_type = message.content_type or None
-    return theirs
+    conversation_message = m.Message.from_author_and_content(author, message.content)
+    conversation_message.channel = message.channel or None
+    conversation_message.recipient = message.recipient or None
+    conversation_message.content_type = message.content_type or None
+    return conversation_message
 
 
 def make_tools(harmony, tools):
@@ -129,9 +129,9 @@ def test_messages_have_the_same_tokens(harmony):
     @given(st.lists(MESSAGE, max_size=5))
     def check(messages):
         m, encoding = harmony.module, harmony.encoding
-        theirs = m.Conversation.from_messages([make_theirs(harmony, x) for x in messages])
+        conversation = m.Conversation.from_messages([make_theirs(harmony, x) for x in messages])
         assert write_messages(messages, harmony.tokenizer) == (
-            encoding.render_conversation_for_completion(theirs, m.Role.ASSISTANT, keep)
+            encoding.render_conversation_for_completion(conversation, m.Role.ASSISTANT, keep)
         )
 
     check()
@@ -143,11 +143,11 @@ def test_a_prompt_and_turn_have_their_training_tokens(harmony):
     thought = Message("assistant", "hm", channel="analysis")
     call = Message("assistant", "1", channel="analysis", recipient="python", content_type="code")
     for turn in ([Message("assistant", "a", channel="final")], [thought, call]):
-        theirs = harmony.module.Conversation.from_messages(
+        conversation = harmony.module.Conversation.from_messages(
             [make_theirs(harmony, x) for x in (question, *turn)]
         )
-        ours = write_messages([question], harmony.tokenizer) + write_turn(turn, harmony.tokenizer)
-        assert ours == harmony.encoding.render_conversation_for_training(theirs, keep)
+        actual = write_messages([question], harmony.tokenizer) + write_turn(turn, harmony.tokenizer)
+        assert actual == harmony.encoding.render_conversation_for_training(conversation, keep)
 
 
 def test_we_and_harmony_read_what_turns_write(harmony):
@@ -167,8 +167,8 @@ def test_we_and_harmony_read_what_turns_write(harmony):
     ids = write_turn(turn, tokens)
     assert read_turn(prompt, ids, tokens).messages == tuple(turn)
     assert read_turn(prompt, ids, tokens).calls == (turn[-1],)
-    theirs = harmony.encoding.parse_messages_from_completion_tokens(ids, m.Role.ASSISTANT)
-    assert [(x.channel, x.recipient) for x in theirs] == [
+    parsed = harmony.encoding.parse_messages_from_completion_tokens(ids, m.Role.ASSISTANT)
+    assert [(x.channel, x.recipient) for x in parsed] == [
         ("analysis", None),
         ("commentary", None),
         ("commentary", "functions.add"),
@@ -193,7 +193,7 @@ def test_prompts_of_messages_and_tools_have_equal_tokens(harmony):
         ),
     ]
     developer = m.DeveloperContent.new().with_instructions("Be brief.")
-    theirs = m.Conversation.from_messages(
+    conversation = m.Conversation.from_messages(
         [
             m.Message.from_role_and_content(
                 m.Role.SYSTEM, m.SystemContent.new().with_python_tool()
@@ -209,7 +209,7 @@ def test_prompts_of_messages_and_tools_have_equal_tokens(harmony):
         (Template("harmony", "Be brief."), chat),
     ):
         text, tokens = template.render_messages(messages, harmony.tokenizer, tools)
-        assert tokens == encoding.render_conversation_for_completion(theirs, m.Role.ASSISTANT)
+        assert tokens == encoding.render_conversation_for_completion(conversation, m.Role.ASSISTANT)
         assert text == encoding.decode(tokens)
 
 
@@ -227,19 +227,19 @@ def test_sections_of_tools_have_the_same_tokens(harmony):
             system = system.with_python_tool()
         if tools:
             developer = developer.with_function_tools(make_tools(harmony, tools))
-        theirs = m.Conversation.from_messages(
+        conversation = m.Conversation.from_messages(
             [
                 m.Message.from_role_and_content(m.Role.SYSTEM, system),
                 m.Message.from_role_and_content(m.Role.DEVELOPER, developer),
             ]
         )
-        ours = [*tools, *([ToolDescription("python", "", {})] if with_python else [])]
+        declared = [*tools, *([ToolDescription("python", "", {})] if with_python else [])]
         assert write_messages(
             [
-                Message("system", write_system_text(effort.value.lower(), ours)),
-                Message("developer", write_developer_text(instructions, ours)),
+                Message("system", write_system_text(effort.value.lower(), declared)),
+                Message("developer", write_developer_text(instructions, declared)),
             ],
             harmony.tokenizer,
-        ) == harmony.encoding.render_conversation_for_completion(theirs, m.Role.ASSISTANT)
+        ) == harmony.encoding.render_conversation_for_completion(conversation, m.Role.ASSISTANT)
 
     check()

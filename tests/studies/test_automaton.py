@@ -39,20 +39,20 @@ def test_answers_are_the_states_after_the_symbols():
 
 
 def test_equal_seeds_give_equal_prompts():
-    first, again, other = (
+    first, repeated, other = (
         SMALL.sample_prompts(np.random.default_rng(seed), 4) for seed in (1, 1, 2)
     )
-    assert first[0] == again[0] and first[0] != other[0]
-    np.testing.assert_array_equal(first[1], again[1])
+    assert first[0] == repeated[0] and first[0] != other[0]
+    np.testing.assert_array_equal(first[1], repeated[1])
 
 
 def test_the_score_is_the_share_of_right_states():
     prompts, answers = SMALL.sample_prompts(np.random.default_rng(0), 3)
-    wrong = 3 + (answers[1] - 3 + 1) % 5
+    moved = 3 + (answers[1] - 3 + 1) % 5
     half = np.where(np.arange(7) < 3, answers[2], 3 + (answers[2] - 3 + 1) % 5)
     rollouts = [
         rollout(prompts[2], half),
         rollout(prompts[0], answers[0]),
-        rollout(prompts[1], wrong),
+        rollout(prompts[1], moved),
     ]
     np.testing.assert_allclose(SMALL.score(rollouts, answers), [3 / 7, 1.0, 0.0])

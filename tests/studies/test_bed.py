@@ -34,7 +34,7 @@ def test_a_bed_shares_prompts_as_its_config_says():
 @pytest.mark.slow
 def test_shared_prompts_leave_a_beds_step_unchanged():
     prompts, answers = TASK.sample_prompts(np.random.default_rng(0), 4)
-    found = []
+    calls = []
     for choice in ("off", "on"):
         bed_step = bed_step_of(choice)
         cfg = bed_step.cfg
@@ -42,8 +42,8 @@ def test_shared_prompts_leave_a_beds_step_unchanged():
         state = init_rl_state(params, cfg, make_rate_optimizer(cfg, RATE))
         policy = jax.tree.map(np.asarray, state.policy)
         state, row = take_step(bed_step, state, policy, prompts, answers, seed=0, step=1, rate=RATE)
-        found.append((jax.device_get(state.policy), row))
-    (want, want_row), (actual, row) = found
+        calls.append((jax.device_get(state.policy), row))
+    (want, want_row), (actual, row) = calls
     assert row.keys() == want_row.keys() and want_row["grad/norm"] > 0
     for name, x in want_row.items():
         np.testing.assert_allclose(row[name], x, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -45,11 +45,11 @@ def test_only_the_word_backward_is_right():
 
 
 def test_the_start_has_four_bit_values(released):
-    again = decode_experts(round_experts(released), jnp.float32)
+    decoded = decode_experts(round_experts(released), jnp.float32)
     for kind in ("sliding", "full"):
         for name in MATRICES:
             np.testing.assert_array_equal(
-                again["layers"][kind][name], released["layers"][kind][name]
+                decoded["layers"][kind][name], released["layers"][kind][name]
             )
 
 
@@ -80,10 +80,10 @@ def test_only_four_bit_engines_differ_from_their_trainer(released, contender):
 def test_moved_codes_are_counted_and_bases_have_none(released):
     packed = round_experts(released)
     assert changed_share(packed, packed) == 0.0
-    other = round_experts(jax.tree.map(lambda x: -x, released))
+    negated = round_experts(jax.tree.map(lambda x: -x, released))
     matrices = [released["layers"][kind][name] for kind in ("sliding", "full") for name in MATRICES]
     n_zeros = sum(int(jnp.sum(x == 0)) for x in matrices)
-    assert changed_share(packed, other) == 1 - n_zeros / sum(x.size for x in matrices)
+    assert changed_share(packed, negated) == 1 - n_zeros / sum(x.size for x in matrices)
 
 
 @pytest.mark.slow

@@ -33,11 +33,11 @@ def routing_inputs():
 
 def test_a_beds_noise_switches_experts_except_replayed_ones():
     h_BTD, layer = routing_inputs()
-    own, _ = route_top_k(h_BTD, layer, active=2)
+    top_k, _ = route_top_k(h_BTD, layer, active=2)
     noisy, _ = route_disturbed(h_BTD, layer, active=2, context=CONTEXT, scale=0.3)
-    switched = np.any(np.sort(own, -1) != np.sort(noisy, -1), axis=-1)
+    switched = np.any(np.sort(top_k, -1) != np.sort(noisy, -1), axis=-1)
     assert 0.05 < switched.mean() < 0.9
-    replayed = (own + 1) % CFG.n_experts
+    replayed = (top_k + 1) % CFG.n_experts
     replayed = replayed.at[0, 0].set(-1)
     indices, weights = route_disturbed(
         h_BTD, layer, active=2, context=CONTEXT, scale=0.3, indices_BTA=replayed
@@ -70,9 +70,9 @@ def test_a_second_call_repeats_no_contender(tmp_path, monkeypatch):
     comparisons = run_bed(BEDS["two_forwards"], tmp_path, **options)
     assert [c.contender.name for c in comparisons] == list(few)
     assert len(reports) == 6
-    again = run_bed(BEDS["two_forwards"], tmp_path, **options)
+    repeated = run_bed(BEDS["two_forwards"], tmp_path, **options)
     assert len(reports) == 6
-    assert [c.values for c in again] == [c.values for c in comparisons]
+    assert [c.values for c in repeated] == [c.values for c in comparisons]
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
     monkeypatch.setattr("studies.router_bed.WARM_LOSS", 2.0)
     params = load_bed_weights(1, tmp_path)
     stored = (tmp_path / "warm_start_1.npz").read_bytes()
-    again = load_bed_weights(1, tmp_path)
+    reloaded = load_bed_weights(1, tmp_path)
     assert (tmp_path / "warm_start_1.npz").read_bytes() == stored
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(reloaded), strict=True):
         np.testing.assert_array_equal(x, y)
     fresh = init_params(jax.random.key(1), CFG)
     assert not np.array_equal(params["head"], fresh["head"])

@@ -161,8 +161,8 @@ def errors_of_approximations(router, start, step, direction):
     ratios_BT = np.exp(new_logp_BT - old_logp_BT)
     surrogate = old_value + old_B @ ((ratios_BT - 1.0).sum(1) * (REWARDS_B - old_value))
     # The derivative on this side of the boundary, from a step away from it.
-    back = run(start - 1e-5 * direction)[0].sum(1)
-    slope = (old_value - np.exp(back) @ REWARDS_B) / 1e-5
+    backward = run(start - 1e-5 * direction)[0].sum(1)
+    slope = (old_value - np.exp(backward) @ REWARDS_B) / 1e-5
     return abs(new_value - surrogate), abs(new_value - old_value - step * slope)
 
 

@@ -60,8 +60,8 @@ def test_unbounded_sequence_weights_have_no_bias(key):
     bias = biases(key)
     assert bias["sequence_is(inf)"] < ROUNDING
     # Each of the others has one here, so that a comparison with the wrong target would show.
-    others = ("no ratio (REINFORCE)", "token_is(2)", "ppo_clip", "no correction")
-    assert all(bias[name] > 1e-3 for name in others if name in bias)
+    names = ("no ratio (REINFORCE)", "token_is(2)", "ppo_clip", "no correction")
+    assert all(bias[name] > 1e-3 for name in names if name in bias)
 
 
 @pytest.mark.parametrize("key", ["selection 0", "weights 0"])

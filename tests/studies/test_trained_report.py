@@ -48,9 +48,9 @@ def stored_runs(monkeypatch):
             raise KeyboardInterrupt
         return [NOTHING, BETTER]
 
-    router, *others = command.TRAINED_STUDIES
+    router, *other_studies = command.TRAINED_STUDIES
     stored = replace(router, run_bed=run_bed, measure_costs=lambda folder, report: {"better": 1.25})
-    monkeypatch.setattr(command, "TRAINED_STUDIES", (stored, *others))
+    monkeypatch.setattr(command, "TRAINED_STUDIES", (stored, *other_studies))
     monkeypatch.setattr(command.jax.config, "update", lambda *setting: None)
     return calls
 

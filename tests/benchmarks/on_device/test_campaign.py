@@ -52,16 +52,16 @@ def test_broken_stages_cost_only_themselves_and_keep_messages(call, tmp_path):
     start = time.monotonic()
     assert call(*broken, QUICK, arguments=("--together", "3")) == 1
     assert time.monotonic() - start < 25, "a stage must not wait for another's limit"
-    found = read(tmp_path)
-    assert {name: (x["status"], x["message"]) for name, x in found.items()} == {
+    figures = read(tmp_path)
+    assert {name: (x["status"], x["message"]) for name, x in figures.items()} == {
         "hangs": ("timed out", "gave no end in 1 s"),
         "dies": ("failed", "killed by signal 9"),
         "fills": ("out of memory", "host memory above 0.2 GB"),
         "fails": ("failed", "it must not be so"),
         "quick": ("done", ""),
     }
-    assert found["fails"]["figures"] == [{"step": 1}]
-    assert found["fails"]["command"] == f"A_NAME='two words' python -m {FAULTS} fail"
+    assert figures["fails"]["figures"] == [{"step": 1}]
+    assert figures["fails"]["command"] == f"A_NAME='two words' python -m {FAULTS} fail"
     assert "it must not be so" in (tmp_path / "outputs.txt").read_text()
 
 
@@ -136,11 +136,11 @@ def test_a_killed_campaign_loses_only_what_ran(call, tmp_path):
     assert not alive, "a stage must end with its campaign"
     assert read(tmp_path).keys() == {"quick"}
     path = tmp_path / "results.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content + content[: len(content) // 2])
     mended = Stage("slow", QUICK.command, 30)
     assert call(QUICK, mended) == 0
-    assert path.read_bytes().startswith(whole)
+    assert path.read_bytes().startswith(content)
     assert [x["stage"] for x in results.load_records(path)] == ["quick", "slow"]
 
 
@@ -150,14 +150,14 @@ def test_a_record_without_an_end_is_dropped(tmp_path, cut):
     record = dict.fromkeys(results.FIELDS, "x")
     for name in "ab":
         results.append_record(path, record | {"stage": name})
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    path.write_bytes(whole[: first + cut if cut > 0 else cut])
-    kept = ["a", "b"] if cut == -1 else ["a"]  # only the end of the line is missing
-    assert [x["stage"] for x in results.load_records(path)] == kept
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    path.write_bytes(content[: first + cut if cut > 0 else cut])
+    names = ["a", "b"] if cut == -1 else ["a"]  # only the end of the line is missing
+    assert [x["stage"] for x in results.load_records(path)] == names
     results.drop_half_record(path)
     results.append_record(path, record | {"stage": "c"})
-    assert [x["stage"] for x in results.load_records(path)] == [*kept, "c"]
+    assert [x["stage"] for x in results.load_records(path)] == [*names, "c"]
 
 
 def test_results_of_another_commit_do_not_count(call, tmp_path, capsys):
@@ -206,8 +206,8 @@ def test_names_of_stages_are_unique_and_name_files():
 
 def test_simulations_have_phases_devices_and_few_stages():
     first, second = (Stage(x, (), 9, 10, 5) for x in "ab")
-    later = Stage("c", (), 9, 1, 1, phase=1)
-    assert campaign.simulate((first, second, later), 8) == [("a", 15), ("b", 20), ("c", 22)]
+    later_stage = Stage("c", (), 9, 1, 1, phase=1)
+    assert campaign.simulate((first, second, later_stage), 8) == [("a", 15), ("b", 20), ("c", 22)]
     assert campaign.simulate((first, second), 1) == [("a", 15), ("b", 30)]
 
 

@@ -56,10 +56,12 @@ def test_every_form_of_a_package_list_is_read():
 
 
 def test_missing_packages_are_neither_present_nor_excluded():
-    there = carried.parse_packages(PIP_LIST)
-    wanted = [Requirement(x) for x in ("ml_dtypes", "grain>=0.2", "nvidia-cutlass-dsl", "jax>=1")]
-    assert names(carried.find_missing(wanted, there)) == ["grain"]
-    assert carried.find_unmet(wanted, there) == ["jax>=1: 0.11.2"]
+    installed = carried.parse_packages(PIP_LIST)
+    requirements = [
+        Requirement(x) for x in ("ml_dtypes", "grain>=0.2", "nvidia-cutlass-dsl", "jax>=1")
+    ]
+    assert names(carried.find_missing(requirements, installed)) == ["grain"]
+    assert carried.find_unmet(requirements, installed) == ["jax>=1: 0.11.2"]
 
 
 def test_a_wheels_requirements_are_carried_in_turn_once(registry, tmp_path):
@@ -67,8 +69,8 @@ def test_a_wheels_requirements_are_carried_in_turn_once(registry, tmp_path):
     registry["array"] = "1", ["portpicker>=1", 'etils; extra == "path"', 'no; extra == "dev"']
     registry["portpicker"] = "1.6", ["torch>=3"]
     registry["etils"] = "2", []
-    there = carried.parse_packages(PIP_LIST)
-    wheels, unmet = carried.carry([Requirement("grain")], there, tmp_path)
+    installed = carried.parse_packages(PIP_LIST)
+    wheels, unmet = carried.carry([Requirement("grain")], installed, tmp_path)
     assert [x.name.partition("-")[0] for x in wheels] == ["grain", "array", "portpicker", "etils"]
     assert unmet == ["portpicker asks for torch>=3: 2.11.0+cu130"]
     table = carried.format_table(wheels, carried.check_size(wheels))

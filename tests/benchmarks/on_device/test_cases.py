@@ -24,15 +24,15 @@ def count_gpu_tests():
 
 
 def test_the_groups_have_every_gpu_case_once():
-    every = list_cases()
-    grouped = [name for group in GROUPS for name in order_group(every, group, set())]
-    assert sorted(grouped) == sorted(every) and len(every) == count_gpu_tests() > 250
-    assert {name for name, case in every.items() if case.group == "right"} == cases.RIGHT
-    invariant = order_group(every, "invariant", set())
-    assert invariant[0] == OTHER_ROWS and every[invariant[1]].size == 1
+    all_cases = list_cases()
+    grouped = [name for group in GROUPS for name in order_group(all_cases, group, set())]
+    assert sorted(grouped) == sorted(all_cases) and len(all_cases) == count_gpu_tests() > 250
+    assert {name for name, case in all_cases.items() if case.group == "right"} == cases.RIGHT
+    invariant = order_group(all_cases, "invariant", set())
+    assert invariant[0] == OTHER_ROWS and all_cases[invariant[1]].size == 1
     assert all(x.endswith("mosaic_gpu_invariant") for x in invariant[1:])
-    assert {every[x].size for x in order_group(every, "real", set())} == {1, 2}
-    assert all(x.endswith("triton") for x in order_group(every, "triton", set()))
+    assert {all_cases[x].size for x in order_group(all_cases, "real", set())} == {1, 2}
+    assert all(x.endswith("triton") for x in order_group(all_cases, "triton", set()))
 
 
 def test_cases_already_right_are_not_repeated(tmp_path):
@@ -44,21 +44,21 @@ def test_cases_already_right_are_not_repeated(tmp_path):
     ]
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps({"figures": figures}) + '\n{"stage": "other"}\n{"figures": [{"ca')
-    done = cases.read_done([path])
-    assert done == {first} and cases.read_done([]) == set()
-    assert order_group(list_cases(), "real", done)[:2] == [second, third]
+    results = cases.read_done([path])
+    assert results == {first} and cases.read_done([]) == set()
+    assert order_group(list_cases(), "real", results)[:2] == [second, third]
 
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_and_reports_each_open_case(capfd, tmp_path):
-    done = tmp_path / "results.jsonl"
+    results = tmp_path / "results.jsonl"
     figures = [{"case": REHEARSAL[1], "verdict": "right"}]
-    done.write_text(json.dumps({"figures": figures}))
-    assert cases.main(["--platform", "cpu", "--workers", "2", "--done", str(done)]) == 0
+    results.write_text(json.dumps({"figures": figures}))
+    assert cases.main(["--platform", "cpu", "--workers", "2", "--done", str(results)]) == 0
     lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith(cases.MARK)]
-    *each, total = [json.loads(x.removeprefix(cases.MARK)) for x in lines]
-    assert {x["case"] for x in each} == {REHEARSAL[0], REHEARSAL[2]}
-    assert {x["verdict"] for x in each} == {"right"} and all(x["seconds"] > 0 for x in each)
+    *reports, total = [json.loads(x.removeprefix(cases.MARK)) for x in lines]
+    assert {x["case"] for x in reports} == {REHEARSAL[0], REHEARSAL[2]}
+    assert {x["verdict"] for x in reports} == {"right"} and all(x["seconds"] > 0 for x in reports)
     assert (total["cases"], total["right"]) == (2, 2)
 
 
@@ -85,10 +85,17 @@ def test_a_dead_worker_is_replaced_without_losing_cases(monkeypatch, capfd):
     names = ["a", "b", "raises", "c", "dies", "d"]
     assert cases.run_cases(names, "cpu", 1) == {"right": 4, "wrong": 0, "refused": 0, "error": 2}
     lines = [x for x in capfd.readouterr().out.splitlines() if x.startswith(cases.MARK)]
-    told = {x["case"]: x for x in (json.loads(y.removeprefix(cases.MARK)) for y in lines)}
-    assert list(told) == names and told["dies"]["message"] == "the process ended with status 7"
-    assert told["a"]["pid"] == told["b"]["pid"] == told["raises"]["pid"] != told["c"]["pid"]
-    assert told["c"]["pid"] != told["d"]["pid"]
+    verdicts = {x["case"]: x for x in (json.loads(y.removeprefix(cases.MARK)) for y in lines)}
+    assert (
+        list(verdicts) == names and verdicts["dies"]["message"] == "the process ended with status 7"
+    )
+    assert (
+        verdicts["a"]["pid"]
+        == verdicts["b"]["pid"]
+        == verdicts["raises"]["pid"]
+        != verdicts["c"]["pid"]
+    )
+    assert verdicts["c"]["pid"] != verdicts["d"]["pid"]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +110,10 @@ def test_a_dead_worker_is_replaced_without_losing_cases(monkeypatch, capfd):
     ],
 )
 def test_memory_errors_repeat_a_case_alone(monkeypatch, raised, size, verdict):
-    held = []
+    locks = []
 
     def hold(name):
-        held.append(name)
+        locks.append(name)
         return contextlib.nullcontext()
 
     monkeypatch.setattr(cases, "device_shared", lambda: hold("shared"))
@@ -119,7 +126,7 @@ def test_memory_errors_repeat_a_case_alone(monkeypatch, raised, size, verdict):
                 raise raised
 
     assert cases.judge_case(Case("rest", size, run)) == verdict
-    assert held == (["shared", "alone"] if isinstance(raised, MemoryError) else ["shared"])
+    assert locks == (["shared", "alone"] if isinstance(raised, MemoryError) else ["shared"])
 
 
 def test_a_fault_and_a_failed_test_are_wrong(monkeypatch):

@@ -175,7 +175,7 @@ def test_the_newest_verdict_counts_in_its_group(write):
     def judge(name, verdict, message=""):
         return {"case": name, "verdict": verdict, "message": message}
 
-    whole = {"group": "rest", "cases": 2, "right": 1}
+    complete = {"group": "rest", "cases": 2, "right": 1}
     text = write(
         make_record(
             "cases_real",
@@ -187,7 +187,7 @@ def test_the_newest_verdict_counts_in_its_group(write):
             "cases_rest",
             judge("c", "right"),
             judge("d", "refused"),
-            whole,
+            complete,
             status="failed",
             date="2026-01-03",
             commit="later",
@@ -253,8 +253,8 @@ def test_recomputation_after_a_call_is_named(write):
         "share_of_bandwidth": 0.1348,
         "peak_bytes": None,
     }
-    again = x | {"rows": 256, "recomputed": "bytes_a_token: it counted too many"}
-    text = write(make_record("decode_b", again), make_record("decode_a", x))
+    recomputed = x | {"rows": 256, "recomputed": "bytes_a_token: it counted too many"}
+    text = write(make_record("decode_b", recomputed), make_record("decode_a", x))
     assert read_rows(text, "Decoding") == [
         ["20b", rows, "1,024", "20.0", "3,200", "647", "0.135", "–", "–"] for rows in ("64", "256")
     ]
@@ -299,10 +299,10 @@ def test_a_number_has_three_digits(x, text):
 
 
 def test_commands_are_shown_as_they_are_typed():
-    now = "XLA_FLAGS='--a=0 --b=1' N=1 python -m m --set 'x=a b' --set y=2"
+    command_now = "XLA_FLAGS='--a=0 --b=1' N=1 python -m m --set 'x=a b' --set y=2"
     early = """'XLA_FLAGS='"'"'--a=0 --b=1'"'"'' N=1 python -m m --set 'x=a b' --set y=2"""
-    shown = """XLA_FLAGS="--a=0 --b=1" N=1 python -m m --set 'x=a b' --set y=2"""
-    assert format_command(now) == format_command(early) == shown
+    command_shown = """XLA_FLAGS="--a=0 --b=1" N=1 python -m m --set 'x=a b' --set y=2"""
+    assert format_command(command_now) == format_command(early) == command_shown
     assert format_code("a |\n`b`") == "`a / 'b'`" and format_code("") == ""
 
 

@@ -36,9 +36,11 @@ save_checkpoint(folder, 2, state, {}, keep=3)
 @pytest.mark.parametrize("limit_bytes", [300, 3000])
 def test_a_failed_save_is_one_line_and_the_next_one_is_complete(tmp_path: Path, limit_bytes: int):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(limit_bytes)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("\n") == 1 and "File too large" in done.stdout, done.stdout
+    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert completed.returncode == 0, completed.stdout
+    assert completed.stdout.count("\n") == 1 and "File too large" in completed.stdout, (
+        completed.stdout
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 

@@ -49,7 +49,7 @@ def test_rows_of_a_run_with_an_environment_are_split_otherwise():
         PLAIN, "data.environment=my_env:Game", "rollout.max_turns=2", "rollout.max_context=200"
     )
     other = override(played, "data.environment=my_env:Game(tries=5)")
-    same = ContentDigests({"data.task": "1"}, {"data.task": "1"})
-    check_use(WORK, json.loads(to_json(played)), other, same)
+    equal_digests = ContentDigests({"data.task": "1"}, {"data.task": "1"})
+    check_use(WORK, json.loads(to_json(played)), other, equal_digests)
     with pytest.raises(ConfigError, match="rows that it was trained on would count as held out"):
-        check_use(WORK, json.loads(to_json(played)), PLAIN, same)
+        check_use(WORK, json.loads(to_json(played)), PLAIN, equal_digests)

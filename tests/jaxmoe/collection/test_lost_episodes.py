@@ -234,10 +234,10 @@ def test_a_late_reward_is_not_paid():
         threads=threads,
         reply_timeout_s=1.0,
     )
-    late = rollouts[1]
-    assert returned.is_set() and late.stop is StopReason.ENV_TIMEOUT
-    assert sum(late.env_rewards.values()) == 0.5
-    assert max(late.env_metrics.values()) == 0.0
+    late_rollout = rollouts[1]
+    assert returned.is_set() and late_rollout.stop is StopReason.ENV_TIMEOUT
+    assert sum(late_rollout.env_rewards.values()) == 0.5
+    assert max(late_rollout.env_metrics.values()) == 0.0
 
 
 def test_too_many_abandoned_threads_end_the_run():

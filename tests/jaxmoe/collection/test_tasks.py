@@ -121,9 +121,9 @@ def test_an_answer_cut_short_keeps_its_last_token(task):
 def test_an_episodes_answer_is_its_last_turn(task, stop):
     prompt = task.held_out_prompts()[0]
     answer = answer_tokens(prompt, task)
-    ask, reply = [*task.tokenizer.encode("2*3"), answer[-1]], task.tokenizer.encode("6\n")
-    tokens = np.array([*ask, *reply, *answer], np.int32)
-    mask = np.array([True] * len(ask) + [False] * len(reply) + [True] * len(answer))
+    question, reply = [*task.tokenizer.encode("2*3"), answer[-1]], task.tokenizer.encode("6\n")
+    tokens = np.array([*question, *reply, *answer], np.int32)
+    mask = np.array([True] * len(question) + [False] * len(reply) + [True] * len(answer))
     zeros, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
     episode = Rollout(prompt, tokens, zeros, stop, versions, policy_mask=mask)
     assert response_text(episode, task) == prompt.answer

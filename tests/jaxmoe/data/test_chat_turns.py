@@ -130,11 +130,11 @@ def test_other_templates_refuse_tool_calls(text):
 
 
 def test_rows_with_different_recipients_are_different(tmp_path):
-    other = json.loads(json.dumps(HARMONY).replace("functions.mul", "functions.add"))
-    rows = [read_chat(chat) for chat in (HARMONY, other)]
+    renamed = json.loads(json.dumps(HARMONY).replace("functions.mul", "functions.add"))
+    rows = [read_chat(chat) for chat in (HARMONY, renamed)]
     assert rows[0].identity != rows[1].identity
     sources = []
-    for i, chat in enumerate((HARMONY, other)):
+    for i, chat in enumerate((HARMONY, renamed)):
         path = tmp_path / f"{i}.jsonl"
         path.write_text(json.dumps({"messages": chat, "answer": "4"}))
         sources.append(open_source(str(path)))

@@ -80,6 +80,6 @@ def test_other_keys_and_values_are_refused(columns):
 
 def test_columns_are_set_by_key_or_together():
     cfg = load_config("tiny.py")
-    together = override(cfg, "data.columns={'question': 'problem'}")
-    assert together.data.columns == {"question": "problem"}
-    assert override(cfg, "data.columns.question=problem") == together
+    joined = override(cfg, "data.columns={'question': 'problem'}")
+    assert joined.data.columns == {"question": "problem"}
+    assert override(cfg, "data.columns.question=problem") == joined

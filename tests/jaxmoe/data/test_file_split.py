@@ -107,10 +107,10 @@ def test_too_many_rows_are_refused_with_what_fits(tmp_path):
         open_split(path, {}, SplitRequest(4096, 2))
     with pytest.raises(ConfigError, match=r"Try --set data.held_out_rows=4\.$"):
         open_split(path, {}, SplitRequest(None, 9))
-    one = write_questions(tmp_path / "one.jsonl", [0])
-    for options in ({}, {"held_out": one}):
+    single = write_questions(tmp_path / "one.jsonl", [0])
+    for options in ({}, {"held_out": single}):
         with pytest.raises(ConfigError, match=r"Add rows to the file\.$"):
-            open_split(one, options, SplitRequest(4, 1))
+            open_split(single, options, SplitRequest(4, 1))
 
 
 def test_without_shuffling_the_order_is_the_files(tmp_path):

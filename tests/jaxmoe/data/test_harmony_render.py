@@ -79,14 +79,14 @@ ASSISTANT = st.builds(
 
 @given(st.lists(ASSISTANT, min_size=1, max_size=4), st.booleans())
 def test_what_a_turn_writes_is_read_from_it(messages, is_code):
-    *others, last = messages
+    *earlier, last = messages
     if is_code and last.recipient:
         last = Message(
             "assistant", last.content, channel="analysis", recipient="python", content_type="code"
         )
     prompt = write_messages([Message("user", "q")], BYTES)
-    turn = read_turn(prompt, write_turn([*others, last], BYTES), BYTES)
-    assert turn.messages == (*others, last) and turn.problem == ""
+    turn = read_turn(prompt, write_turn([*earlier, last], BYTES), BYTES)
+    assert turn.messages == (*earlier, last) and turn.problem == ""
     assert turn.calls == tuple(m for m in turn.messages if m.recipient)
 
 

@@ -42,14 +42,16 @@ def test_functions_are_a_namespace_of_types():
 
 def test_the_system_message_declares_python_and_function_calls():
     rule = "\nCalls to these tools must go to the commentary channel: 'functions'."
-    plain, python, both = (
+    plain, python, python_and_tools = (
         write_system_text("low", tools) for tools in ([], [PYTHON], [PYTHON, SEARCH])
     )
     assert "Reasoning: low\n\n# Valid channels" in plain and rule not in plain + python
     assert f"# Tools\n\n## python\n\n{PYTHON_DESCRIPTION}\n\n# Valid channels" in python
-    assert both == python + rule
-    own = ToolDescription("python", "Evaluates arithmetic only.", {})
-    assert "## python\n\nEvaluates arithmetic only.\n\n# Valid" in write_system_text("low", [own])
+    assert python_and_tools == python + rule
+    custom = ToolDescription("python", "Evaluates arithmetic only.", {})
+    assert "## python\n\nEvaluates arithmetic only.\n\n# Valid" in write_system_text(
+        "low", [custom]
+    )
 
 
 def test_the_recipient_of_a_call_names_its_tool():

@@ -66,8 +66,8 @@ def test_harmony_declares_tools_of_row_and_run():
     template = Template(
         "harmony", tools=(replace(WEATHER, description="Ours."), ToolDescription("add", "Add.", {}))
     )
-    other = {"name": "look", "description": "Look.", "parameters": {}}
-    text, _ = template.render(read(prompt="q", tools=[*TOOLS, other]), TOKENIZER)
+    look_tool = {"name": "look", "description": "Look.", "parameters": {}}
+    text, _ = template.render(read(prompt="q", tools=[*TOOLS, look_tool]), TOKENIZER)
     assert "Ours." in text and "The weather." not in text and "type look = () => any" in text
     assert text.count("type weather") == text.count("type add") == 1
 
@@ -133,7 +133,7 @@ def test_served_prompts_hold_no_earlier_analysis():
     )
     row = Row("d", "1", earlier=turns)
     served, _ = Template("harmony").render(row, TOKENIZER)
-    kept, _ = Template("harmony", keep_analysis=True).render(row, TOKENIZER)
+    with_analysis, _ = Template("harmony", keep_analysis=True).render(row, TOKENIZER)
     # a call that no final message has followed still needs its analysis
     assert "thought 1" not in served and "thought 2" in served
-    assert "thought 1" in kept and "thought 2" in kept
+    assert "thought 1" in with_analysis and "thought 2" in with_analysis

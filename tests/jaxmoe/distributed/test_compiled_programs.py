@@ -64,11 +64,11 @@ def test_the_environment_turns_keeping_off(environ, tmp_path, settings):
 
 
 def test_each_processor_has_its_own_programs(tmp_path):
-    one, other, same = (tmp_path / name for name in ("one", "other", "same"))
-    one.write_text("model name : A\nflags : avx2\nbogomips : 4800.0\n")
+    first, second, same = (tmp_path / name for name in ("one", "other", "same"))
+    first.write_text("model name : A\nflags : avx2\nbogomips : 4800.0\n")
     same.write_text("model name : A\nflags : avx2\nbogomips : 4801.2\n")
-    other.write_text("model name : A\nflags : avx2 avx512f\nbogomips : 4800.0\n")
-    assert identify_processor(one) == identify_processor(same) != identify_processor(other)
+    second.write_text("model name : A\nflags : avx2 avx512f\nbogomips : 4800.0\n")
+    assert identify_processor(first) == identify_processor(same) != identify_processor(second)
 
 
 def test_the_least_recently_used_programs_go_first(programs, monkeypatch, tmp_path):
@@ -79,11 +79,11 @@ def test_the_least_recently_used_programs_go_first(programs, monkeypatch, tmp_pa
 
 
 def test_what_a_killed_run_wrote_is_removed(programs, tmp_path):
-    later = (programs / "checked").stat().st_mtime + 5
-    complete = write_program(programs, "complete", used_at=later)
-    cut = write_program(programs, "cut", used_at=later)
+    mtime = (programs / "checked").stat().st_mtime + 5
+    complete = write_program(programs, "complete", used_at=mtime)
+    cut = write_program(programs, "cut", used_at=mtime)
     cut.write_bytes(cut.read_bytes()[:-20])
-    os.utime(cut, (later, later))
+    os.utime(cut, (mtime, mtime))
     keep_compiled_programs({"XDG_CACHE_HOME": str(tmp_path)})
     assert complete.exists() and not cut.exists()
 

@@ -31,15 +31,15 @@ def test_two_processes_share_episodes_and_call_tools_once(tmp_path):
             break
     assert [code for code, _ in ends] == [0, 0], ends
     check_steps(runs[0])
-    ours, theirs = ([r for call in run.sampled for r in call] for run in runs)
-    assert len(ours) == len(theirs) > 40
-    for a, b in zip(ours, theirs, strict=True):
+    actual, expected = ([r for call in run.sampled for r in call] for run in runs)
+    assert len(actual) == len(expected) > 40
+    for a, b in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.stop is b.stop
         assert a.env_metrics == b.env_metrics
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
     pids = (folder / "calls.txt").read_text().split()
-    known = sum(r.env_metrics["tool/calls"] - r.env_metrics["tool/unknown"] for r in ours)
-    assert len(pids) == known > 30
+    n_known = sum(r.env_metrics["tool/calls"] - r.env_metrics["tool/unknown"] for r in actual)
+    assert len(pids) == n_known > 30
     # Each steps about half of the episodes.
     counts = [pids.count(pid) for pid in set(pids)]
     assert len(counts) == 2 and min(counts) > len(pids) / 4

@@ -37,12 +37,12 @@ def test_two_processes_share_prompts_and_change_no_metric():
         if not any("Gloo context initialization failed" in text for _, text in outputs):
             break
     assert codes == [0, 0], outputs
-    found = json.loads(outputs[0][0].splitlines()[-1])
-    for shared, own in zip(found["on"], found["off"], strict=True):
+    report = json.loads(outputs[0][0].splitlines()[-1])
+    for shared, unshared in zip(report["on"], report["off"], strict=True):
         assert shared.pop("batch/computed_tokens_frac") < 0.75
-        assert own.pop("batch/computed_tokens_frac") == 1.0
-        assert shared.keys() == own.keys() and own["grad/norm"] > 0
-        for name, value in own.items():
+        assert unshared.pop("batch/computed_tokens_frac") == 1.0
+        assert shared.keys() == unshared.keys() and unshared["grad/norm"] > 0
+        for name, value in unshared.items():
             assert abs(shared[name] - value) <= 1e-5 * max(1.0, abs(value)), name
-    first, second = found["on"]
+    first, second = report["on"]
     assert abs(first["loss"] - second["loss"]) > 1e-4  # the optimizer moved the weights

@@ -339,9 +339,9 @@ def test_two_processes_train_on_the_numbers_of_one(tmp_path):
         read_samples(tmp_path / name / "layers.jsonl") for name in ("one", "two")
     )
     assert len(layers_of_two) == len(layers_of_one) == 2
-    for one, two in zip(layers_of_one, layers_of_two, strict=True):
-        assert one.keys() == two.keys() and len(one) > 8
-        for name, value in one.items():
+    for single, two in zip(layers_of_one, layers_of_two, strict=True):
+        assert single.keys() == two.keys() and len(single) > 8
+        for name, value in single.items():
             np.testing.assert_allclose(two[name], value, atol=1e-5, err_msg=name)
 
 

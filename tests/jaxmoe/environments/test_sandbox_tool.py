@@ -35,13 +35,13 @@ def call_tool(environment, code):
 
 
 def test_an_episode_keeps_its_variables_and_shares_none(tools, environment):
-    other = ToolEnvironment(tools)
-    other.reset(Row("1+1", "2"), seed=0)
+    second = ToolEnvironment(tools)
+    second.reset(Row("1+1", "2"), seed=0)
     assert call_tool(environment, "x = 58 * 96\nprint('a')\nx") == ("a\n5568", {"tool/calls"})
     assert call_tool(environment, "x + 1")[0] == "5569"
-    text, metrics = call_tool(other, "x")
+    text, metrics = call_tool(second, "x")
     assert "NameError" in text and metrics == {"tool/calls", "tool/errors"}
-    other.close()
+    second.close()
 
 
 @pytest.mark.parametrize(

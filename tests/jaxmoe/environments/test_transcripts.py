@@ -45,8 +45,8 @@ def make_rollout(*parts, stop=StopReason.STOP_TOKEN):
 def test_a_message_has_its_author_and_its_recipient():
     user = Message("user", "<|end|> and then?")  # a mark that is spelt in plain tokens is text
     search = Message("assistant", "{}", channel="commentary", recipient="functions.search")
-    found = Message("tool", "1\n2", name="functions.search")
-    rollout = make_rollout([THOUGHT, CALL], [REPLY, user], [search], [found], [FINAL])
+    reply = Message("tool", "1\n2", name="functions.search")
+    rollout = make_rollout([THOUGHT, CALL], [REPLY, user], [search], [reply], [FINAL])
     assert make_transcript(rollout, TOKENIZER) == [
         ("policy", "assistant (analysis)", "I should calculate."),
         ("policy", "assistant to python", "69*69"),

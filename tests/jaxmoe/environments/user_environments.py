@@ -20,9 +20,9 @@ class Guess:
 
     def step(self, messages):
         self.n_turns += 1
-        right = turn_text(messages) == "42"
-        info = {"rewards": {"answer": float(right), "speed": 0.5}, "metrics": {"env/guesses": 1}}
-        return ["no"] * (not right), right + 0.5, right, self.n_turns == self.limit, info
+        is_right = turn_text(messages) == "42"
+        info = {"rewards": {"answer": float(is_right), "speed": 0.5}, "metrics": {"env/guesses": 1}}
+        return ["no"] * (not is_right), is_right + 0.5, is_right, self.n_turns == self.limit, info
 
 
 class AsyncGuess(Guess):
@@ -113,10 +113,10 @@ class SkyGuess:
 
     def step(self, action):
         self.turns += 1
-        done = action == self.truth or self.turns == self.max_turns
-        observations = [] if done else [{"role": "user", "content": f"not {action}"}]
+        is_over = action == self.truth or self.turns == self.max_turns
+        observations = [] if is_over else [{"role": "user", "content": f"not {action}"}]
         reward = float(action == self.truth)
-        return {"observations": observations, "reward": reward, "done": done, "metadata": {}}
+        return {"observations": observations, "reward": reward, "done": is_over, "metadata": {}}
 
     def get_metrics(self):
         return {"steps": self.turns, "name": "x"}
@@ -136,8 +136,14 @@ class GymGuess:
         return "" if self.silent else f"Guess {seed}.", {"anything": object()}
 
     def step(self, action):
-        right = action == self.answer
-        return "" if right else "Again.", float(right), right, False, {"anything": object()}
+        is_right = action == self.answer
+        return (
+            "" if is_right else "Again.",
+            float(is_right),
+            is_right,
+            False,
+            {"anything": object()},
+        )
 
     def render(self):
         return None

@@ -92,9 +92,9 @@ def test_tests_that_catch_exceptions_hide_no_crash(pool):
 
 
 def test_broken_tests_are_not_the_answers_fault(pool):
-    right = "def f(x): return 2 * x"
+    correct = "def f(x): return 2 * x"
     for tests in ("pass", "def check(c): pass", "1 +", "undefined()"):
-        assert grade(pool, right, tests).status is GradeStatus.BAD_TEST
+        assert grade(pool, correct, tests).status is GradeStatus.BAD_TEST
 
 
 def test_code_is_read_in_blocks_and_after_prompts():
@@ -150,10 +150,10 @@ def score(response, row, **options):
 def test_the_reward_counts_each_outcome_by_name():
     first_kind()
     row = {"prompt": PROMPT, "test": TESTS, "entry_point": "f"}
-    right = score("```python\ndef f(x):\n    return 2 * x\n```", row)
-    assert right["score"] == 1.0 and not any(x for name, x in right.items() if name != "score")
-    late = score("def f(x):\n    while True: pass", row, timeout_s=1.0)
-    assert late["score"] == 0.0 and late["timeout"] == 1.0
+    correct = score("```python\ndef f(x):\n    return 2 * x\n```", row)
+    assert correct["score"] == 1.0 and not any(x for name, x in correct.items() if name != "score")
+    timed_out = score("def f(x):\n    while True: pass", row, timeout_s=1.0)
+    assert timed_out["score"] == 0.0 and timed_out["timeout"] == 1.0
     none = score("I cannot.", {**row, "prompt": "Write f."})
     assert none["no_code"] == 1.0 and sum(none.values()) == 1.0
 

@@ -150,12 +150,12 @@ def test_each_doubling_of_the_speed_earns_the_same(monkeypatch, speedup, expecte
 
 def test_outcomes_have_equal_parts_except_the_speedup():
     first_kind()
-    wrong = score("def matmul(A, B): return A", repetitions=1)
-    right = score(KERNELS["columns first"], repetitions=1)
+    failed = score("def matmul(A, B): return A", repetitions=1)
+    passed = score(KERNELS["columns first"], repetitions=1)
     none = score("I cannot.")
-    assert set(wrong) == set(none) == set(right) - {"speedup"}
-    assert all(type(name) is str for name in right)
-    for parts, part in ((wrong, "incorrect"), (right, "correct"), (none, "no_code")):
+    assert set(failed) == set(none) == set(passed) - {"speedup"}
+    assert all(type(name) is str for name in passed)
+    for parts, part in ((failed, "incorrect"), (passed, "correct"), (none, "no_code")):
         counts = {k: v for k, v in parts.items() if k not in ("score", "speedup")}
         assert [name for name, count in counts.items() if count] == [part]
 

@@ -191,8 +191,8 @@ def test_on_policy_each_has_the_policy_gradient(name):
     x = x | {"old_logits": x["logits"], "old_experts": x["experts"]}
 
     def loss(logp):
-        same = x | {"logp": logp, "old": jax.lax.stop_gradient(logp)}
-        return masked_sum(call_objective(name, same), jnp.asarray(MASK))
+        on_policy = x | {"logp": logp, "old": jax.lax.stop_gradient(logp)}
+        return masked_sum(call_objective(name, on_policy), jnp.asarray(MASK))
 
     grad = jax.grad(loss)(jnp.asarray(x["logp"], jnp.float32))
     np.testing.assert_allclose(grad, np.where(MASK, -x["a"], 0.0), rtol=8 * EPS)
@@ -259,8 +259,11 @@ def test_erpo_contains_gspo_and_ppo_clip():
 
     # All experts of a token, as with soft routing, form one group in each row.
     soft = jnp.broadcast_to(jnp.arange(E), (B, T, L, E))
-    own = jnp.broadcast_to(jnp.arange(T)[None, :, None, None], (B, T, L, 1))
-    for experts, numbers, other in ((soft, jnp.arange(E), gspo), (own, jnp.arange(T), ppo_clip)):
+    per_token = jnp.broadcast_to(jnp.arange(T)[None, :, None, None], (B, T, L, 1))
+    for experts, numbers, other in (
+        (soft, jnp.arange(E), gspo),
+        (per_token, jnp.arange(T), ppo_clip),
+    ):
         value, grad = value_and_gradient(
             lambda v, e=experts, n=numbers: erpo(v, old, a, mask, e, n, **options)
         )

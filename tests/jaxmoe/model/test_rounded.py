@@ -136,9 +136,9 @@ def test_no_layer_decodes_all_its_experts(weights):
         f"bf16[{cfg.n_experts},{rows},{columns}]"
         for rows, columns in ((cfg.d_model, 2 * cfg.d_expert), (cfg.d_expert, cfg.d_model))
     ]
-    ours = str(jax.make_jaxpr(jax.grad(lambda p: loss(with_rounded(p, packed))))(params))
+    text = str(jax.make_jaxpr(jax.grad(lambda p: loss(with_rounded(p, packed))))(params))
     dense = str(jax.make_jaxpr(jax.grad(loss))(params))
-    assert all(shape in dense and shape not in ours for shape in shapes)
+    assert all(shape in dense and shape not in text for shape in shapes)
 
 
 def test_an_expert_that_no_token_takes_has_no_gradient(weights):

@@ -59,14 +59,14 @@ def test_tokens_experts_layers_steps_and_seeds_have_independent_noise():
     reference = np.asarray(normal_noise(hash_uniform(h_BTD, E, (5, 2, 3))))[0]
     # The smallest change of one activation.
     nudged_BTD = h_BTD.at[..., 4].set(np.nextafter(h_BTD[..., 4], 9))
-    others = {
+    others_noise = {
         "another step": hash_uniform(h_BTD, E, (6, 2, 3)),
         "another layer": hash_uniform(h_BTD, E, (5, 3, 3)),
         "another seed": hash_uniform(h_BTD, E, (5, 2, 4)),
         "another bit": hash_uniform(nudged_BTD, E, (5, 2, 3)),
     }
     bound = 4.5 / np.sqrt(N * E)
-    for name, uniform in others.items():
+    for name, uniform in others_noise.items():
         other = np.asarray(normal_noise(uniform))[0]
         assert abs(np.corrcoef(reference.ravel(), other.ravel())[0, 1]) < bound, name
     between_experts = np.corrcoef(reference.T) - np.eye(E)
@@ -77,9 +77,9 @@ def test_tokens_experts_layers_steps_and_seeds_have_independent_noise():
 def test_a_token_has_the_same_noise_at_any_place_of_a_batch():
     h_BTD = hidden(12)
     layer, jitted = layer_of(np.random.default_rng(0)), jax.jit(partial(NOISY, active=A))
-    together, _ = jitted(h_BTD, layer, context=context())
-    alone, _ = jitted(h_BTD.reshape(12, 1, D), layer, context=context())
-    np.testing.assert_array_equal(together[0], alone[:, 0])
+    batched, _ = jitted(h_BTD, layer, context=context())
+    unbatched, _ = jitted(h_BTD.reshape(12, 1, D), layer, context=context())
+    np.testing.assert_array_equal(batched[0], unbatched[:, 0])
 
 
 def test_without_exploration_the_experts_are_those_of_top_k():
@@ -119,9 +119,9 @@ def test_the_weights_are_those_with_which_a_trainer_replays_the_experts():
 
 def test_gumbel_noise_of_scale_1_selects_one_expert_by_its_probability():
     layer = layer_of(np.random.default_rng(0), scale=0.7)
-    one = hidden(1)
+    single_token = hidden(1)
     # One token's logits, with the noise of many tokens.
-    logits_E = np.asarray(one @ layer["w_router"] + layer["b_router"][None, None])[0, 0]
+    logits_E = np.asarray(single_token @ layer["w_router"] + layer["b_router"][None, None])[0, 0]
     noise = np.asarray(gumbel_noise(hash_uniform(hidden(), E, (1,))))[0]
     counts = np.bincount(np.argmax(logits_E + noise, axis=-1), minlength=E)
     expected = np.exp(logits_E.astype(np.float64))

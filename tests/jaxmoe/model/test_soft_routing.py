@@ -189,11 +189,11 @@ def test_straight_through_has_the_value_of_top_k_and_the_gradient_of_soft():
 
 def test_straight_through_uses_replayed_experts_and_its_own_where_they_are_unknown():
     h_BTD, layer = hidden(), random_layer()
-    own, _ = route_top_k(h_BTD, layer, active=A)
-    replayed = (own + 2) % E
+    top_k, _ = route_top_k(h_BTD, layer, active=A)
+    replayed = (top_k + 2) % E
     replayed = replayed.at[0, 0].set(-1)
     indices, weights = route_straight_through(h_BTD, layer, active=A, indices_BTA=replayed)
-    expected = np.where(np.asarray(replayed) < 0, own, replayed)
+    expected = np.where(np.asarray(replayed) < 0, top_k, replayed)
     np.testing.assert_array_equal(np.sort(indices[..., :A], -1), np.sort(expected, -1))
     logits = np.take_along_axis(logits64(h_BTD, layer), np.asarray(indices[..., :A]), -1)
     np.testing.assert_allclose(weights[..., :A], softmax64(logits), rtol=3e-6)

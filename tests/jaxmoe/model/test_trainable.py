@@ -91,9 +91,9 @@ def test_the_trained_parameters_are_counted_without_padding():
 def test_of_a_lora_run_adapters_are_counted_and_selected():
     cfg = override(TINY, "lora.attention_rank=2", "lora.targets=w_q", "warmup.steps=0")
     pairs = jax.tree.leaves(policy_specs(cfg.model, cfg.lora))
-    both = sum(int(np.prod(spec.shape)) for spec in pairs)
-    assert count_trained(cfg) == (both, count_params(cfg.model)[0] + both)
+    n_of_pair = sum(int(np.prod(spec.shape)) for spec in pairs)
+    assert count_trained(cfg) == (n_of_pair, count_params(cfg.model)[0] + n_of_pair)
     only_b = override(cfg, "optim.trainable=.*/b")
-    assert 0 < count_trained(only_b)[0] < both
+    assert 0 < count_trained(only_b)[0] < n_of_pair
     with pytest.raises(ConfigError, match="matches none"):  # nor may the warm start have nothing
         count_trained(override(only_b, "warmup.steps=1"))

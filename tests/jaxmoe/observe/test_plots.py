@@ -116,8 +116,8 @@ def test_no_legend_covers_a_curve_or_a_value(monkeypatch, tmp_path, end):
         box = axes.get_legend().get_window_extent()
         assert not box.overlaps(axes.patch.get_window_extent())
         assert not box.overlaps(axes.title.get_window_extent())
-        for other in figures[0].axes:  # nor what belongs to the panel above
-            assert other is axes or not box.overlaps(other.xaxis.label.get_window_extent())
+        for panel in figures[0].axes:  # nor what belongs to the panel above
+            assert panel is axes or not box.overlaps(panel.xaxis.label.get_window_extent())
         for value in axes.texts:
             place = value.get_window_extent()
             points = [axes.transData.transform(line.get_xydata()) for line in axes.lines]

@@ -51,17 +51,17 @@ def main() -> None:
     init = jax.jit(make_state, **out_shardings_option(cfg, mesh, shapes, 0))
     program = rl_program(cfg, ops, mesh, a, tx, shapes)
     step = jax.jit(program.fn, **program.options)
-    found = {}
+    metrics_of = {}
     for choice in ("on", "off"):
         sharing = sharing_from_config(override(cfg, f"optim.share_prompts={choice}"), plain.attend)
         batch, minibatches = split_minibatches(draw_groups(cfg), a, seed=(0,), sharing=sharing)
-        state, found[choice] = init(policy), []
+        state, metrics_of[choice] = init(policy), []
         for _ in range(2):
             state, metrics, _ = step(state, shard_rows(batch, mesh), minibatches, None)
             values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-            found[choice].append(values | sharing_metrics(batch, minibatches))
+            metrics_of[choice].append(values | sharing_metrics(batch, minibatches))
     if jax.process_index() == 0:
-        print(json.dumps(found))
+        print(json.dumps(metrics_of))
 
 
 if __name__ == "__main__":

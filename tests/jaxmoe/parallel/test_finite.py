@@ -40,5 +40,5 @@ def test_only_broken_experts_are_named():
     params = broken_params(np.finfo(np.float32).max)
     params["embed"] = params["embed"].at[0, 0].set(math.nan)
     assert find_not_finite(params) == ""
-    without = params | {"layers": {"full": {"w_down": None}, "sliding": {}}}
-    assert find_not_finite(without) == ""
+    remaining = params | {"layers": {"full": {"w_down": None}, "sliding": {}}}
+    assert find_not_finite(remaining) == ""

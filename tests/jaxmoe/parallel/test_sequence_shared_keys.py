@@ -104,8 +104,8 @@ def test_windows_over_shared_keys_use_no_halo():
 
 
 def keys_without_their_last_segment(patch):
-    own = ring._own_keys
-    patch.setattr(ring, "_own_keys", lambda *x: own(*x)._replace(last_segments_bs=None))
+    own_keys = ring._own_keys
+    patch.setattr(ring, "_own_keys", lambda *x: own_keys(*x)._replace(last_segments_bs=None))
 
 
 def last_segments_that_do_not_travel(patch):

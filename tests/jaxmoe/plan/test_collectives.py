@@ -41,8 +41,8 @@ def nested(x, n):
         return x + lax.psum_scatter(wide * 0.1, "a", tiled=True), None
 
     def rounds(_, x):
-        left = lax.fori_loop(0, n, lambda _, x: lax.all_gather(x, "b")[0], x)
-        return lax.ppermute(left, "a", [(0, 1), (1, 0)])
+        left_value = lax.fori_loop(0, n, lambda _, x: lax.all_gather(x, "b")[0], x)
+        return lax.ppermute(left_value, "a", [(0, 1), (1, 0)])
 
     x, _ = lax.scan(outer, x, None, length=5)
     return lax.fori_loop(0, n, rounds, x)
@@ -50,24 +50,28 @@ def nested(x, n):
 
 def by_kind(counted):
     kinds = {}
-    for one, times in counted.items():
-        kinds.setdefault(one.kind, []).append((one.operand, len(one.groups[0]), times))
+    for collective, times in counted.items():
+        kinds.setdefault(collective.kind, []).append(
+            (collective.operand, len(collective.groups[0]), times)
+        )
     return kinds
 
 
 def test_loops_multiply_and_bytes_are_of_a_ring(mesh):
     text = text_of(mesh, nested)
-    once, often = count_collectives(text, 8), count_collectives(text, 8, unknown=7)
-    known = {
+    counts, counts_of_seven = count_collectives(text, 8), count_collectives(text, 8, unknown=7)
+    trip_counts = {
         "all-reduce": [(PIECE, 4, 15)],
         "all-gather": [(PIECE, 2, 5)],
         "reduce-scatter": [(2 * PIECE, 2, 5)],
     }
-    assert {k: v for k, v in by_kind(+once).items() if k in known} == known
+    assert {k: v for k, v in by_kind(+counts).items() if k in trip_counts} == trip_counts
     ring = 15 * 2 * 3 / 4 * PIECE + 5 * PIECE + 5 * 2 * PIECE / 2
-    assert sent_bytes(once) == ring
-    assert sent_bytes(often) == ring + 7 * PIECE  # the permutation; what is within does not turn
-    assert by_kind(+often)["collective-permute"] == [(PIECE, 2, 7)]
+    assert sent_bytes(counts) == ring
+    assert (
+        sent_bytes(counts_of_seven) == ring + 7 * PIECE
+    )  # the permutation; what is within does not turn
+    assert by_kind(+counts_of_seven)["collective-permute"] == [(PIECE, 2, 7)]
 
 
 def test_a_missing_trip_count_is_read_from_conditions(mesh):
@@ -102,9 +106,13 @@ ENTRY %main (x: f32[3]) -> f32[3] {
 
 def test_an_all_to_all_keeps_its_own_part(mesh):
     swap = partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
-    (one,) = count_collectives(text_of(mesh, lambda x, _: swap(x)), 8)
-    assert (one.kind, one.operand, one.sent_bytes) == ("all-to-all", PIECE, PIECE / 2)
-    assert set(map(frozenset, one.groups)) == {frozenset({i, i + 4}) for i in range(4)}
+    (collective,) = count_collectives(text_of(mesh, lambda x, _: swap(x)), 8)
+    assert (collective.kind, collective.operand, collective.sent_bytes) == (
+        "all-to-all",
+        PIECE,
+        PIECE / 2,
+    )
+    assert set(map(frozenset, collective.groups)) == {frozenset({i, i + 4}) for i in range(4)}
 
 
 def test_a_branch_counts_its_larger_side(mesh):
@@ -137,8 +145,8 @@ ENTRY %main (x: f32[3]) -> f32[6] {{
   %x = f32[3]{{0}} parameter(0)
   ROOT %y = f32[6]{{0}} all-gather(%x), channel_id=1, {written}, dimensions={{0}}
 }}"""
-    (one,) = count_collectives(text, 4)
-    assert one.groups == groups and one.operand == 12
+    (collective,) = count_collectives(text, 4)
+    assert collective.groups == groups and collective.operand == 12
     unheard = text.replace(written, "replica_groups=@sigil")
     with pytest.raises(ValueError, match="known form; got replica_groups=@sigil"):
         count_collectives(unheard, 4)

@@ -22,16 +22,16 @@ HELD = plan_memory(CFG)
 
 
 def test_all_factorisations_of_a_number_are_listed_once():
-    found = list(factorizations(12, 3))
-    assert len(found) == len(set(found)) == 18
-    assert all(math.prod(cut) == 12 for cut in found)
+    products = list(factorizations(12, 3))
+    assert len(products) == len(set(products)) == 18
+    assert all(math.prod(cut) == 12 for cut in products)
 
 
 def test_meshes_are_ordered_by_changes_and_cuts():
-    first, *others = mesh_settings(CFG, 8)
-    changed = [len(one) for one in others]
+    first, *remaining = mesh_settings(CFG, 8)
+    changed = [len(one) for one in remaining]
     assert first == [] and changed == sorted(changed) and changed[-1] == 4
-    two = [" ".join(one) for one in others if len(one) == 2]
+    two = [" ".join(one) for one in remaining if len(one) == 2]
     cuts = ["sequence" in one or "tensor" in one for one in two]
     assert cuts == sorted(cuts) and {*cuts} == {False, True}
 
@@ -51,23 +51,23 @@ def test_cheap_settings_are_tried_first_and_in_turn():
 
 def test_mesh_host_bfloat16_and_devices_come_in_order():
     assert find_nearest_fit(CFG, HELD.training) == (8, [], HELD.training)
-    found = [
-        find_nearest_fit(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)
+    order = [
+        find_nearest_fit(CFG, memory) for memory in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)
     ]
-    assert found[0][:2] == (8, ["mesh.fsdp=1", "mesh.expert=8"])
-    assert found[1][:2] == (8, ["optim.moments=host"])
-    assert found[2][:2] == (8, ["optim.param_dtype=bfloat16"])
-    assert found[3][0] == 16 and not any("param_dtype" in one for one in found[3][1])
+    assert order[0][:2] == (8, ["mesh.fsdp=1", "mesh.expert=8"])
+    assert order[1][:2] == (8, ["optim.moments=host"])
+    assert order[2][:2] == (8, ["optim.param_dtype=bfloat16"])
+    assert order[3][0] == 16 and not any("param_dtype" in setting for setting in order[3][1])
     # 16 would do in bfloat16: another run, which so many devices are no reason for
     assert find_nearest_fit(CFG, 24 * GB)[:2] == (
         32,
         ["mesh.fsdp=8", "optim.tokens_per_microbatch=49152"],
     )
-    devices, changes, needs = found[3]
-    other = override(CFG, *changes)
-    check_mesh(other)
-    mem = plan_memory(other)
-    assert needs == max(mem.training, mem.sampling) <= 30 * GB and other.mesh.devices == devices
+    devices, changes, needs = order[3]
+    changed = override(CFG, *changes)
+    check_mesh(changed)
+    mem = plan_memory(changed)
+    assert needs == max(mem.training, mem.sampling) <= 30 * GB and changed.mesh.devices == devices
 
 
 def test_what_the_compiler_adds_counts():
@@ -76,9 +76,9 @@ def test_what_the_compiler_adds_counts():
 
 def test_fewer_sequences_at_once_fit_a_large_sampler():
     cfg = override(CFG, "rollout.max_parallel_sequences=16384")
-    held = plan_memory(cfg)
-    assert held.sampling > held.training
-    assert find_nearest_fit(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
+    memory_plan = plan_memory(cfg)
+    assert memory_plan.sampling > memory_plan.training
+    assert find_nearest_fit(cfg, memory_plan.training)[1] == ["rollout.max_parallel_sequences=8"]
 
 
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):

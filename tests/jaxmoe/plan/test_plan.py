@@ -119,14 +119,14 @@ def a_step(live, sends=()):
 def test_a_run_that_does_not_fit_gets_advice():
     cfg, gpu = load_config("gptoss20b.py"), CHIPS["h100"]
     mem = plan_memory(cfg)
-    found = a_step(90 * 10**9)
-    of = report.step_fit(cfg, found, gpu)
+    compiled = a_step(90 * 10**9)
+    of = report.step_fit(cfg, compiled, gpu)
     assert of.missing == 90 * 10**9 + mem.engine_copy - gpu.memory > 0
     text = report.format_fit(cfg, of, True, "typed --x 1", (1.2, 1.0))
     assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB too much" in text
     assert ". Try typed --x 1 --set " in text and "which needs about" in text and "\n" not in text
-    more = report.format_fit(cfg, report.Fit(1, 31 * 10**9, 30 * 10**9), False, "typed")
-    assert "Try 16 devices: --set mesh.fsdp=4 --set optim." in more
+    devices_text = report.format_fit(cfg, report.Fit(1, 31 * 10**9, 30 * 10**9), False, "typed")
+    assert "Try 16 devices: --set mesh.fsdp=4 --set optim." in devices_text
 
 
 def test_a_gpu_share_beyond_three_quarters_is_explained():
@@ -143,20 +143,20 @@ def test_a_gpu_share_beyond_three_quarters_is_explained():
 
 
 def test_libtpu_that_finds_no_place_is_read():
-    said = (
+    message = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
         "space hbm. Used 22.88G of 15.75G hbm. Exceeded hbm capacity by 7.13G."
     )
-    found = parse_too_large(said, 10**9, 2.0)
-    assert found == TooLarge(round(22.88 * 2**30), round(15.75 * 2**30), 2.0)
+    parsed = parse_too_large(message, 10**9, 2.0)
+    assert parsed == TooLarge(round(22.88 * 2**30), round(15.75 * 2**30), 2.0)
     part = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (46.48G) exceeds available HBM (31.24G). HLO module: jit."
     )
-    beside = parse_too_large(part, 10**9, 2.0)
-    assert beside == TooLarge(round(46.48 * 2**30) + 10**9, round(31.24 * 2**30), 2.0)
+    parsed_part = parse_too_large(part, 10**9, 2.0)
+    assert parsed_part == TooLarge(round(46.48 * 2**30) + 10**9, round(31.24 * 2**30), 2.0)
     assert parse_too_large("INTERNAL: something else", 0, 2.0) is None
-    lines = list(report.memory_lines(BIG, found, report.step_fit(BIG, found, CHIPS["v5e"])))
+    lines = list(report.memory_lines(BIG, parsed, report.step_fit(BIG, parsed, CHIPS["v5e"])))
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
 
 
@@ -175,32 +175,32 @@ def test_a_compiled_step_tells_its_bytes():
 
 def test_host_memory_is_printed_next_to_the_devices():
     cfg = override(BIG, "optim.moments=host")
-    found = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
-    *_, line = report.memory_lines(cfg, found, report.step_fit(cfg, found, CHIPS["v5e"]))
+    compiled = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
+    *_, line = report.memory_lines(cfg, compiled, report.step_fit(cfg, compiled, CHIPS["v5e"]))
     size = f"{plan_memory(BIG).optimizer / 1e9:.2f} GB".split()
     assert line.split() == ["on", "its", "host", *size, *size]
-    *_, line = report.memory_lines(BIG, found, report.step_fit(BIG, found, CHIPS["v5e"]))
+    *_, line = report.memory_lines(BIG, compiled, report.step_fit(BIG, compiled, CHIPS["v5e"]))
     assert "host" not in line
 
 
 def test_work_is_of_the_layers_and_the_head():
     cfg = override(BIG, "optim.remat=False", "optim.tokens_per_microbatch=0")
-    m, done = cfg.model, step_work(cfg, algorithm_from_config(cfg))
+    m, work = cfg.model, step_work(cfg, algorithm_from_config(cfg))
     flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
     share = cfg.rollout.sequences_per_step / 64
     forward = flops.linear + flops.attention + head
-    assert done.useful == 3 * forward * share
-    assert done.flops == pytest.approx(done.useful + share * (flops.attention / 2 + head))
-    again = step_work(override(cfg, "optim.remat=True"), algorithm_from_config(cfg))
-    more = again.flops - done.flops
-    assert more == pytest.approx(share * (flops.linear + flops.attention))
+    assert work.useful == 3 * forward * share
+    assert work.flops == pytest.approx(work.useful + share * (flops.attention / 2 + head))
+    recomputed = step_work(override(cfg, "optim.remat=True"), algorithm_from_config(cfg))
+    extra_flops = recomputed.flops - work.flops
+    assert extra_flops == pytest.approx(share * (flops.linear + flops.attention))
     kl = override(cfg, "loss.kl_coef=0.1")
-    assert step_work(kl, algorithm_from_config(kl)).flops - done.flops == pytest.approx(
+    assert step_work(kl, algorithm_from_config(kl)).flops - work.flops == pytest.approx(
         share * forward
     )
     scored = override(cfg, "loss.old_logp=recomputed", "loss.epochs=2")
     twice = step_work(scored, algorithm_from_config(scored))
-    assert twice.flops == pytest.approx(2 * done.flops + share * forward)
+    assert twice.flops == pytest.approx(2 * work.flops + share * forward)
     packed = count_full_lengths(BIG, None)
     assert packed.updates.microbatches == cfg.rollout.sequences_per_step // 64
 
@@ -209,8 +209,8 @@ def visible_pairs(prompt, answer, samples, window):
     """Pairs of a query and a key that it sees, in a row of a group."""
     positions = [np.arange(prompt - 1), *samples * [np.arange(prompt - 1, prompt + answer)]]
     owner = np.repeat(np.arange(samples + 1), [len(x) for x in positions])
-    at = np.concatenate(positions)
-    distance = at[:, None] - at
+    positions_T = np.concatenate(positions)
+    distance = positions_T[:, None] - positions_T
     sees = (owner == 0) | (owner[:, None] == owner)
     return int((sees & (distance >= 0) & (distance < window)).sum())
 
@@ -225,17 +225,17 @@ def test_the_work_of_shared_prompts_is_counted_once():
     )
     a, m = algorithm_from_config(cfg), cfg.model
     sharing = shared_at_full_lengths(cfg, make_ops(cfg).attend)
-    done, today = step_work(cfg, a, sharing), step_work(cfg, a)
+    work, today = step_work(cfg, a, sharing), step_work(cfg, a)
     group = 1023 + 8 * 513
     pairs = sum(visible_pairs(1024, 512, 8, window) for window in (1536, m.sliding_window))
     attention = m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * pairs
     linear = layer_flops(cfg, group).linear + 2 * group * m.d_model * m.padded_vocab
-    assert done.useful == pytest.approx(3 * 128 * (linear + attention) / 64)  # 128 groups
-    assert 0.41 < done.useful / today.useful < 0.43
+    assert work.useful == pytest.approx(3 * 128 * (linear + attention) / 64)  # 128 groups
+    assert 0.41 < work.useful / today.useful < 0.43
     assert microbatch_tokens(cfg, sharing) == 2 * group  # of a device's 16 sequences
     assert microbatch_tokens(cfg) == 16 * 1536
     arrays = [layer_traffic(cfg, n) for n in (16 * 1536, 2 * group)]
-    assert today.traffic - done.traffic == pytest.approx(3 * (arrays[0] - arrays[1]))
+    assert today.traffic - work.traffic == pytest.approx(3 * (arrays[0] - arrays[1]))
 
 
 @pytest.mark.parametrize("name", ["tiny.py", "tiny_tool.py", "tiny_if.py", "gptoss20b.py"])
@@ -248,14 +248,14 @@ def test_shared_rows_hold_no_more_than_planned(name, changes):
 
 
 def test_the_slowest_bounds_a_step():
-    chip, done = CHIPS["h200"], step_work(BIG, algorithm_from_config(BIG))
-    one = Collective("all-gather", 1e9, (tuple(range(16)),))
-    least = step_bounds(done, {one: 100}, chip, [i // 8 for i in range(16)])
-    assert least.links == pytest.approx(100 * 15e9 / chip.links)
-    assert least.network == pytest.approx(100 * 1e9 / chip.network)
-    assert least.arithmetic == done.flops / chip.flops
-    assert least.step == max(dataclasses.astuple(least)) and least.limit == "links"
-    assert step_bounds(done, {one: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
+    chip, work = CHIPS["h200"], step_work(BIG, algorithm_from_config(BIG))
+    collective = Collective("all-gather", 1e9, (tuple(range(16)),))
+    bounds = step_bounds(work, {collective: 100}, chip, [i // 8 for i in range(16)])
+    assert bounds.links == pytest.approx(100 * 15e9 / chip.links)
+    assert bounds.network == pytest.approx(100 * 1e9 / chip.network)
+    assert bounds.arithmetic == work.flops / chip.flops
+    assert bounds.step == max(dataclasses.astuple(bounds)) and bounds.limit == "links"
+    assert step_bounds(work, {collective: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
 
 
 def test_a_state_beyond_the_chip_needs_no_compiler(monkeypatch, capsys):
@@ -277,33 +277,37 @@ def test_a_state_beyond_the_chip_needs_no_compiler(monkeypatch, capsys):
 
 def test_a_wave_and_the_step_make_the_whole():
     cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=1024")
-    chip, one = CHIPS["v5p"], Collective("all-gather", 1e6, (tuple(range(64)),))
-    wave = CompiledSampler(64, 10**9, 2 * 10**9, Counter({one: 2}), Counter({one: 1}), 1.0)
+    chip, collective = CHIPS["v5p"], Collective("all-gather", 1e6, (tuple(range(64)),))
+    wave = CompiledSampler(
+        64, 10**9, 2 * 10**9, Counter({collective: 2}), Counter({collective: 1}), 1.0
+    )
     before, token = sampling_work(cfg, wave.prompts)
     head = 2 * cfg.model.d_model * cfg.model.padded_vocab
     layers = sum(vars(layer_flops(cfg)).values())
     answers = token.flops * 1024 + before.flops * 8  # each answer's own prompt
     assert answers == pytest.approx(64 * 8 / 64 * (layers + 1024 * head))
-    each = [
+    bounds_of_each = [
         step_bounds(x, t, chip, [0] * 64)
         for x, t in ((before, wave.prefill_collectives), (token, wave.token_collectives))
     ]
-    assert each[1].links == pytest.approx(63e6 / chip.links)
-    done = step_work(cfg, algorithm_from_config(cfg))
-    least = step_bounds(done, {}, chip, [0] * 64)
-    text = "\n".join(report.sampling_lines(cfg, wave, *each, done, least, chip))
-    seconds = 2 * (each[0].step + 1024 * each[1].step)  # 1,024 sequences, 512 at once
-    assert f"{seconds:.3g} s of sampling + {least.step:.3g} s of training" in text
+    assert bounds_of_each[1].links == pytest.approx(63e6 / chip.links)
+    work = step_work(cfg, algorithm_from_config(cfg))
+    bounds = step_bounds(work, {}, chip, [0] * 64)
+    text = "\n".join(report.sampling_lines(cfg, wave, *bounds_of_each, work, bounds, chip))
+    seconds = 2 * (
+        bounds_of_each[0].step + 1024 * bounds_of_each[1].step
+    )  # 1,024 sequences, 512 at once
+    assert f"{seconds:.3g} s of sampling + {bounds.step:.3g} s of training" in text
     assert report.sampler_fit(cfg, wave, chip).step == 2 * 10**9
 
 
 def test_a_decoded_token_reads_experts_and_present_keys():
     cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=2048")
-    few, many = (sampling_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
+    few, many_prompts = (sampling_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
     longer = sampling_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
     assert longer - few == 8 * (cache_bytes(cfg.model, 1, 3072) - cache_bytes(cfg.model, 1, 1536))
     weights = plan_memory(cfg).engine_copy
-    assert few < weights + 8 * cache_bytes(cfg.model, 1, 1536) < many
+    assert few < weights + 8 * cache_bytes(cfg.model, 1, 1536) < many_prompts
     assert sampling_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
 
 
@@ -314,12 +318,12 @@ def test_adapters_need_no_gradient_of_their_base():
     )
     flops, m = layer_flops(cfg), cfg.model
     head = 2 * cfg.context * m.d_model * m.padded_vocab
-    done = step_work(cfg, algorithm_from_config(cfg))
+    work = step_work(cfg, algorithm_from_config(cfg))
     sequences = cfg.rollout.sequences_per_step
-    assert done.useful == sequences * (2 * flops.linear + 3 * flops.attention + 2 * head)
+    assert work.useful == sequences * (2 * flops.linear + 3 * flops.attention + 2 * head)
     # attention's backward repeats half of its forward, that of the log-probs all of it
     extra = sequences * (flops.attention // 2 + head)
-    assert done.flops - done.useful == pytest.approx(extra)
+    assert work.flops - work.useful == pytest.approx(extra)
 
 
 def test_decoding_reads_four_bits_of_a_frozen_base():
@@ -335,8 +339,8 @@ def test_decoding_reads_four_bits_of_a_frozen_base():
 
 def test_the_scoring_pass_of_a_step_is_told():
     recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
-    told = [report.describe_scoring(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
-    assert told == [
+    lines = [report.describe_scoring(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
+    assert lines == [
         "it needs no scoring pass",
         "it includes a scoring pass of the policy and the reference",
     ]
@@ -374,9 +378,9 @@ def test_a_small_step_compiles_for_eight_chips(topology, at, capsys):
 
 def test_a_step_of_adapters_gets_its_embedding_rows():
     cfg = override(load_config("tiny_lora.py"), "lora.embedding_rows=48")
-    whole, embedding = (base["embed"] for base in (base_shapes(cfg), step_base_shapes(cfg)))
+    table, embedding = (base["embed"] for base in (base_shapes(cfg), step_base_shapes(cfg)))
     rows = 48, cfg.model.d_model
-    assert embedding.rows_RD.shape == rows and embedding.rows_RD.dtype == whole.dtype
-    assert embedding.shape == whole.shape and embedding.ids_R.shape == (48,)
+    assert embedding.rows_RD.shape == rows and embedding.rows_RD.dtype == table.dtype
+    assert embedding.shape == table.shape and embedding.ids_R.shape == (48,)
     assert step_base_shapes(override(cfg, "lora.embedding_rows=0")) == base_shapes(cfg)
     assert step_base_shapes(load_config("tiny.py")) is None

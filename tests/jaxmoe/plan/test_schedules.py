@@ -50,7 +50,7 @@ def plain_turns(monkeypatch):
     """One turn of a kernel without a loop for each thousand queries or rows of its case."""
 
     def of(op, case):
-        asked.append((op, case))
+        questions.append((op, case))
         return {name: LoopCounts((case[1] // 1000,)) for name in names}
 
     names = [
@@ -65,10 +65,10 @@ def plain_turns(monkeypatch):
         "grouped_drhs",
         "token_logprobs",
     ]
-    asked = []
+    questions = []
     monkeypatch.setattr(loop_counts, "attention_counts", lambda case: of("attention", case[1:]))
     monkeypatch.setattr(loop_counts, "count_loops", of)
-    return asked
+    return questions
 
 
 def call(name, *shapes):
@@ -98,8 +98,8 @@ CALLS = {  # with the floating-point operations of each
 
 def test_kernel_calls_are_recognised_by_name_and_shapes(plain_turns):
     for one, flops in CALLS.items():
-        found = module._count_call(LONG, one)
-        assert found is not None and found[1] == flops, one.name
+        call = module._count_call(LONG, one)
+        assert call is not None and call[1] == flops, one.name
     cases = dict(plain_turns)
     assert cases["attention"][:6] == (1, T, T, 64, 8, 64)
     assert cases["grouped_swiglu"][1:4] == (2 * ASKED, D, 2 * F)
@@ -138,31 +138,31 @@ def test_seconds_are_cycles_times_calls_under_the_peak(plain_turns, monkeypatch,
         call("token_logprobs.6", (2000, D), (D, 7)),
         call("token_logprobs_dlogits.4"),
     )
-    found = [schedule("token_logprobs.4", 350_000), schedule("token_logprobs.5", 1)]
-    monkeypatch.setattr(module, "read_tpu_schedules", lambda folder: found)
+    schedules = [schedule("token_logprobs.4", 350_000), schedule("token_logprobs.5", 1)]
+    monkeypatch.setattr(module, "read_tpu_schedules", lambda folder: schedules)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("chip",))
     calls = {one: 5, quick: 7, unread: 11, other: 13}
     chip = CHIPS["v6e"]
-    told = time_kernels(LONG, mesh, calls, tmp_path, "v6e", chip)
+    kernel_time = time_kernels(LONG, mesh, calls, tmp_path, "v6e", chip)
     flops = 2 * D * (3000 * 5888 * 5 + 2000 * 7 * 7)
     seconds = 5 * 3 * 350_000 / 1.75e9 + 7 * 2 * D * 2000 * 7 / chip.flops
-    assert told.seconds == pytest.approx(seconds)
-    assert (told.flops, told.calls, told.other_calls) == (flops, 12, 24)
+    assert kernel_time.seconds == pytest.approx(seconds)
+    assert (kernel_time.flops, kernel_time.calls, kernel_time.other_calls) == (flops, 12, 24)
 
 
 def test_kernels_count_by_schedule_and_others_at_peak():
-    chip, done = CHIPS["v5p"], step_work(LONG, algorithm_from_config(LONG))
+    chip, work = CHIPS["v5p"], step_work(LONG, algorithm_from_config(LONG))
     attention = layer_flops(LONG).attention * 64 / 8
     kernels = KernelTime(3 * attention / chip.flops, attention, 24, 5)
-    plain, least = (
-        step_bounds(done, {}, chip, [0] * 8),
-        step_bounds(done, {}, chip, [0] * 8, kernels),
+    plain, with_kernels = (
+        step_bounds(work, {}, chip, [0] * 8),
+        step_bounds(work, {}, chip, [0] * 8, kernels),
     )
-    assert least.arithmetic - plain.arithmetic == pytest.approx(2 * attention / chip.flops)
-    lines = list(report.bound_lines(done, least, chip, "", kernels))
+    assert with_kernels.arithmetic - plain.arithmetic == pytest.approx(2 * attention / chip.flops)
+    lines = list(report.bound_lines(work, with_kernels, chip, "", kernels))
     (line,) = [line for line in lines if "of it kernels" in line]
     assert line.endswith("by the schedules of 24 calls, 33% of the peak; 5 others at the peak")
-    assert not any("schedules" in line for line in report.bound_lines(done, plain, chip, ""))
+    assert not any("schedules" in line for line in report.bound_lines(work, plain, chip, ""))
 
 
 def test_libtpu_gets_the_folder_and_preserves_user_flags(monkeypatch):

@@ -40,5 +40,5 @@ def test_comparison_ends_at_the_first_different_token(capsys):
 def test_tokens_of_an_environment_are_not_compared():
     mask = np.array([True, False, True])
     episode = replace(make_answer([3, 4, 5], [-1, np.nan, -3]), policy_mask=mask)
-    other = replace(episode, rollout_logp=np.array([-1, 7, -2.5], np.float32))
-    assert compare_batches([episode], [other]) == BatchInvariance(1, 2, 2, 0.5)
+    positive = replace(episode, rollout_logp=np.array([-1, 7, -2.5], np.float32))
+    assert compare_batches([episode], [positive]) == BatchInvariance(1, 2, 2, 0.5)

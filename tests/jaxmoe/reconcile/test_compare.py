@@ -248,8 +248,8 @@ def test_environment_tokens_of_an_engine_are_not_compared():
     r = explain_gap(episodes, make_weights(0), CFG, COOL, run=RUN)
     assert name_faults(r) == ("agree",) and r.metrics["tokens"] == 7 * 27
     assert len(r.worst) == 8 and all(not 9 <= t.position < 15 for t in r.worst)
-    wrong = [replace(e, rollout_logp=e.rollout_logp - np.float32(0.5)) for e in episodes]
-    assert name_faults(explain_gap(wrong, make_weights(0), CFG, COOL, run=RUN)) != ("agree",)
+    shifted = [replace(e, rollout_logp=e.rollout_logp - np.float32(0.5)) for e in episodes]
+    assert name_faults(explain_gap(shifted, make_weights(0), CFG, COOL, run=RUN)) != ("agree",)
 
 
 def test_checks_skip_environment_tokens_and_inner_stops():

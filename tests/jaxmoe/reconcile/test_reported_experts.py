@@ -126,19 +126,19 @@ def test_agreement_is_1_for_equal_0_for_chance():
         scores = rng.gumbel(size=(3, 50, 40, 6)) + np.log(popularity_E)
         return scores.argsort(-1)[..., -2:]
 
-    own, other = choose(), choose()
-    assert measure_agreement(own, own[..., ::-1]) == pytest.approx(1.0)
-    assert abs(measure_agreement(own, other)) < 0.02
-    assert (own[..., None] == other[..., None, :]).any(-1).mean() > 0.4  # without the loads
-    half = np.where(np.arange(40)[:, None] < 20, own, other)
-    assert measure_agreement(own, half) == pytest.approx(0.5, abs=0.03)
-    assert measure_agreement(own, np.full_like(own, -1)) is None
-    assert find_misplaced_experts(own, np.full_like(own, -1), same_logps=True) == []
+    chosen, other = choose(), choose()
+    assert measure_agreement(chosen, chosen[..., ::-1]) == pytest.approx(1.0)
+    assert abs(measure_agreement(chosen, other)) < 0.02
+    assert (chosen[..., None] == other[..., None, :]).any(-1).mean() > 0.4  # without the loads
+    half = np.where(np.arange(40)[:, None] < 20, chosen, other)
+    assert measure_agreement(chosen, half) == pytest.approx(0.5, abs=0.03)
+    assert measure_agreement(chosen, np.full_like(chosen, -1)) is None
+    assert find_misplaced_experts(chosen, np.full_like(chosen, -1), same_logps=True) == []
 
 
 def test_unrelated_experts_need_agreeing_log_probs():
     rng = np.random.default_rng(0)
-    own, other = (rng.random((2, 8, 30, 6)).argsort(-1)[..., :2] for _ in range(2))
-    assert find_misplaced_experts(own, other, same_logps=False) == []
-    (finding,) = find_misplaced_experts(own, other, same_logps=True)
+    chosen, other = (rng.random((2, 8, 30, 6)).argsort(-1)[..., :2] for _ in range(2))
+    assert find_misplaced_experts(chosen, other, same_logps=False) == []
+    (finding,) = find_misplaced_experts(chosen, other, same_logps=True)
     assert finding.name == "unrelated_experts"

@@ -53,14 +53,14 @@ def test_counts_are_those_of_a_packed_batch(changes):
         tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
         sharing=sharing,
     )
-    found = count_full_lengths(cfg, sharing)
-    assert found.batch == found.updates
+    lengths = count_full_lengths(cfg, sharing)
+    assert lengths.batch == lengths.updates
     shared = batch.packing.shared
-    assert found.batch.tokens == computed_tokens(batch) and shared is not None
-    assert found.batch.unshared == shared.unshared
-    assert found.batch.microbatches == batch.packing.count
-    assert found.batch.prompts == shared.is_stored_B.sum()
-    assert found.batch.shared == shared.length_B[0]
+    assert lengths.batch.tokens == computed_tokens(batch) and shared is not None
+    assert lengths.batch.unshared == shared.unshared
+    assert lengths.batch.microbatches == batch.packing.count
+    assert lengths.batch.prompts == shared.is_stored_B.sum()
+    assert lengths.batch.shared == shared.length_B[0]
 
 
 def test_the_tokens_of_a_group_follow_the_formula():
@@ -113,8 +113,8 @@ def test_one_line_says_what_is_shared(attend, changes, text):
 
 
 def test_single_samples_have_no_line():
-    alone = ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages")
-    assert describe_sharing(override(TINY, *alone), sink_attention) == ""
+    single_samples = ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages")
+    assert describe_sharing(override(TINY, *single_samples), sink_attention) == ""
 
 
 def test_a_batch_that_saves_too_little_is_unshared():

@@ -159,8 +159,8 @@ def test_replay_with_adapters_keeps_the_experts(replay):
     chosen = choose_experts(policy, batch, cfg, adapted.OPS)
     expected = chosen
     if replay == "R3":
-        other = init_params(jax.random.key(5), cfg)
-        expected = choose_experts(other, batch, cfg, adapted.OPS)
+        other_params = init_params(jax.random.key(5), cfg)
+        expected = choose_experts(other_params, batch, cfg, adapted.OPS)
         assert np.mean(np.sort(expected, axis=-1) != np.sort(chosen, axis=-1)) > 0.3
         batch = replace(batch, routed_experts_BTLA=jnp.asarray(expected, jnp.int8))
     a = algorithm(terms=(SWITCHES,), old_logp="recomputed", **FOUR_UPDATES)

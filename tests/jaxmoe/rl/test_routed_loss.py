@@ -91,9 +91,9 @@ def switched64(experts, others):
     switched = np.zeros(experts.shape[:2], bool)
     for b in range(experts.shape[0]):
         for t in range(1, experts.shape[1]):
-            for mine, other in zip(experts[b, t - 1], others[b, t - 1], strict=True):
+            for trainers, other in zip(experts[b, t - 1], others[b, t - 1], strict=True):
                 is_known = (np.asarray(other) >= 0).all()
-                switched[b, t] |= is_known and set(mine.tolist()) != set(other.tolist())
+                switched[b, t] |= is_known and set(trainers.tolist()) != set(other.tolist())
     return switched
 
 
@@ -200,12 +200,14 @@ def test_microbatches_packing_and_devices_change_nothing(objective):
     assert float(metrics["kl"]) > 0.01
     mesh = make_mesh(MeshConfig(fsdp=2))
     for options in ({"microbatches": 4}, {"size": 24}, {"mesh": mesh}):
-        other, other_metrics = run_updates(a, scorer, tx, **options)
+        other_state, other_metrics = run_updates(a, scorer, tx, **options)
         for name in ("loss", "kl", "grad/norm", "policy/clip_frac"):
             assert float(other_metrics[name]) == pytest.approx(
                 float(metrics[name]), rel=1e-4, abs=1e-6
             ), (name, options)
-        for x, y in zip(jax.tree.leaves(other.params), jax.tree.leaves(state.params), strict=True):
+        for x, y in zip(
+            jax.tree.leaves(other_state.params), jax.tree.leaves(state.params), strict=True
+        ):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
 
 

@@ -103,9 +103,9 @@ def measure64(forward, batch, old=None):
     if old is not None:
         others["old"] = (*old, is_token)
     for name, (other, other_logp, readable) in others.items():
-        known = readable[:, :, None] & (other >= 0).all(-1)
-        differs = (np.sort(forward["experts_BTLA"], -1) != np.sort(other, -1)).any(-1) & known
-        layers[f"{name}_switches"] = differs.sum((0, 1)) / known.sum((0, 1))
+        is_known = readable[:, :, None] & (other >= 0).all(-1)
+        differs = (np.sort(forward["experts_BTLA"], -1) != np.sort(other, -1)).any(-1) & is_known
+        layers[f"{name}_switches"] = differs.sum((0, 1)) / is_known.sum((0, 1))
         switched = np.zeros(mask.shape, bool)
         switched[:, 1:] = differs.any(-1)[:, :-1]
         prefix = "router/engine" if name == "expert" else "router/old"
@@ -211,14 +211,14 @@ def test_the_statistics_of_a_token_by_hand():
     layer = {"w_router": jnp.eye(4), "b_router": jnp.zeros(4)}
     log2 = float(np.log(2.0))
     h_BTD = jnp.asarray([[[2 * log2, log2, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]])  # p = (4, 2, 1, 1)/8
-    one = record_router_statistics(h_BTD, layer, active=1)
+    statistics = record_router_statistics(h_BTD, layer, active=1)
     two = record_router_statistics(h_BTD, layer, active=2)
     close = partial(pytest.approx, rel=4 * EPS)
-    assert one["router_margin_BT"].tolist() == [[close(log2), 0.0]]
+    assert statistics["router_margin_BT"].tolist() == [[close(log2), 0.0]]
     assert two["router_margin_BT"].tolist() == [[close(log2), 0.0]]
-    assert one["router_mass_BT"].tolist() == [[close(0.5), close(0.25)]]
+    assert statistics["router_mass_BT"].tolist() == [[close(0.5), close(0.25)]]
     assert two["router_mass_BT"].tolist() == [[close(0.75), close(0.5)]]
-    assert one["router_entropy_BT"].tolist() == [[close(1.75 * log2), close(2 * log2)]]
+    assert statistics["router_entropy_BT"].tolist() == [[close(1.75 * log2), close(2 * log2)]]
     grad = jax.grad(lambda h: sum(x.sum() for x in RECORD(h, layer).values()))(h_BTD)
     assert not np.asarray(grad).any()
 

@@ -85,8 +85,8 @@ def test_the_values_are_those_of_float64_and_the_update_moves_the_router(
     plain, _ = step_of(Algorithm(), scorer=make_scorer())(
         start(Algorithm(), params=MODEL), routed_batch()
     )
-    router, without = (s.params.policy["layers"]["full"]["w_router"] for s in (state, plain))
-    assert np.abs(router - without).max() > 1e-4
+    router, plain_router = (s.params.policy["layers"]["full"]["w_router"] for s in (state, plain))
+    assert np.abs(router - plain_router).max() > 1e-4
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ def test_shared_tokens_stand_once_a_row_and_others_alone():
     shared, used = packing.shared, {}
     for i, n in enumerate(LENGTHS):
         prompt = [int(shared.start_B[i]) + t for t in range(SHARED[i])]
-        rest = [int(packing.start_B[i]) + t for t in range(n - SHARED[i])]
-        assert len({place // length for place in (*prompt, *rest)}) == 1  # one row
-        stored = (prompt if shared.is_stored_B[i] else []) + rest
+        unshared = [int(packing.start_B[i]) + t for t in range(n - SHARED[i])]
+        assert len({place // length for place in (*prompt, *unshared)}) == 1  # one row
+        stored = (prompt if shared.is_stored_B[i] else []) + unshared
         for place in stored:
             key = int(packing.microbatch_B[i]), place
             assert key not in used and place < rows * length
@@ -87,11 +87,11 @@ def test_prompts_of_different_experts_are_counted_unshared():
 
 def test_a_batch_is_shared_where_that_saves_enough():
     a, batch = algorithm(minibatches=2, old_logp="recomputed"), make_batch()
-    split, always = partial(split_minibatches, batch, a, seed=(0,)), PromptSharing(32)
-    frac = sharing_metrics(*split(sharing=always))["batch/computed_tokens_frac"]
+    split, sharing = partial(split_minibatches, batch, a, seed=(0,)), PromptSharing(32)
+    frac = sharing_metrics(*split(sharing=sharing))["batch/computed_tokens_frac"]
     assert 0.5 < frac < 1
     for max_frac, shares in ((frac, True), (frac - 0.01, False)):
-        packed, minibatches = split(sharing=replace(always, max_frac=max_frac))
+        packed, minibatches = split(sharing=replace(sharing, max_frac=max_frac))
         assert (packed.packing is not None) == (minibatches.packing is not None) == shares
         metrics = sharing_metrics(packed, minibatches)
         assert metrics == {"batch/computed_tokens_frac": frac if shares else 1.0}
@@ -118,9 +118,9 @@ def test_shuffled_rows_share_what_they_have_in_common():
     a = algorithm(minibatches=4, old_logp="recomputed")
     _, minibatches = split_minibatches(make_batch(), a, seed=(5,), sharing=PromptSharing(2 * T))
     stored = minibatches.packing.shared.is_stored_B
-    same = np.array([rows[0] // R == rows[1] // R for rows in minibatches.rows_UB])
-    assert same.any() and not same.all()
-    np.testing.assert_array_equal(stored.sum(axis=1), np.where(same, 1, 2))
+    is_grouped = np.array([rows[0] // R == rows[1] // R for rows in minibatches.rows_UB])
+    assert is_grouped.any() and not is_grouped.all()
+    np.testing.assert_array_equal(stored.sum(axis=1), np.where(is_grouped, 1, 2))
 
 
 @pytest.mark.parametrize("fields", [{"length": 0}, {"rows": 0}, {"unit": 0}])

@@ -68,9 +68,9 @@ def test_shared_rows_have_the_outputs_of_separate_rows():
 
 def differences(case, dtype):
     command = [sys.executable, str(PROGRAM), case, dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,9 +98,9 @@ def test_a_step_in_float64_differs_by_rounding_alone(case):
     "case", ["grpo, split groups", "gspo, kl in the loss", "ppo, shared critic", "r3"]
 )
 def test_float32_differs_no_more_than_packed_rows(case):
-    found = differences(case, "float32")
-    for name, difference in found["shared"].items():
-        assert difference <= 4 * max(found["packed"][name], 4 * EPS), name
+    errors = differences(case, "float32")
+    for name, difference in errors["shared"].items():
+        assert difference <= 4 * max(errors["packed"][name], 4 * EPS), name
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_whole_blocks_give_the_bits_of_own_rows(dtype):
     for unit, equal in ((KEYS, True), (1, False)):
         shared = share(batch, length=300, unit=unit)
         assert not shared.packing.shared.is_stored_B.all()
-        same = np.asarray(score(shared))[mask] == np.asarray(want)[mask]
-        assert same.all() == equal or (not equal and dtype == "bfloat16")
+        is_equal = np.asarray(score(shared))[mask] == np.asarray(want)[mask]
+        assert is_equal.all() == equal or (not equal and dtype == "bfloat16")
 
 
 @pytest.mark.slow

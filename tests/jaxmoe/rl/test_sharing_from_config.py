@@ -138,8 +138,8 @@ def test_the_kernels_of_chips_share(impl):
 
 
 def test_a_run_refuses_it_before_it_begins(tmp_path):
-    alone = "rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"
-    cfg = override(TINY, *alone, "optim.share_prompts=on", f"workdir={tmp_path}")
+    single_samples = "rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"
+    cfg = override(TINY, *single_samples, "optim.share_prompts=on", f"workdir={tmp_path}")
     with pytest.raises(ConfigError, match="share_prompts=on needs several samples of a prompt"):
         make_parts(cfg)
     assert not list(tmp_path.iterdir())

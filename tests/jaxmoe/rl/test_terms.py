@@ -77,10 +77,10 @@ def test_a_term_with_an_array_of_all_layers_and_experts_is_that_of_the_complete_
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
     router = state.params.policy["layers"]["full"]["w_router"]
-    without, _ = step_of(Algorithm(), scorer=Scorer(CFG, OPS), **options)(
+    plain_state, _ = step_of(Algorithm(), scorer=Scorer(CFG, OPS), **options)(
         start(Algorithm(), params=MODEL), batch, minibatches
     )
-    moved = np.abs(router - without.params.policy["layers"]["full"]["w_router"]).max()
+    moved = np.abs(router - plain_state.params.policy["layers"]["full"]["w_router"]).max()
     assert moved > 1e-4  # the term has a gradient
 
 
@@ -122,13 +122,13 @@ def test_a_terms_metrics_are_means_over_the_tokens_of_the_update():
         return 0.0 * logp_BT, {"share/low": logp_BT < -3.4}
 
     a = Algorithm(terms=(Term(term),))
-    _, whole = step_of(a)(start(a), make_batch())
+    _, complete = step_of(a)(start(a), make_batch())
     _, split = step_of(a, microbatches=4)(start(a), make_batch())
     rows = jax.tree.map(jnp.asarray, make_batch())
     logp_BT = Bigram(CFG, OPS).score_policy(start(a).params, rows)["logp_BT"]
     expected = np.mean(np.asarray(logp_BT)[rows.loss_mask_BT] < -3.4)
     assert 0.05 < expected < 0.95
-    assert float(whole["share/low"]) == float(split["share/low"]) == pytest.approx(expected)
+    assert float(complete["share/low"]) == float(split["share/low"]) == pytest.approx(expected)
 
 
 def test_the_load_of_recorded_experts_is_that_of_the_complete_batch_in_each_part():

@@ -88,15 +88,15 @@ def largest_gap(rollouts, cfg, ops, length=288):
 
 def check_structure(rollouts, environment, max_context=SAMPLING.max_context):
     """The ids of an episode are those that the environment saw and wrote, in order."""
-    seen = {}
+    batches = {}
     for episode, turn in environment.calls:
-        seen.setdefault(episode, []).append(turn)
+        batches.setdefault(episode, []).append(turn)
     for i, r in enumerate(rollouts):
         turns = [tuple(r.tokens[start:end].tolist()) for start, end in r.turns]
         assert r.sampled_mask[0] and r.sampled_mask[-1]
         # A truncated turn is not shown to the environment.
         complete = [turn for turn in turns if turn[-1] in STOPS]
-        assert complete == seen.get(i, [])
+        assert complete == batches.get(i, [])
         assert all(token not in STOPS for turn in turns for token in turn[:-1])
         assert r.n_sampled <= SAMPLING.max_new_tokens
         assert len(r.prompt.tokens) + len(r.tokens) <= max_context

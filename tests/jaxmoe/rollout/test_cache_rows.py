@@ -127,15 +127,15 @@ def test_taken_rows_read_the_right_prompt(caches, rows):
     rows = np.asarray(rows)
     copied, shared = (read_rows(take_rows(cache, jnp.asarray(rows)), rows)[0] for cache in caches)
     np.testing.assert_allclose(shared, copied, atol=64 * EPS * max(1.0, np.abs(copied).max()))
-    taken = take_rows(caches[1], jnp.asarray(rows)).prompt
-    assert taken.kind.k.shape[1] == min(PROMPTS, len(rows))
+    selected = take_rows(caches[1], jnp.asarray(rows)).prompt
+    assert selected.kind.k.shape[1] == min(PROMPTS, len(rows))
 
 
 def test_rows_taken_twice_read_the_right_prompt(caches):
     first, second = np.asarray([9, 14, 1, 13, 8, 4]), np.asarray([4, 1, 5])
     rows = first[second]
-    taken = [take_rows(take_rows(c, jnp.asarray(first)), jnp.asarray(second)) for c in caches]
-    copied, shared = (read_rows(cache, rows)[0] for cache in taken)
+    selected = [take_rows(take_rows(c, jnp.asarray(first)), jnp.asarray(second)) for c in caches]
+    copied, shared = (read_rows(cache, rows)[0] for cache in selected)
     np.testing.assert_allclose(shared, copied, atol=64 * EPS * max(1.0, np.abs(copied).max()))
 
 
@@ -148,7 +148,7 @@ def test_a_row_does_not_read_its_siblings(caches):
     _, before = read(shared, jnp.asarray(tokens), positions, ones)
     tokens[SAMPLES + 1] = 55
     _, after = read(shared, jnp.asarray(tokens), positions, ones)
-    same = [
+    columns = [
         np.array_equal(x, y)
         for x, y in zip(
             read_rows(before, rows)[0],
@@ -157,7 +157,7 @@ def test_a_row_does_not_read_its_siblings(caches):
         )
     ]
     alive = rows[rows % 4 > 0]
-    assert [row for row, equal in zip(alive, same, strict=True) if not equal] == [SAMPLES + 1]
+    assert [row for row, equal in zip(alive, columns, strict=True) if not equal] == [SAMPLES + 1]
 
 
 def test_a_prompt_has_slots_once_for_all_samples(caches):

@@ -79,7 +79,7 @@ def test_two_devices_give_the_episodes_of_one():
     cfg = replace(CFG, n_experts=8)
     params = noisy_params(cfg)
     results = []
-    for given in (None, mesh):
+    for mesh_or_none in (None, mesh):
         engine = NativeEngine(
             cfg,
             plain_ops(),
@@ -88,9 +88,11 @@ def test_two_devices_give_the_episodes_of_one():
             max_rows=12,
             max_context=280,
             keep_experts=True,
-            mesh=given,
+            mesh=mesh_or_none,
         )
-        placed = params if given is None else jax.device_put(params, param_shardings(cfg, mesh))
+        placed = (
+            params if mesh_or_none is None else jax.device_put(params, param_shardings(cfg, mesh))
+        )
         engine.load(placed, 3)
         # patience_s is 0, so that all rows that go on read their replies in the same call.
         environment = ScriptedEnvironment(97, longest=200)

@@ -74,9 +74,9 @@ def test_replaying_experts_gives_the_sampled_policy(numerics):
         )(batch)
         gaps[replays] = np.abs(scored["logp_BT"] - batch.rollout_logp_BT)[batch.loss_mask_BT].max()
         if not replays:
-            own, engines = scored["experts_BTLA"], batch.routed_experts_BTLA
+            trainers, engines = scored["experts_BTLA"], batch.routed_experts_BTLA
             is_read = np.asarray(engines)[..., 0, 0] >= 0
-            switched = np.any(np.sort(own, -1) != np.sort(engines, -1), axis=-1)[is_read]
+            switched = np.any(np.sort(trainers, -1) != np.sort(engines, -1), axis=-1)[is_read]
             assert 0.2 < switched.mean() < 1.0
     assert gaps[True] == 0.0 if numerics == "invariant" else gaps[True] < 1e-5
     assert gaps[False] > 1e-3  # without the replay it is another policy

@@ -60,7 +60,7 @@ def decided(cfg, chip=H200, **verdicts):
 
 def asked_of(ops, cfg, monkeypatch):
     """Which `impl` each operation is asked for, in the forward, with a cache too, and the head."""
-    asked = {}
+    requests = {}
     for api, first in (
         (attention, "sink_attention"),
         (decoding, "decode_attention"),
@@ -70,7 +70,7 @@ def asked_of(ops, cfg, monkeypatch):
 
         def pick(impl, impls, *arrays, real=api.select_implementation, first=first):
             swiglu = impls is getattr(matmul, "SWIGLU_IMPLS", None)
-            asked["grouped_swiglu" if swiglu else first] = impl
+            requests["grouped_swiglu" if swiglu else first] = impl
             return real("xla", impls, *arrays)
 
         monkeypatch.setattr(api, "select_implementation", pick)
@@ -81,7 +81,7 @@ def asked_of(ops, cfg, monkeypatch):
         return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg.model, ops), cached
 
     jax.eval_shape(program, abstract_params(cfg.model), jax.ShapeDtypeStruct((2, 7), "int32"))
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("kernels", ["reference", "mosaic_gpu", "triton"])
@@ -97,27 +97,27 @@ def test_a_name_reaches_every_operation_and_import(kernels, monkeypatch):
 
 def test_a_cpu_uses_plain_pieces_without_a_check(monkeypatch, capsys):
     monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("a process was started"))
-    found = choose_run_kernels(TINY)
-    found.print_decision()
+    choice = choose_run_kernels(TINY)
+    choice.print_decision()
     assert capsys.readouterr().out == "kernels  xla (this is a cpu)\n"
-    assert set(found.impls.values()) == {"auto"} and not found.alerts
-    ops = make_ops(TINY, found.impls)
+    assert set(choice.impls.values()) == {"auto"} and not choice.alerts
+    ops = make_ops(TINY, choice.impls)
     assert ops == plain_ops() and ops == make_ops(TINY)
 
 
 def test_a_right_kernel_has_xla_for_other_shapes():
-    found = decided(TINY, mosaic_gpu=RIGHT)
-    assert found.line == "mosaic_gpu" and not found.alerts
-    assert set(found.impls.values()) == {("mosaic_gpu", "xla")}
-    assert found.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
+    choice = decided(TINY, mosaic_gpu=RIGHT)
+    assert choice.line == "mosaic_gpu" and not choice.alerts
+    assert set(choice.impls.values()) == {("mosaic_gpu", "xla")}
+    assert choice.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
 
 
 def test_a_gpu_checks_operations_together_at_run_sizes(monkeypatch, tmp_path):
-    begun, asked = threading.Barrier(4), {}
+    begun, requests = threading.Barrier(4), {}
 
     def check_kernel(operation, impl, dtype, real, *_):
-        asked[operation] = real
-        if len(asked) <= 4:
+        requests[operation] = real
+        if len(requests) <= 4:
             begun.wait(20)  # breaks unless four checks run at once
         return RIGHT
 
@@ -125,17 +125,17 @@ def test_a_gpu_checks_operations_together_at_run_sizes(monkeypatch, tmp_path):
     monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
     monkeypatch.setattr(child, "check_kernel", check_kernel)
     assert choose_run_kernels(TINY) == decided(TINY, mosaic_gpu=RIGHT)
-    assert asked == run_cases(TINY, "gpu")
+    assert requests == run_cases(TINY, "gpu")
 
 
 def test_a_wrong_kernel_falls_back_with_an_alert():
-    found = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
-    assert found.line.startswith(
+    choice = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
+    assert choice.line.startswith(
         "sink_attention triton (not mosaic_gpu: failed in case ragged: o: relative error 1), "
         "decode_attention xla (not mosaic_gpu: failed in case ragged"
     )
-    assert len(found.alerts) == len(PLATFORMS)
-    assert found.alerts[0].startswith(
+    assert len(choice.alerts) == len(PLATFORMS)
+    assert choice.alerts[0].startswith(
         "sink_attention uses triton instead of mosaic_gpu: failed in case ragged: o: relative "
         "error 1. "
         "To check it again type rm "
@@ -168,8 +168,8 @@ def test_an_unopened_device_alerts_and_refuses_names():
     def no_chip():
         raise child.NoChip("a process that opens the device was killed by SIGSEGV")
 
-    found = decide_kernels(TINY, no_chip, lambda _: pytest.fail("judged"))
-    assert set(found.impls.values()) == {"auto"} and "SIGSEGV" in found.alerts[0]
+    choice = decide_kernels(TINY, no_chip, lambda _: pytest.fail("judged"))
+    assert set(choice.impls.values()) == {"auto"} and "SIGSEGV" in choice.alerts[0]
     with pytest.raises(ConfigError, match="could not be checked: a process that opens"):
         decide_kernels(
             override(TINY, "kernels=mosaic_tpu"), no_chip, lambda _: pytest.fail("judged")
@@ -177,33 +177,35 @@ def test_an_unopened_device_alerts_and_refuses_names():
 
 
 def test_xlas_attention_over_long_rows_must_be_named():
-    wrong = dict(mosaic_gpu=WRONG, triton=KernelVerdict("refuses", "No module named 'jax_triton'"))
+    verdicts = dict(
+        mosaic_gpu=WRONG, triton=KernelVerdict("refuses", "No module named 'jax_triton'")
+    )
     with pytest.raises(
         ConfigError, match="over 8,192 tokens.*o: relative error 1.*--set kernels=xla"
     ):
-        decided(LONG, **wrong)
+        decided(LONG, **verdicts)
     assert decided(LONG, mosaic_gpu=RIGHT).line == "mosaic_gpu"
-    assert decided(TINY, **wrong).names["sink_attention"] == "xla"
+    assert decided(TINY, **verdicts).names["sink_attention"] == "xla"
     assert decided(override(LONG, "kernels=xla")).line == "xla"
     assert decided(LONG, {"platform": "cpu"}).line == "xla (this is a cpu)"
 
 
 def test_the_doctor_ignores_names_for_another_dtype():
-    found = decided(override(TINY, "kernels=mosaic_gpu"), mosaic_gpu=RIGHT)
-    assert set(found.impls.values()) == {"mosaic_gpu"}
-    assert set(found.with_xla_fallback.values()) == {("mosaic_gpu", "xla")}
+    choice = decided(override(TINY, "kernels=mosaic_gpu"), mosaic_gpu=RIGHT)
+    assert set(choice.impls.values()) == {"mosaic_gpu"}
+    assert set(choice.with_xla_fallback.values()) == {("mosaic_gpu", "xla")}
 
 
 @pytest.mark.parametrize("packed", [0, 4 * 58])
 def test_the_runs_sizes_are_cases_of_every_operation(packed):
-    found = json.loads(
+    verdict = json.loads(
         json.dumps(run_cases(override(TINY, f"optim.tokens_per_microbatch={packed}"), "gpu"))
     )
-    every = {
-        o: [one.case_from_json(o, fields) for fields in several] for o, several in found.items()
+    all_verdicts = {
+        o: [one.case_from_json(o, fields) for fields in several] for o, several in verdict.items()
     }
-    assert every.keys() == PLATFORMS.keys()
-    cases = {operation: several[0] for operation, several in every.items()}
+    assert all_verdicts.keys() == PLATFORMS.keys()
+    cases = {operation: several[0] for operation, several in all_verdicts.items()}
     rows, m = 4 if packed else 256, TINY.model
     assert cases["sink_attention"][1:7] == (rows, 58, 58, m.n_q_heads, m.n_kv_heads, m.head_dim)
     assert cases["decode_attention"].T == 1 and cases["decode_attention"].S == 58
@@ -211,11 +213,11 @@ def test_the_runs_sizes_are_cases_of_every_operation(packed):
     assert sum(cases["grouped_matmul"].group_sizes) == rows * 58 * m.experts_per_token
     assert cases["token_logprobs"].V == m.padded_vocab
     for operation in ("sink_attention", "decode_attention"):  # a layer of either kind
-        full, sliding = every[operation]
+        full, sliding = all_verdicts[operation]
         assert (full.window, sliding.window) == (0, m.sliding_window)
         assert sliding[1:3] == full[1:3] and sliding[4:7] == full[4:7]
         assert sliding.layout == full.layout
-    assert every["decode_attention"][1].S == m.sliding_window < 58  # its cache holds no more
+    assert all_verdicts["decode_attention"][1].S == m.sliding_window < 58  # its cache holds no more
 
 
 @pytest.mark.parametrize(
@@ -232,10 +234,10 @@ def test_the_runs_sizes_are_cases_of_every_operation(packed):
 def test_the_runs_experts_are_cases_of_their_products(name, changes, kinds):
     cfg = override(load_config(name), *changes)
     for operation, width in (("grouped_swiglu", cfg.model.d_model), ("grouped_matmul", None)):
-        found = [case for case in run_cases(cfg, "gpu")[operation] if case["name"] == "run"]
-        assert [case["op"] for case in found] == [operation + kind for kind in kinds]
-        assert {case["D"] for case in found} == {width or cfg.model.d_expert}
-        assert {case["rank"] for case in found} == {cfg.lora.expert_rank}
+        cases_of_run = [case for case in run_cases(cfg, "gpu")[operation] if case["name"] == "run"]
+        assert [case["op"] for case in cases_of_run] == [operation + kind for kind in kinds]
+        assert {case["D"] for case in cases_of_run} == {width or cfg.model.d_expert}
+        assert {case["rank"] for case in cases_of_run} == {cfg.lora.expert_rank}
 
 
 def test_linear_layers_of_invariant_runs_are_grouped_cases():
@@ -282,22 +284,22 @@ def test_every_command_decides_before_it_opens_the_device(command, monkeypatch, 
 
 
 def test_a_dry_run_prints_the_named_kernels_use(capsys, tmp_path):
-    for kernels, said in (("mosaic_gpu", "mosaic_gpu, on gpu"), ("triton", "for sink_attention; ")):
+    for kernels, text in (("mosaic_gpu", "mosaic_gpu, on gpu"), ("triton", "for sink_attention; ")):
         argv = [*SMALL, "--dry-run", "--workdir", str(tmp_path)]
         assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
-        assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and said in out
+        assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and text in out
     assert "on a CPU xla" in describe_kernels(TINY)
     assert "batch-invariant tiles" in describe_kernels(override(TINY, "model.numerics=invariant"))
     assert describe_kernels(override(TINY, "kernels=xla")) == "xla"
 
 
 def test_a_resume_may_change_it_and_says_so(tmp_path):
-    then = json.loads(to_json(TINY))
+    record = json.loads(to_json(TINY))
     changed = override(TINY, "kernels=xla")
-    assert check_resume(tmp_path, then, changed) == ["kernels=xla (was auto)"]
-    del then["kernels"]  # of a checkpoint from before
-    assert check_resume(tmp_path, then, TINY) == []
-    assert check_resume(tmp_path, then, changed) == ["kernels=xla (was auto)"]
+    assert check_resume(tmp_path, record, changed) == ["kernels=xla (was auto)"]
+    del record["kernels"]  # of a checkpoint from before
+    assert check_resume(tmp_path, record, TINY) == []
+    assert check_resume(tmp_path, record, changed) == ["kernels=xla (was auto)"]
 
 
 @pytest.mark.slow
@@ -320,11 +322,11 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
 def test_every_fault_of_a_chip_falls_back(double, said, monkeypatch, capsys, tmp_path):
     """From the child process to the line and the pieces; the other operations are right."""
 
-    most = 20.0 if double == "hangs" else 300.0
+    timeout_s = 20.0 if double == "hangs" else 300.0
 
     def judge_on(chip, dtype, real):
         here = make_judge(
-            chip, dtype, real, folder=tmp_path, timeout_s=most, log_line=lambda _: None
+            chip, dtype, real, folder=tmp_path, timeout_s=timeout_s, log_line=lambda _: None
         )
 
         def judge(operation, impl):
@@ -336,18 +338,18 @@ def test_every_fault_of_a_chip_falls_back(double, said, monkeypatch, capsys, tmp
     monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
     monkeypatch.setattr("jaxmoe.run.kernels.make_judge", judge_on)
     start = time.monotonic()
-    found = choose_run_kernels(TINY)
-    found.print_decision()
-    took = time.monotonic() - start
-    told, alert = capsys.readouterr().out.splitlines()
-    assert "sink_attention mosaic_gpu, " in told
-    assert f"token_logprobs xla (not mosaic_gpu: {said}" in told
+    choice = choose_run_kernels(TINY)
+    choice.print_decision()
+    elapsed_s = time.monotonic() - start
+    line, alert = capsys.readouterr().out.splitlines()
+    assert "sink_attention mosaic_gpu, " in line
+    assert f"token_logprobs xla (not mosaic_gpu: {said}" in line
     assert alert.startswith(f"alert    token_logprobs uses xla instead of mosaic_gpu: {said}")
-    assert found.impls["token_logprobs"] == "xla"
-    assert found.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
-    assert took < most + 10 and len(list(tmp_path.iterdir())) == 1  # kept
-    ops = make_ops(TINY, found.impls)
-    assert asked_of(ops, TINY, monkeypatch) == found.impls
+    assert choice.impls["token_logprobs"] == "xla"
+    assert choice.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
+    assert elapsed_s < timeout_s + 10 and len(list(tmp_path.iterdir())) == 1  # kept
+    ops = make_ops(TINY, choice.impls)
+    assert asked_of(ops, TINY, monkeypatch) == choice.impls
 
 
 @pytest.mark.slow

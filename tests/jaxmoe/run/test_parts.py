@@ -52,27 +52,27 @@ def fixed_step(*_):
 
 def test_a_run_uses_its_parts(tmp_path):
     cfg = override(load_config("tiny.py"), *SMALL, f"workdir={tmp_path}")
-    seen = SimpleNamespace(engine=Random(), rewards=[], plots=0)
+    recorded = SimpleNamespace(engine=Random(), rewards=[], plots=0)
 
     def make_seen_batch(cfg, task, rollouts, rewards):
-        seen.rewards.append(len(rewards))
+        recorded.rewards.append(len(rewards))
         return make_batch(cfg, task, rollouts, np.arange(8.0))
 
     def plot_nothing(*_, **__):
-        seen.plots += 1
+        recorded.plots += 1
 
     train(
         cfg,
         replace(
             make_parts(cfg),
-            open_engine=lambda *_: seen.engine,
+            open_engine=lambda *_: recorded.engine,
             rl_program=fixed_step,
             make_batch=make_seen_batch,
             plot_run=plot_nothing,
         ),
     )
-    assert seen.rewards == [8, 8] and seen.plots == 1 and seen.engine.closed.is_set()
-    assert len(seen.engine.sampled) == 2
+    assert recorded.rewards == [8, 8] and recorded.plots == 1 and recorded.engine.closed.is_set()
+    assert len(recorded.engine.sampled) == 2
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["stage"] == "rl"]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert not (tmp_path / "plots").exists()

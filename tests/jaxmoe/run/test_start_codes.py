@@ -47,13 +47,13 @@ def test_a_damaged_file_of_codes_ends_no_resume(tmp_path, capsys):
     StartCodes(cfg, params, 0, None)
     file = tmp_path / NAME
     content, sample = file.read_bytes(), jax.eval_shape(sample_codes, params)
-    right = _read_codes(file, ["ocp", "nearest"], 3, sample)
+    expected = _read_codes(file, ["ocp", "nearest"], 3, sample)
     for place in np.random.default_rng(0).integers(0, len(content), 300):
         changed = bytearray(content)
         changed[place] ^= 0xFF
         file.write_bytes(changed)
         codes = _read_codes(file, ["ocp", "nearest"], 3, sample)
-        assert codes == {} or all((codes[name] == right[name]).all() for name in right)
+        assert codes == {} or all((codes[name] == expected[name]).all() for name in expected)
     assert "cannot be read (" in capsys.readouterr().err
 
 

@@ -192,17 +192,17 @@ def become_nobody() -> None:
 
 
 def main() -> None:
-    kind, user, which, _ = sys.argv[1:]
+    kind, user, selected, _ = sys.argv[1:]
     os.environ["SECRET_KEY"] = SECRET
     _libc.setenv(b"SECRET_KEY", SECRET.encode(), 1)
     find_bubblewrap()  # imports what nobody may be unable to read
     if user == "nobody":
         become_nobody()
     with open_victim() as victim, copy_interpreter() as python:
-        if which == "controls":
+        if selected == "controls":
             outputs = run_controls(kind, python, victim, "nobody" if os.getuid() else "root")
         else:
-            removed = frozenset({"landlock"} if which == "without_landlock" else ())
+            removed = frozenset({"landlock"} if selected == "without_landlock" else ())
             outputs = run_contained(kind, python, victim, removed)
     print(json.dumps(outputs))
 

@@ -41,7 +41,7 @@ def run_attacks(kind, user, which):
     drop = user == "nobody" and os.getuid() == 0
     if drop and (private := find_private_folder()):
         pytest.skip(f"nobody cannot read {private}: chmod o+x {private}")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", MODULE, kind, "nobody" if drop else "same", which, ARGUMENT],
         cwd=ROOT,
         capture_output=True,
@@ -49,8 +49,8 @@ def run_attacks(kind, user, which):
         timeout=500,
         env={**os.environ, "SECRET_ENV": "trainer-secret-8151"},
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 def find_private_folder():
@@ -72,8 +72,8 @@ def test_every_attack_is_contained(kind, user):
     assert outputs.keys() == {attack.name for attack in ALL_ATTACKS}
     assert not [name for name, output in outputs.items() if "TAKEN" in output]
     del outputs["many descriptors"]
-    wrong = {name: x for name, x in outputs.items() if any(word in x for word in MISTAKES)}
-    assert not wrong
+    mistakes = {name: x for name, x in outputs.items() if any(word in x for word in MISTAKES)}
+    assert not mistakes
 
 
 @pytest.mark.slow  # half a minute: a sandbox for each set of measures

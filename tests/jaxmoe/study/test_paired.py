@@ -11,10 +11,10 @@ from jaxmoe.study.paired import paired_difference, paired_ratio
 def test_the_difference_is_scipys_paired_t_test():
     rng = np.random.default_rng(0)
     x, y = rng.normal(0.3, 1.0, 9), rng.normal(0.0, 1.0, 9)
-    found = paired_difference(list(x), list(y))
+    difference = paired_difference(list(x), list(y))
     expected = stats.ttest_rel(x, y).confidence_interval(0.95)
-    np.testing.assert_allclose((found.low, found.high), expected, rtol=1e-12)
-    np.testing.assert_allclose(found.mean, np.mean(x - y), rtol=1e-12)
+    np.testing.assert_allclose((difference.low, difference.high), expected, rtol=1e-12)
+    np.testing.assert_allclose(difference.mean, np.mean(x - y), rtol=1e-12)
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -40,8 +40,8 @@ def test_one_pair_says_nothing():
 
 
 def test_a_baseline_near_zero_has_no_ratio():
-    found = paired_ratio([1.0, 1.1, 0.9], [0.1, -0.1, 0.02])
-    assert found.low == -math.inf and found.high == math.inf
+    ratio = paired_ratio([1.0, 1.1, 0.9], [0.1, -0.1, 0.02])
+    assert ratio.low == -math.inf and ratio.high == math.inf
 
 
 @pytest.mark.parametrize("pair", [([1.0], [1.0, 2.0]), ([], [])])

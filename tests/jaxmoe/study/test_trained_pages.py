@@ -56,8 +56,8 @@ def test_the_router_page_counts_its_comparisons(bed, column, count, n_bold, lost
     cells = {name: cell for name, cell in cells.items() if cell}
     bold = {name for name, cell in cells.items() if cell.startswith("**")}
     assert (len(cells), len(bold)) == (count, n_bold)
-    kept = keep_significant({name: find_p_value(cell, 5) for name, cell in cells.items()})
-    assert bold - kept == lost and kept <= bold
+    significant = keep_significant({name: find_p_value(cell, 5) for name, cell in cells.items()})
+    assert bold - significant == lost and significant <= bold
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ def compare_with_trainer(rollouts, versions=None, experts=True):
             largest = max(largest, float(gap[selected].max(initial=0)))
         if experts:
             recorded = forward(weights(0), jnp.asarray(padded), CFG, OPS)[2]["experts_BTA"]
-            own = np.sort(np.moveaxis(np.asarray(recorded)[:, 0], 0, 1), axis=-1)[: len(ids) - 1]
-            assert np.array_equal(np.sort(r.routed_experts, axis=-1), own)
+            expected = np.sort(np.moveaxis(np.asarray(recorded)[:, 0], 0, 1), axis=-1)[
+                : len(ids) - 1
+            ]
+            assert np.array_equal(np.sort(r.routed_experts, axis=-1), expected)
     return largest
 
 

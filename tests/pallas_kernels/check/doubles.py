@@ -25,13 +25,13 @@ def wrong_in_one_tile(op, case):
     call = right(op, case)
 
     def wrong(*inputs):
-        first, *others = jax.tree.leaves(call(*inputs))
+        first, *remaining = jax.tree.leaves(call(*inputs))
         axis = 1 if first.ndim > 2 else 0
         middle = first.shape[axis] * 3 // 4
         shape = [-1 if i == axis else 1 for i in range(first.ndim)]
         tile = (abs(np.arange(first.shape[axis]) - middle) < 4).reshape(shape)
         first = jnp.where(tile, first * jnp.asarray(1.03, first.dtype), first)
-        return (first, *others) if others else first
+        return (first, *remaining) if remaining else first
 
     return wrong
 
@@ -166,9 +166,9 @@ FAR = slice(70_016, 70_144)  # rows of one tile of a long case
 
 
 def _in_far_rows(x, axis):
-    here = [slice(None)] * x.ndim
-    here[axis] = FAR
-    return x.at[tuple(here)].multiply(jnp.asarray(1.03, x.dtype))
+    index = [slice(None)] * x.ndim
+    index[axis] = FAR
+    return x.at[tuple(index)].multiply(jnp.asarray(1.03, x.dtype))
 
 
 def wrong_in_one_far_tile(op, case):
@@ -193,7 +193,9 @@ def wrong_gradient_in_one_shared_tile(op, case):
     def change(grads):
         x = grads[1]
         tile = (-1, slice(64), slice(64)) if x.ndim == 3 else (..., slice(64, 128))
-        far = _in_far_rows(x, 1) if x.ndim == 4 else x.at[tile].multiply(jnp.asarray(1.03, x.dtype))
-        return (grads[0], far, *grads[2:])
+        faulty = (
+            _in_far_rows(x, 1) if x.ndim == 4 else x.at[tile].multiply(jnp.asarray(1.03, x.dtype))
+        )
+        return (grads[0], faulty, *grads[2:])
 
     return _with_a_gradient(op, case, change)

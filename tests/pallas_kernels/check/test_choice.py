@@ -18,10 +18,10 @@ DOUBLES = "tests.pallas_kernels.check.doubles"
 
 
 def test_auto_takes_the_first_right_kernel():
-    asked = []
-    found = choose_kernels("auto", "gpu", judged(asked, mosaic_gpu=RIGHT))
-    assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
-    assert asked == [(operation, "mosaic_gpu") for operation in PLATFORMS]
+    requests = []
+    choices = choose_kernels("auto", "gpu", judged(requests, mosaic_gpu=RIGHT))
+    assert {c.impl for c in choices.values()} == {("mosaic_gpu", "xla")}
+    assert requests == [(operation, "mosaic_gpu") for operation in PLATFORMS]
     assert (
         choose_kernels("auto", "tpu", judged(mosaic_tpu=RIGHT))["token_logprobs"].name
         == "mosaic_tpu"
@@ -29,22 +29,22 @@ def test_auto_takes_the_first_right_kernel():
 
 
 def test_auto_names_the_wrong_kernel_it_passes():
-    found = choose_kernels("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
-    assert found["sink_attention"] == Choice(("triton", "xla"), (("mosaic_gpu", WRONG),))
-    assert found["decode_attention"] == Choice("xla", (("mosaic_gpu", WRONG),))
+    choices = choose_kernels("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
+    assert choices["sink_attention"] == Choice(("triton", "xla"), (("mosaic_gpu", WRONG),))
+    assert choices["decode_attention"] == Choice("xla", (("mosaic_gpu", WRONG),))
 
 
 def test_on_a_cpu_nothing_is_asked():
-    found = choose_kernels("auto", "cpu", judged())
-    assert {c.impl for c in found.values()} == {"xla"}
-    assert {c.rejected for c in found.values()} == {()}
+    choices = choose_kernels("auto", "cpu", judged())
+    assert {c.impl for c in choices.values()} == {"xla"}
+    assert {c.rejected for c in choices.values()} == {()}
     assert {c.impl for c in choose_kernels("reference", "gpu", judged()).values()} == {"reference"}
 
 
 def test_operations_without_the_named_kernel_use_auto():
-    found = choose_kernels("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
-    assert found.pop("sink_attention").impl == "triton"
-    assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
+    choices = choose_kernels("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
+    assert choices.pop("sink_attention").impl == "triton"
+    assert {c.impl for c in choices.values()} == {("mosaic_gpu", "xla")}
     assert choice.requested_impls("triton") == dict.fromkeys(PLATFORMS, "auto") | {
         "sink_attention": "triton"
     }
@@ -67,12 +67,12 @@ class Checks:
             self.running += 1
             self.most = max(self.most, self.running)
             self.asked.append((operation, impl))
-            beside = self.running
+            running = self.running
         try:
             if len(self.asked) <= self.barrier.parties:
                 self.barrier.wait(20)  # breaks unless so many checks run at once
-                beside = self.barrier.parties
-            return self.answer(operation, impl, beside)
+                running = self.barrier.parties
+            return self.answer(operation, impl, running)
         finally:
             with self.lock:
                 self.running -= 1
@@ -80,30 +80,30 @@ class Checks:
 
 def chosen(chip, folder, name="auto"):
     """The choice, and the lines that were printed."""
-    told = []
-    judge = make_judge(chip, "bfloat16", {}, folder=folder, log_line=told.append)
-    return choose_kernels(name, chip["platform"], judge), told
+    printed = []
+    judge = make_judge(chip, "bfloat16", {}, folder=folder, log_line=printed.append)
+    return choose_kernels(name, chip["platform"], judge), printed
 
 
 @pytest.mark.parametrize("name", ["auto", "mosaic_gpu", "mosaic_gpu_invariant"])
 def test_a_gpu_checks_operations_at_once(monkeypatch, tmp_path, name):
     impl = name.replace("auto", "mosaic_gpu")
     checks = Checks(monkeypatch, lambda *_: RIGHT, together=4)
-    found, told = chosen(GPU, tmp_path, name)
+    choices, printed = chosen(GPU, tmp_path, name)
     assert checks.most == 4 and len(checks.asked) == len(PLATFORMS) == 5
-    assert {c.name for c in found.values()} == {impl}
-    assert told == [f"checking {o} with {impl} on NVIDIA H200…" for o in PLATFORMS]
+    assert {c.name for c in choices.values()} == {impl}
+    assert printed == [f"checking {o} with {impl} on NVIDIA H200…" for o in PLATFORMS]
     assert len(list(tmp_path.glob("*.json"))) == len(PLATFORMS)
-    again = Checks(monkeypatch, lambda *_: pytest.fail("checked again"))
-    assert chosen(GPU, tmp_path, name) == (found, []) and again.most == 0
+    second_checks = Checks(monkeypatch, lambda *_: pytest.fail("checked again"))
+    assert chosen(GPU, tmp_path, name) == (choices, []) and second_checks.most == 0
 
 
 def test_a_tpu_checks_operations_in_turn(monkeypatch, tmp_path):
     checks = Checks(monkeypatch, lambda *_: time.sleep(0.05) or RIGHT)
-    found, told = chosen(GPU | {"platform": "tpu", "kind": "TPU v6 lite"}, tmp_path)
+    choices, printed = chosen(GPU | {"platform": "tpu", "kind": "TPU v6 lite"}, tmp_path)
     assert checks.most == 1 and checks.asked == [(o, "mosaic_tpu") for o in PLATFORMS]
-    assert [x.split()[1] for x in told] == list(PLATFORMS)
-    assert {c.name for c in found.values()} == {"mosaic_tpu"}
+    assert [x.split()[1] for x in printed] == list(PLATFORMS)
+    assert {c.name for c in choices.values()} == {"mosaic_tpu"}
 
 
 def test_checks_at_once_choose_as_in_turn(monkeypatch, tmp_path):
@@ -121,8 +121,8 @@ def test_checks_at_once_choose_as_in_turn(monkeypatch, tmp_path):
     in_turn, _ = chosen(GPU, tmp_path / "in_turn")
     assert checks.most == 1 and at_once == in_turn and list(at_once) == list(in_turn)
     assert at_once["sink_attention"].name == "triton"
-    kept = [sorted(x.name for x in (tmp_path / y).iterdir()) for y in ("at_once", "in_turn")]
-    assert kept[0] == kept[1] and len(kept[0]) == len(PLATFORMS)  # triton's and no unknown one
+    files = [sorted(x.name for x in (tmp_path / y).iterdir()) for y in ("at_once", "in_turn")]
+    assert files[0] == files[1] and len(files[0]) == len(PLATFORMS)  # triton's and no unknown one
 
 
 @pytest.mark.parametrize("alone", [RIGHT, WRONG, None])
@@ -144,13 +144,13 @@ def test_a_check_without_result_is_repeated_alone(monkeypatch, tmp_path, beside,
         return verdict
 
     checks = Checks(monkeypatch, answer, together=4)
-    found, told = chosen(GPU, tmp_path)
+    choices, printed = chosen(GPU, tmp_path)
     assert checks.asked[-1] == ("grouped_swiglu", "mosaic_gpu")
     assert len(checks.asked) == len(PLATFORMS) + 1
-    assert told[-1].startswith("checking grouped_swiglu with mosaic_gpu again, alone: ")
+    assert printed[-1].startswith("checking grouped_swiglu with mosaic_gpu again, alone: ")
     unknown = KernelVerdict("unknown", "the process ran out of memory")
     rejected = () if alone is RIGHT else (("mosaic_gpu", alone or unknown),)
-    assert found["grouped_swiglu"].rejected == rejected
+    assert choices["grouped_swiglu"].rejected == rejected
     assert len(list(tmp_path.glob("*.json"))) == len(PLATFORMS) - (alone is None)
 
 
@@ -251,16 +251,18 @@ def test_another_process_finds_a_planted_fault(tmp_path, on_a_cpu, double, opera
 
 @pytest.mark.slow
 def test_a_hang_costs_its_timeout_once(tmp_path, on_a_cpu):
-    told = []
+    printed = []
     judge = make_judge(
-        on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=20.0, log_line=told.append
+        on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=20.0, log_line=printed.append
     )
     for _ in range(2):
         start = time.monotonic()
         verdict = judge("token_logprobs", f"{DOUBLES}:hangs")
-        took = time.monotonic() - start
+        elapsed_s = time.monotonic() - start
         assert verdict == ("wrong", "case padded_head: the process gave no result in 20 s")
-    assert took < 1 and told == [f"checking token_logprobs with {DOUBLES}:hangs on a double…"]
+    assert elapsed_s < 1 and printed == [
+        f"checking token_logprobs with {DOUBLES}:hangs on a double…"
+    ]
 
 
 @pytest.mark.slow
@@ -303,8 +305,8 @@ def test_a_verdict_has_no_advice_for_direct_calls(monkeypatch):
 def test_a_check_does_not_tune_the_reference():
     flag = "--xla_gpu_autotune_level"
     assert child.child_environ({"PATH": "/bin"})["XLA_FLAGS"] == f"{flag}=0"
-    kept = child.child_environ({"XLA_FLAGS": "--xla_dump_to=d"})["XLA_FLAGS"]
-    assert kept == f"--xla_dump_to=d {flag}=0"
+    flags = child.child_environ({"XLA_FLAGS": "--xla_dump_to=d"})["XLA_FLAGS"]
+    assert flags == f"--xla_dump_to=d {flag}=0"
     assert child.child_environ({"XLA_FLAGS": f"{flag}=4"})["XLA_FLAGS"] == f"{flag}=4"
 
 
@@ -319,11 +321,11 @@ def test_a_device_that_fails_gives_no_verdict(monkeypatch):
 
 def test_the_runs_shape_must_be_supported(monkeypatch):
     def verdict(*refused, own):
-        said = [
+        lines = [
             {"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
             for i, r in enumerate(refused)
         ]
-        monkeypatch.setattr(child, "run_child", lambda *_: child.ChildReport(tuple(said), ""))
+        monkeypatch.setattr(child, "run_child", lambda *_: child.ChildReport(tuple(lines), ""))
         return child.check_kernel("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
 
     assert verdict(None, "odd", None, own=1) == ("right", "2 cases")

@@ -28,10 +28,10 @@ from tests.pallas_kernels.check.made_verdicts import REFUSES, RIGHT, WRONG, judg
 )
 def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, said):
     monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("started"))
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         command.main(typed)
     (line,) = capsys.readouterr().err.splitlines()
-    assert left.value.code == 2 and re.search(said, line)
+    assert exit_info.value.code == 2 and re.search(said, line)
 
 
 @pytest.mark.parametrize(
@@ -46,34 +46,36 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
     ],
 )
 def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, text, said):
-    here = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
+    chip = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
-    monkeypatch.setattr(child, "find_chip", lambda: here)
+    monkeypatch.setattr(child, "find_chip", lambda: chip)
     monkeypatch.setattr(child, "check_kernel", lambda *_: WRONG)
     path = verdicts.verdict_path(
         verdicts.verdict_folder(),
-        verdicts.verdict_key(here, "sink_attention", "triton", "bfloat16", None),
+        verdicts.verdict_key(chip, "sink_attention", "triton", "bfloat16", None),
     )
     path.parent.mkdir()
     path.write_text(text)
     for lines in (4, 2):  # the second time what was found the first time is on file
         assert command.main(["--impl", "triton"]) == 1
-        told = capsys.readouterr().out.splitlines()
-        assert len(told) == lines and told[-1].endswith(
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) == lines and printed[-1].endswith(
             "failed in case ragged: o: relative error 1"
         )
-        again = [x for x in told if str(path) in x]
-        assert len(again) == (lines == 4) and all(said in x for x in again)
+        named = [x for x in printed if str(path) in x]
+        assert len(named) == (lines == 4) and all(said in x for x in named)
 
 
 def test_the_command_fails_for_a_wrong_kernel(monkeypatch, capsys):
     monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
-    here = {"platform": "gpu", "kind": "NVIDIA H200", "jax": "0.12"}
-    monkeypatch.setattr(child, "find_chip", lambda: here)
+    chip = {"platform": "gpu", "kind": "NVIDIA H200", "jax": "0.12"}
+    monkeypatch.setattr(child, "find_chip", lambda: chip)
     for verdict, code in ((RIGHT, 0), (REFUSES, 0), (WRONG, 1)):
         monkeypatch.setattr(command, "make_judge", lambda *_, v=verdict, **__: judged(triton=v))
         assert command.main(["--impl", "triton"]) == code
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         text = {"right": "correct", "refuses": "unsupported", "wrong": "failed in"}[verdict.kind]
-        assert "NVIDIA H200" in said and f"sink_attention   triton               {text}" in said
+        assert (
+            "NVIDIA H200" in printed and f"sink_attention   triton               {text}" in printed
+        )

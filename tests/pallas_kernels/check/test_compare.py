@@ -18,31 +18,31 @@ from pallas_kernels.token_logprobs.cases import LogprobsCase
 
 
 def test_a_wrong_tile_counts_at_any_size():
-    right = np.random.default_rng(0).normal(size=(2048, 64))
-    wrong = right.copy()
-    wrong[-2:] *= 1.5
-    assert 0.3 < compare.max_row_error(wrong, right) < 0.6
-    assert compare.max_row_error(wrong[-4:], right[-4:]) == pytest.approx(
-        compare.max_row_error(wrong, right), 0.2
+    exact = np.random.default_rng(0).normal(size=(2048, 64))
+    faulty = exact.copy()
+    faulty[-2:] *= 1.5
+    assert 0.3 < compare.max_row_error(faulty, exact) < 0.6
+    assert compare.max_row_error(faulty[-4:], exact[-4:]) == pytest.approx(
+        compare.max_row_error(faulty, exact), 0.2
     )
 
 
 def test_small_rows_are_measured_by_themselves():
-    right = np.full((4, 8), 100.0)
-    right[0], right[1] = 1.0, 0.0
-    ours = right.copy()
-    ours[0, 3] += 0.5
-    assert compare.max_row_error(ours, right) == pytest.approx(
-        0.5 / np.sqrt(np.mean(right**2)), 0.01
+    exact = np.full((4, 8), 100.0)
+    exact[0], exact[1] = 1.0, 0.0
+    actual = exact.copy()
+    actual[0, 3] += 0.5
+    assert compare.max_row_error(actual, exact) == pytest.approx(
+        0.5 / np.sqrt(np.mean(exact**2)), 0.01
     )
-    assert compare.max_row_error(right * 1.001, right) == pytest.approx(1e-3, 1e-6)
+    assert compare.max_row_error(exact * 1.001, exact) == pytest.approx(1e-3, 1e-6)
 
 
 def test_infinities_agree_with_themselves_and_with_nothing_else():
-    right = np.array([1.0, -np.inf, 2.0])
-    assert compare.max_row_error(right, right) == 0.0
-    assert compare.max_row_error(np.array([1.0, 0.0, 2.0]), right) == np.inf
-    assert compare.max_row_error(np.array([np.nan, -np.inf, 2.0]), right) == np.inf
+    exact = np.array([1.0, -np.inf, 2.0])
+    assert compare.max_row_error(exact, exact) == 0.0
+    assert compare.max_row_error(np.array([1.0, 0.0, 2.0]), exact) == np.inf
+    assert compare.max_row_error(np.array([np.nan, -np.inf, 2.0]), exact) == np.inf
     assert compare.max_row_error(np.zeros((2, 2)), np.zeros((2, 3))) == np.inf
 
 
@@ -53,8 +53,8 @@ def test_a_fault_names_the_first_wrong_result():
         compare.find_wrong_result(names, [x, x * (1 + 1e-6), x], good, good, "float32", 2) is None
     )
     assert compare.find_wrong_result(names, [None, x, x], good, good, "float32", 2) is None
-    said = compare.find_wrong_result(names, [x, x * 1.01, x * 2], good, good, "float32", 2)
-    assert said is not None and said.startswith("lse: relative error 1.00e-02, limit 1.53e-05")
+    reason = compare.find_wrong_result(names, [x, x * 1.01, x * 2], good, good, "float32", 2)
+    assert reason is not None and reason.startswith("lse: relative error 1.00e-02, limit 1.53e-05")
     nan = compare.find_wrong_result(
         names, [x, x, x.at[3, 3].set(jnp.nan)], good, good, "float32", 2
     )
@@ -85,18 +85,20 @@ def test_sampled_rows_equal_the_complete_result(monkeypatch, operation):
     op, case = OPS[operation], CASES[operation]
     op = replace(op, rows=replace(op.rows, compared=LESS))
     inputs = op.inputs(case, jnp.float32, 1)
-    at, ct = sampled.sample_rows(op, inputs, 9), None
-    assert len(at) < inputs[0].shape[op.rows.axis] or operation == "decode_attention"
-    assert len(sampled._split_sample(op, case, inputs, at).pieces) > 1
+    rows, ct = sampled.sample_rows(op, inputs, 9), None
+    assert len(rows) < inputs[0].shape[op.rows.axis] or operation == "decode_attention"
+    assert len(sampled._split_sample(op, case, inputs, rows).pieces) > 1
     if op.differentiated:
         outputs = jax.eval_shape(op.call(case, "reference"), *inputs)
         ct = jax.tree.map(lambda x: jax.random.normal(jax.random.key(3), x.shape), outputs)
-        ct = sampled.mask_cotangents(op, ct, at)
+        ct = sampled.mask_cotangents(op, ct, rows)
     runs = JittedOp(op, case, "reference").passes(inputs, ct).values()
-    whole = sampled.select_compared(op, [x for run in runs for x in jax.tree.leaves(run())], at)
-    plain, right = sampled.run_references(op, case, inputs, ct, at)
-    for some in (plain, right):
-        for name, a, b in zip(op.results, whole, some, strict=True):
+    complete = sampled.select_compared(
+        op, [x for run in runs for x in jax.tree.leaves(run())], rows
+    )
+    plain, exact = sampled.run_references(op, case, inputs, ct, rows)
+    for some in (plain, exact):
+        for name, a, b in zip(op.results, complete, some, strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
 
@@ -106,18 +108,18 @@ LESS = {"dk": (1, 7), "dv": (1, 7), "drhs": (1, 5), "dw_head": (0, 5)}
 
 @pytest.mark.parametrize("n, most", [(131_072, 2048), (1331, 300), (9, 9)])
 def test_the_sample_has_rows_of_every_tile(n, most):
-    at = sampled.sample_stripes(n, most)
+    rows = sampled.sample_stripes(n, most)
     width = -(-n // most)
-    assert at[-1] == n - 1 and len(at) == min(n, most)
-    assert max(np.diff(at, prepend=-1)) < 2 * width
+    assert rows[-1] == n - 1 and len(rows) == min(n, most)
+    assert max(np.diff(rows, prepend=-1)) < 2 * width
     other = sampled.sample_stripes(n, most, seed=1)
-    assert np.array_equal(at, other) == (n == most)
+    assert np.array_equal(rows, other) == (n == most)
 
 
 def test_the_sample_has_each_groups_ends():
     op, case = OPS["grouped_matmul"], MatmulCase("x", 4001, 2, 3, (7, 0, 1, 1500, 2000, 3))
-    at = set(sampled.sample_rows(op, op.inputs(case, jnp.float32, 0), 50))
-    assert {0, 6, 7, 8, 1507, 1508, 3507, 3508, 3510, 3511, 4000} <= at
+    rows = set(sampled.sample_rows(op, op.inputs(case, jnp.float32, 0), 50))
+    assert {0, 6, 7, 8, 1507, 1508, 3507, 3508, 3510, 3511, 4000} <= rows
 
 
 @pytest.mark.parametrize("operation", OPS)
@@ -131,7 +133,7 @@ def test_pieces_of_a_long_case_fit_memory(operation):
     if hasattr(long, "layout"):
         shapes[4:8] = map(jnp.asarray, attention_cases.case_layout(long).unshared_arrays())
     shapes = tuple(shapes)
-    at = sampled.sample_rows(op, shapes)
-    cut = sampled._split_sample(op, long, shapes, at)
+    rows = sampled.sample_rows(op, shapes)
+    cut = sampled._split_sample(op, long, shapes, rows)
     assert cut.rows * max(1, cut.entries) * op.rows.scores(shapes) <= sampled.MAX_SCORES
-    assert sum(x.stop - x.start for x in cut.pieces) == len(at) and len(cut.pieces) <= 256
+    assert sum(x.stop - x.start for x in cut.pieces) == len(rows) and len(cut.pieces) <= 256

@@ -24,9 +24,9 @@ def with_ulp(sized, eps, exactly=()):
 
 
 def seen(window, q_pos, k_pos, q_seg, k_seg):
-    back = q_pos[:, :, None] - k_pos[:, None, :]
-    same = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0)
-    return same & (back >= 0) & ((back < window) | (window == 0))
+    distance = q_pos[:, :, None] - k_pos[:, None, :]
+    is_same_segment = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0)
+    return is_same_segment & (distance >= 0) & ((distance < window) | (window == 0))
 
 
 def attention(window, inputs, cotangents, eps):
@@ -87,13 +87,13 @@ def logprobs(temperature, vocab_size, inputs, cotangents, eps):
     entropy = -(p * log_p).sum(1, keepdims=True)
     exact_p = of_exponents(p, np.broadcast_to(row, p.shape), EPS)
     entropy_size = (exact_p * (1 + abs(log_p))).sum(1, keepdims=True)
-    here = np.arange(vocab_size)[None, :] == targets[:, None]
-    dz = here * dlogp - p * (dlogp + dent * (log_p + entropy))
-    dz_size = here * abs(dlogp) + p_size * (
+    is_target = np.arange(vocab_size)[None, :] == targets[:, None]
+    dz = is_target * dlogp - p * (dlogp + dent * (log_p + entropy))
+    dz_size = is_target * abs(dlogp) + p_size * (
         abs(dlogp) + abs(dent) * (abs(log_p) + (row + entropy_size) * EPS / eps + entropy)
     )
     sized = {
-        "logp": (log_p[here], row[:, 0] * np.ones(len(targets))),
+        "logp": (log_p[is_target], row[:, 0] * np.ones(len(targets))),
         "entropy": (entropy[:, 0], entropy_size[:, 0]),
         "dhidden": (dz @ w_head.T / temperature, dz_size @ abs(w_head).T / temperature),
         "dw_head": (hidden.T @ dz / temperature, abs(hidden).T @ dz_size / temperature),
@@ -132,14 +132,14 @@ def _pulled(inputs, mine, dh, dh_size):
 
 def matmul(inputs, cotangents, eps):
     """{name: (value, ulp)} of out, dlhs, drhs, dbias; inputs are lhs, rhs, bias, sizes."""
-    h, h_size, mine = _products(inputs)
+    h, h_size, groups = _products(inputs)
     dout = wide(cotangents[0])
-    return with_ulp({"out": (h, h_size), **_pulled(inputs, mine, dout, abs(dout))}, eps)
+    return with_ulp({"out": (h, h_size), **_pulled(inputs, groups, dout, abs(dout))}, eps)
 
 
 def swiglu(alpha, limit, inputs, cotangents, eps):
     """As `matmul`. The second derivatives of the activation are below 8·α and 1.1·α."""
-    h, h_size, mine = _products(inputs)
+    h, h_size, groups = _products(inputs)
     (gate, up), (gate_size, up_size) = np.split(h, 2, 1), np.split(h_size, 2, 1)
     below, inside = gate < limit, abs(up) < limit
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
@@ -155,7 +155,7 @@ def swiglu(alpha, limit, inputs, cotangents, eps):
     dup_size = abs(dout) * (abs(gate * sigma) + 1.1 * gate_size)
     dh = np.concatenate([dgate, dup], 1)
     dh_size = np.concatenate([np.where(kink, ANYTHING, x) for x in (dgate_size, dup_size)], 1)
-    return with_ulp({"out": (out, size), **_pulled(inputs, mine, dh, dh_size)}, eps)
+    return with_ulp({"out": (out, size), **_pulled(inputs, groups, dh, dh_size)}, eps)
 
 
 def compare(name, ours, exact, ulps=8.0):
@@ -163,17 +163,19 @@ def compare(name, ours, exact, ulps=8.0):
 
     Stricter than the three-way rule, whose bound is that of the largest number.
     """
-    for (part, (right, ulp)), mine in zip(exact.items(), ours, strict=False):
-        got = wide(mine)
-        assert got.shape == right.shape, f"{name} {part}: {got.shape} must be {right.shape}"
-        finite = np.isfinite(got) | (got == right)
+    for (part, (expected, ulp)), mine in zip(exact.items(), ours, strict=False):
+        actual = wide(mine)
+        assert actual.shape == expected.shape, (
+            f"{name} {part}: {actual.shape} must be {expected.shape}"
+        )
+        finite = np.isfinite(actual) | (actual == expected)
         assert finite.all(), f"{name} {part}: {np.sum(~finite)} of {finite.size} are not finite"
         with np.errstate(invalid="ignore"):
-            error = np.where(got == right, 0, abs(got - right))
+            error = np.where(actual == expected, 0, abs(actual - expected))
         room = ulps * ulp + 1e-24  # σ is bounded below, see swiglu.py
         if (error > room).any():
             at = np.unravel_index(np.argmax(error / room), error.shape)
             raise AssertionError(
-                f"{name} {part}{[int(i) for i in at]}: {got[at]:.8g} must be {right[at]:.8g} to "
+                f"{name} {part}{[int(i) for i in at]}: {actual[at]:.8g} must be {expected[at]:.8g} to "
                 f"{room[at]:.2e}; so must {np.sum(error > room) - 1} others"
             )

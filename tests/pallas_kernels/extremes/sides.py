@@ -66,8 +66,8 @@ def differentiated(f, n):
 
     def run(cotangents, *inputs):
         out, pull = jax.vjp(lambda *some: f(*some, *inputs[n:]), *inputs[:n])
-        one = not isinstance(out, tuple)
-        return *((out,) if one else out), *pull(cotangents[0] if one else cotangents)
+        is_array = not isinstance(out, tuple)
+        return *((out,) if is_array else out), *pull(cotangents[0] if is_array else cotangents)
 
     return jax.jit(run)
 
@@ -79,11 +79,11 @@ def attention(sizes, **implementations):
 
         return differentiated(placed, 4)
 
-    right = partial(exact.attention, WINDOW)
+    oracle = partial(exact.attention, WINDOW)
     return Side(
         {k: run(f) for k, f in implementations.items()},
         partial(drawn.attention, sizes=sizes),
-        right,
+        oracle,
     )
 
 
@@ -103,9 +103,9 @@ def logprobs(sizes, **implementations):
         return differentiated(lambda h, w, t: f(h, w, t, jnp.float32(TEMPERATURE), WORDS), 2)
 
     def right(inputs, cotangents, eps):
-        found = exact.logprobs(TEMPERATURE, WORDS, inputs, cotangents, eps)
+        expected = exact.logprobs(TEMPERATURE, WORDS, inputs, cotangents, eps)
         padding = (0, 0), (0, sizes[2] - WORDS)  # gets no gradient
-        return found | {"dw_head": tuple(np.pad(x, padding) for x in found["dw_head"])}
+        return expected | {"dw_head": tuple(np.pad(x, padding) for x in expected["dw_head"])}
 
     return Side(
         {k: run(f) for k, f in implementations.items()},

@@ -35,9 +35,9 @@ def tried(side, dtype, examples=None):
 
     def compare(draw, seed):
         inputs, cotangents = draw(np.random.default_rng(seed), dtype=dtype)
-        right = side.right(inputs, cotangents, eps)
+        expected = side.right(inputs, cotangents, eps)
         for name, run in side.run.items():
-            exact.compare(name, run(cotangents, *inputs), right)
+            exact.compare(name, run(cotangents, *inputs), expected)
 
     @given(seed=st.integers(0, 10**6))
     def each(seed):
@@ -59,7 +59,7 @@ def test_plain_formulas_are_right_at_any_magnitude(name, dtype):
 )
 def test_a_planted_wrong_entropy_is_seen(kind, monkeypatch):
     """−1,000 is below all logits that the other cases have."""
-    module, name, where = {
+    module, name, source = {
         "xla": (logprobs_xla, "_MASKED_LOGIT", sides.PLAIN),
         "tpu": (streamed, "MASKED_LOGIT", sides.TPU),
         "hopper": (streamed, "MASKED_LOGIT", sides.GPU),
@@ -69,7 +69,7 @@ def test_a_planted_wrong_entropy_is_seen(kind, monkeypatch):
     monkeypatch.setattr(module, name, -1e3)
     jax.clear_caches()
     with pytest.raises(AssertionError, match="logp.*must be|not finite"):
-        tried(where["token_logprobs"](), jnp.dtype(jnp.bfloat16), 1)
+        tried(source["token_logprobs"](), jnp.dtype(jnp.bfloat16), 1)
     jax.clear_caches()
 
 

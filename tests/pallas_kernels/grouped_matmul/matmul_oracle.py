@@ -32,9 +32,9 @@ def naive(sizes, lhs, rhs, bias):
     """Every group's matrix on every row, in the inputs' dtype."""
     rhs = mxfp4_to_dense(rhs, lhs.dtype) if isinstance(rhs, Mxfp4) else rhs
     row, end = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None], jnp.cumsum(sizes)
-    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
-    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
-    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
+    is_in_group = (row < end[None, :]) & (row >= (end - sizes)[None, :])
+    products = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
+    return jnp.where(is_in_group[:, :, None], products, jnp.zeros_like(products)).sum(1)
 
 
 def plain_swiglu(h, alpha, limit):

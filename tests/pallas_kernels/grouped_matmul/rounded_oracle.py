@@ -33,10 +33,12 @@ def draw_inputs(dtype, swiglu, master_dtype=jnp.float32):
     size = 2.0 ** jnp.arange(-6.0, 0.0)[None, :, None, None]
     master = jax.random.normal(master_key, (E, D // 32, 32, F)) * size / 2
     master = master.reshape(E, D, F).astype(master_dtype)
-    own = encode_mxfp4(master)
+    encoded = encode_mxfp4(master)
     stack = Mxfp4(
-        jnp.full((STACK, D // 2, F), 0x5A, jnp.uint8).at[FIRST : FIRST + E].set(own.nibbles_EDF),
-        jnp.full((STACK, D // 32, F), 255, jnp.uint8).at[FIRST : FIRST + E].set(own.scales_EDF),
+        jnp.full((STACK, D // 2, F), 0x5A, jnp.uint8)
+        .at[FIRST : FIRST + E]
+        .set(encoded.nibbles_EDF),
+        jnp.full((STACK, D // 32, F), 255, jnp.uint8).at[FIRST : FIRST + E].set(encoded.scales_EDF),
     )
     lhs, bias, dout = (
         jax.random.normal(key, shape).astype(dtype)
@@ -99,16 +101,16 @@ def naive_and_right(dtype, swiglu, master_dtype=jnp.float32):
             jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64))
             for x in (dout, lhs, values, bias)
         )
-        right = [np.asarray(x) for x in found_of_values(swiglu, dout, sizes, lhs, values, bias)]
-    for results in plain, right:
+        exact = [np.asarray(x) for x in found_of_values(swiglu, dout, sizes, lhs, values, bias)]
+    for results in plain, exact:
         results[2] = np.where(saturated, 0, np.asarray(results[2], np.float64))
-    return plain, right
+    return plain, exact
 
 
 def check(ours, dtype, swiglu, master_dtype=jnp.float32):
     """Assert the three-way rule of values and gradients, their dtypes, and the exact zeros."""
-    plain, right = naive_and_right(dtype, swiglu, master_dtype)
-    for name, x, a, b in zip(NAMES, ours, plain, right, strict=True):
+    plain, exact = naive_and_right(dtype, swiglu, master_dtype)
+    for name, x, a, b in zip(NAMES, ours, plain, exact, strict=True):
         assert x.dtype == (master_dtype if name == "dmaster" else dtype)
         three_way(x, a, b, name)
     out, dlhs, dmaster, dbias = (np.asarray(x, np.float32) for x in ours)

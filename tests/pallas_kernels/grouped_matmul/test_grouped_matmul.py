@@ -62,13 +62,13 @@ def formula(sizes, lhs, rhs, bias):
 def test_values_and_gradients_match_naive_masks(case, dtype):
     lhs, rhs, sizes, bias = cases.init_matmul_inputs(case, dtype)
     dout = cotangent(case, dtype)
-    wanted = oracle(lhs, rhs, case.group_sizes, bias, dout)
+    exact_results = oracle(lhs, rhs, case.group_sizes, bias, dout)
     plain = values_and_gradients(naive, dout, sizes, lhs, rhs, bias)
     for f in (tiled, invariant, formula) if case is cases.TEST_CASES[0] else (tiled, invariant):
-        got = values_and_gradients(f, dout, sizes, lhs, rhs, bias)
-        for name, ours, simple, exact in zip(NAMES, got, plain, wanted, strict=True):
-            assert ours.dtype == dtype
-            three_way(ours, simple, exact, f"{case.name} {f.__name__} {name}")
+        actual = values_and_gradients(f, dout, sizes, lhs, rhs, bias)
+        for name, value, simple, exact in zip(NAMES, actual, plain, exact_results, strict=True):
+            assert value.dtype == dtype
+            three_way(value, simple, exact, f"{case.name} {f.__name__} {name}")
 
 
 def test_rows_past_the_sum_are_zero():
@@ -137,9 +137,9 @@ def test_the_program_copies_no_weights():
     f = lambda *args: tiled(sizes, *args).sum()  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(f, argnums=(0, 1, 2)))(lhs, rhs, bias)
     largest = max(x.size for x in (lhs, rhs, cotangent(case, jnp.float32)))
-    seen = list(equations(jaxpr.jaxpr))
-    assert any(eqn.primitive.name == "dot_general" for eqn in seen)
-    for eqn in seen:
+    all_equations = list(equations(jaxpr.jaxpr))
+    assert any(eqn.primitive.name == "dot_general" for eqn in all_equations)
+    for eqn in all_equations:
         assert "scatter" not in eqn.primitive.name and "ragged" not in eqn.primitive.name
         for var in eqn.outvars:
             assert var.aval.size <= largest, (eqn.primitive.name, var.aval)

@@ -67,8 +67,8 @@ def masters(lhs, rhs, sizes, bias, dout):
     """out, dlhs, dmaster, dbias of the down projection in four bits."""
 
     def run(lhs, master, bias):
-        whole = rhs._replace(master_EDF=master)
-        return grouped_matmul(lhs, whole, sizes, bias_EF=bias, impl="mosaic_tpu")
+        stack = rhs._replace(master_EDF=master)
+        return grouped_matmul(lhs, stack, sizes, bias_EF=bias, impl="mosaic_tpu")
 
     out, pull = jax.vjp(run, lhs, rhs.master_EDF, bias)
     return out, pull(dout)
@@ -78,8 +78,8 @@ def masters_swiglu(lhs, rhs, sizes, bias, dout):
     """The same of the gate and up projection."""
 
     def run(lhs, master, bias):
-        whole = rhs._replace(master_EDF=master)
-        return grouped_swiglu(lhs, whole, sizes, bias_EF=bias, impl="mosaic_tpu")
+        stack = rhs._replace(master_EDF=master)
+        return grouped_swiglu(lhs, stack, sizes, bias_EF=bias, impl="mosaic_tpu")
 
     out, pull = jax.vjp(run, lhs, rhs.master_EDF, bias)
     return out, pull(dout)

@@ -66,17 +66,17 @@ def test_values_and_gradients_match_naive_masks(name):
 def test_the_fused_activation_matches_naive_masks(monkeypatch, name):
     monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", (64,))  # two column tiles
     lhs, rhs, sizes, bias, _ = make(SIZES[name], width=256)
-    got = forward(hopper_swiglu, sizes, lhs, rhs, bias)
+    actual = forward(hopper_swiglu, sizes, lhs, rhs, bias)
     simple = forward(naive_swiglu, sizes, lhs, rhs, bias)
-    three_way(got, simple, forward(exact_swiglu, sizes, *as_float32(lhs, rhs, bias)), name)
+    three_way(actual, simple, forward(exact_swiglu, sizes, *as_float32(lhs, rhs, bias)), name)
 
 
 @pytest.mark.parametrize("name", mark_slow(SIZES, "whole tiles"))
 def test_the_forward_pass_alone(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
-    got = forward(hopper, sizes, lhs, rhs, bias)
-    wanted = forward(exact, sizes, *as_float32(lhs, rhs, bias))
-    three_way(got, forward(naive, sizes, lhs, rhs, bias), wanted, "out")
+    actual = forward(hopper, sizes, lhs, rhs, bias)
+    expected = forward(exact, sizes, *as_float32(lhs, rhs, bias))
+    three_way(actual, forward(naive, sizes, lhs, rhs, bias), expected, "out")
 
 
 @knows_transposes
@@ -94,8 +94,8 @@ def test_a_nan_stays_in_its_group():
     bad = sum(sizes[:group]) + 7
     lhs = lhs.at[used:].set(jnp.nan).at[bad].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
-    got = values_and_gradients(hopper, dout, sizes_E, lhs, rhs, bias)
-    out, dlhs, drhs, dbias = (np.asarray(x, np.float32) for x in got)
+    actual = values_and_gradients(hopper, dout, sizes_E, lhs, rhs, bias)
+    out, dlhs, drhs, dbias = (np.asarray(x, np.float32) for x in actual)
     assert not out[used:].any() and not dlhs[used:].any()
     assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [bad]
     assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
@@ -110,11 +110,11 @@ def test_a_nan_stays_in_its_group():
 
 def test_fewer_rows_than_a_tile_in_float16():
     lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), jnp.float16, 9)
-    got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
-    assert got.shape == (9, F) and got.dtype == jnp.float16
+    actual = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    assert actual.shape == (9, F) and actual.dtype == jnp.float16
     zero = jnp.zeros_like(bias)
     simple = forward(naive, sizes, lhs, rhs, zero)
-    three_way(got, simple, forward(exact, sizes, *as_float32(lhs, rhs, zero)), "out")
+    three_way(actual, simple, forward(exact, sizes, *as_float32(lhs, rhs, zero)), "out")
 
 
 @pytest.mark.slow

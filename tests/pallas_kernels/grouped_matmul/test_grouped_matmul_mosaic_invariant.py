@@ -22,9 +22,9 @@ FUNCTIONS = (grouped_matmul, grouped_swiglu)
 def inputs():
     keys = jax.random.split(jax.random.key(5), 5)
     shapes = (sum(SIZES), D), (E, D, F), (E, F), (E, R, D), (E, R, F)
-    made = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-    made = [x if i < 3 else 0.1 * x for i, x in enumerate(made)]
-    return [x.astype(jnp.bfloat16) if i < 2 else x for i, x in enumerate(made)]
+    arrays = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    arrays = [x if i < 3 else 0.1 * x for i, x in enumerate(arrays)]
+    return [x.astype(jnp.bfloat16) if i < 2 else x for i, x in enumerate(arrays)]
 
 
 arrays = pytest.fixture(scope="module")(inputs)
@@ -43,11 +43,11 @@ def differing(fn, arrays, impl, lora=False):
     """Count the numbers of some rows that differ in a batch without the other rows."""
     lhs, rhs, bias, *change = arrays
     with_these = change if lora else None, impl
-    whole = result(fn, lhs, rhs, SIZES, bias, *with_these)
-    some = np.r_[3:20, 100:140]
-    fewer = result(fn, lhs[some], rhs, (17, 0, 40), bias, *with_these)
-    one = result(fn, lhs[330:331], rhs, (0, 0, 1), bias, *with_these)
-    return int((fewer != whole[some]).sum() + (one != whole[330:331]).sum()), whole
+    complete = result(fn, lhs, rhs, SIZES, bias, *with_these)
+    rows = np.r_[3:20, 100:140]
+    fewer = result(fn, lhs[rows], rhs, (17, 0, 40), bias, *with_these)
+    single = result(fn, lhs[330:331], rhs, (0, 0, 1), bias, *with_these)
+    return int((fewer != complete[rows]).sum() + (single != complete[330:331]).sum()), complete
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -57,12 +57,12 @@ def test_a_rows_bits_ignore_other_rows(arrays, impl, fn, lora):
     if "gpu" in impl and lora:
         pytest.skip("interpreting it takes a quarter of a minute; test_on_chip.py has it on a chip")
     with interpreted(impl):
-        found, whole = differing(fn, arrays, impl, lora)
-    assert found == 0
+        n_different, complete = differing(fn, arrays, impl, lora)
+    assert n_different == 0
     lhs, rhs, bias, *change = (x.astype(jnp.float32) for x in arrays)
     low = LowRank(*change, 0.5) if lora else None
-    right = fn(lhs, rhs, jnp.asarray(SIZES), bias_EF=bias, low_rank=low, impl="reference")
-    assert np.abs(whole - right).max() < 1e-2 * np.abs(right).max()
+    expected = fn(lhs, rhs, jnp.asarray(SIZES), bias_EF=bias, low_rank=low, impl="reference")
+    assert np.abs(complete - expected).max() < 1e-2 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("undone", [False, True])
@@ -75,8 +75,8 @@ def test_larger_products_change_a_rows_bits(arrays, undone, monkeypatch):
         monkeypatch.setattr(tiles, "count_products", lambda rows, most, _: counts(rows, most))
     jax.clear_caches()
     with interpreted(TPU):
-        found, _ = differing(grouped_matmul, wide, TPU)
-    assert (found > 0) == undone
+        n_different, _ = differing(grouped_matmul, wide, TPU)
+    assert (n_different > 0) == undone
     jax.clear_caches()
 
 

@@ -65,15 +65,15 @@ def inputs(shape, sizes, dtype, swiglu):
 def oracle(swiglu, dout, sizes, *args):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (dout, *args)]
-        got = values_and_gradients(DENSE[swiglu], wide[0], sizes, *wide[1:])
-        return [np.asarray(x) for x in got]
+        actual = values_and_gradients(DENSE[swiglu], wide[0], sizes, *wide[1:])
+        return [np.asarray(x) for x in actual]
 
 
 def check(swiglu, dout, sizes, *args):
     exact = oracle(swiglu, dout, sizes, *args)
     plain = values_and_gradients(DENSE[swiglu], dout, sizes, *args)
-    ours = values_and_gradients(KERNEL[swiglu], dout, sizes, *args)
-    for name, a, b, c in zip(NAMES, ours, plain, exact, strict=True):
+    actual = values_and_gradients(KERNEL[swiglu], dout, sizes, *args)
+    for name, a, b, c in zip(NAMES, actual, plain, exact, strict=True):
         assert a.dtype == dout.dtype
         three_way(a, b, c, name)
 
@@ -149,13 +149,13 @@ def random_mxfp4(n_groups, width, columns):
 def test_four_bit_weights_equal_their_decoded_values(swiglu):
     dout, sizes, lhs, _, bias = inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, swiglu)
     packed = random_mxfp4(7, 192, 384)
-    got = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, packed, bias)
+    actual = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, packed, bias)
     decoded = mxfp4.mxfp4_to_dense(packed, jnp.bfloat16)
     out, dlhs, _, dbias = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, decoded, bias)
     exact = oracle(swiglu, dout, sizes, lhs, decoded, bias)
-    np.testing.assert_array_equal(got[0], out)
-    np.testing.assert_array_equal(got[1], dlhs)
-    three_way(got[2], dbias, exact[3], "dbias")
+    np.testing.assert_array_equal(actual[0], out)
+    np.testing.assert_array_equal(actual[1], dlhs)
+    three_way(actual[2], dbias, exact[3], "dbias")
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -176,8 +176,8 @@ def test_a_nan_stays_in_its_group(swiglu):
 
 def test_no_rows_give_no_rows_and_zero_gradients():
     dout, sizes, lhs, rhs, bias = inputs((0, 48, 40), (0,) * 7, jnp.float32, False)
-    got = values_and_gradients(KERNEL[False], dout, sizes, lhs, rhs, bias)
-    assert got[0].shape == (0, 40) and not np.any(got[2]) and not np.any(got[3])
+    actual = values_and_gradients(KERNEL[False], dout, sizes, lhs, rhs, bias)
+    assert actual[0].shape == (0, 40) and not np.any(actual[2]) and not np.any(actual[3])
 
 
 def test_fewer_rows_than_a_tile_and_no_bias():
@@ -187,8 +187,8 @@ def test_fewer_rows_than_a_tile_and_no_bias():
     exact = oracle(False, dout, sizes, lhs, rhs, zero)
     f = lambda lhs, rhs: kernel(False, sizes, lhs, rhs, None)  # noqa: E731
     out, pull = jax.jit(partial(jax.vjp, f))(lhs, rhs)
-    for name, ours, a, b in zip(NAMES, (out, *pull(dout)), plain, exact, strict=False):
-        three_way(ours, a, b, name)
+    for name, value, a, b in zip(NAMES, (out, *pull(dout)), plain, exact, strict=False):
+        three_way(value, a, b, name)
 
 
 @pytest.mark.parametrize("mib", [64, 128])
@@ -232,10 +232,12 @@ def test_shapes_without_tiles_are_refused_with_the_reason(monkeypatch):
     assert "rhs is bfloat16" in str(
         pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, struct(rhs.shape, jnp.bfloat16))
     )
-    odd = struct((3, 192, 500), jnp.float32)
-    assert "do not end at 128" in str(pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, odd))
+    odd_matrix = struct((3, 192, 500), jnp.float32)
+    assert "do not end at 128" in str(
+        pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, odd_matrix)
+    )
     assert "not a multiple of 128" in str(
-        pallas_tpu.grouped_swiglu_mosaic_tpu_unsupported(lhs, odd)
+        pallas_tpu.grouped_swiglu_mosaic_tpu_unsupported(lhs, odd_matrix)
     )
     packed = mxfp4.Mxfp4(struct((3, 48, 384), jnp.uint8), struct((3, 3, 384), jnp.uint8))
     assert "four-bit" in str(

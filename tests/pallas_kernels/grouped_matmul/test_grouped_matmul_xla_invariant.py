@@ -34,22 +34,22 @@ def test_values_and_gradients_are_those_of_the_reference(change):
         low = {"low_rank": LowRank(a, b, 0.5)} if change else {}
         return jnp.sum(jnp.sin(fn(lhs, rhs, SIZES, bias_EF=bias, **low)))
 
-    got, want = (
+    actual, want = (
         jax.jit(jax.value_and_grad(partial(loss, fn=partial(grouped_swiglu, impl=impl))))(given)
         for impl in ("xla_invariant", "xla")
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), actual, want)
 
 
 def test_a_rows_bits_ignore_its_group():
     lhs, rhs, bias, *_ = arrays()
     invariant = partial(grouped_swiglu, bias_EF=bias, impl="xla_invariant")
     run = jax.jit(lambda lhs, sizes: invariant(lhs, rhs, sizes))
-    every = run(lhs, SIZES)
-    alone = run(lhs[40:41], jnp.array([0, 0, 1], jnp.int32))
-    assert np.array_equal(alone[0], every[40])
+    all_rows = run(lhs, SIZES)
+    single = run(lhs[40:41], jnp.array([0, 0, 1], jnp.int32))
+    assert np.array_equal(single[0], all_rows[40])
     few = run(lhs[30 : 30 + ROWS + 3], jnp.array([7, 0, ROWS - 4], jnp.int32))
-    assert np.array_equal(few, every[30 : 30 + ROWS + 3])
+    assert np.array_equal(few, all_rows[30 : 30 + ROWS + 3])
 
 
 def test_the_sum_over_experts_is_the_plain_one():
@@ -59,6 +59,6 @@ def test_the_sum_over_experts_is_the_plain_one():
     def loss(y, weights, fn):
         return jnp.sum(jnp.cos(fn(y, inverse, weights)))
 
-    got = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows_xla_invariant)
+    actual = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows_xla_invariant)
     want = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, want)

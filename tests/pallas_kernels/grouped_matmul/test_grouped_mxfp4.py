@@ -27,10 +27,10 @@ def test_every_code_and_scale_decodes_as_released(dtype):
     scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 2, axis=2)
     word = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
     for packed in ((blocks, scales), random_release()):
-        ours = mxfp4.mxfp4_to_dense(mxfp4.mxfp4_from_released(*map(jnp.asarray, packed)), dtype)
-        theirs = released.decode_blocks(*packed, dtype=dtype).swapaxes(1, 2)
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours).view(word), theirs.view(word))
+        actual = mxfp4.mxfp4_to_dense(mxfp4.mxfp4_from_released(*map(jnp.asarray, packed)), dtype)
+        expected = released.decode_blocks(*packed, dtype=dtype).swapaxes(1, 2)
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(actual).view(word), expected.view(word))
 
 
 def test_a_byte_holds_rows_half_apart():
@@ -63,10 +63,10 @@ def test_four_bit_products_equal_decoded_products(op, depth, impl):
     def run(rhs, lhs, bias):
         return op(lhs, rhs, sizes, bias_EF=bias, impl=impl)
 
-    got, pull = jax.vjp(partial(run, packed), lhs, bias)
+    actual, pull = jax.vjp(partial(run, packed), lhs, bias)
     want, pull_decoded = jax.vjp(partial(run, values), lhs, bias)
-    np.testing.assert_array_equal(got, want)
-    for a, b in zip(pull(got), pull_decoded(got), strict=True):
+    np.testing.assert_array_equal(actual, want)
+    for a, b in zip(pull(actual), pull_decoded(actual), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_xla_decodes_every_code_and_scale_exactly(lowest, dtype):
         mxfp4.Mxfp4(packed.nibbles_EDF[0], packed.scales_EDF[0])
     )
     word = {2: np.uint16, 4: np.uint32}[decoded.dtype.itemsize]
-    right = mxfp4.mxfp4_to_dense(packed, dtype)[0]
-    assert jnp.isnan(decoded[:, -1]).all() and jnp.isnan(right[:, -1]).all()  # of any sign
-    decoded, right = (np.asarray(x[:, :-1]).view(word) for x in (decoded, right))
-    np.testing.assert_array_equal(decoded, right)
+    expected = mxfp4.mxfp4_to_dense(packed, dtype)[0]
+    assert jnp.isnan(decoded[:, -1]).all() and jnp.isnan(expected[:, -1]).all()  # of any sign
+    decoded, expected = (np.asarray(x[:, :-1]).view(word) for x in (decoded, expected))
+    np.testing.assert_array_equal(decoded, expected)

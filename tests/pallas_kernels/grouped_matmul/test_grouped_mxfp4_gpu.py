@@ -64,9 +64,9 @@ def test_values_and_gradients_match_decoded_weights(name):
 @pytest.mark.parametrize("name", SIZES)
 def test_the_fused_activation_matches_naive_masks(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
-    got, simple = (forward(f, sizes, lhs, rhs, bias) for f in (hopper_swiglu, naive_swiglu))
+    actual, simple = (forward(f, sizes, lhs, rhs, bias) for f in (hopper_swiglu, naive_swiglu))
     up = lhs.astype(jnp.float32), rhs, bias.astype(jnp.float32)
-    three_way(got, simple, forward(exact_swiglu, sizes, *up), name)
+    three_way(actual, simple, forward(exact_swiglu, sizes, *up), name)
 
 
 @pytest.mark.slow
@@ -88,29 +88,29 @@ def test_a_nan_stays_in_its_group():
     lhs = lhs.at[used:].set(jnp.nan).at[row].set(jnp.nan)
     dout = dout.at[used:].set(jnp.nan)
     args = sizes_E, lhs, rhs._replace(scales_EDF=scales), bias
-    got = values_and_gradients(hopper, dout, *args)
-    out, dlhs, dbias = (np.isnan(np.asarray(x, np.float32)) for x in got)
-    wanted = np.zeros((M, F), bool)
-    wanted[row] = True
-    wanted[first : first + sizes[group], column] = True
-    np.testing.assert_array_equal(out, wanted)
-    wanted = np.zeros((M, D), bool)
-    wanted[first : first + sizes[group], 9 * mxfp4.GROUP : 10 * mxfp4.GROUP] = True
-    np.testing.assert_array_equal(dlhs, wanted)
+    actual = values_and_gradients(hopper, dout, *args)
+    out, dlhs, dbias = (np.isnan(np.asarray(x, np.float32)) for x in actual)
+    expected = np.zeros((M, F), bool)
+    expected[row] = True
+    expected[first : first + sizes[group], column] = True
+    np.testing.assert_array_equal(out, expected)
+    expected = np.zeros((M, D), bool)
+    expected[first : first + sizes[group], 9 * mxfp4.GROUP : 10 * mxfp4.GROUP] = True
+    np.testing.assert_array_equal(dlhs, expected)
     assert not dbias.any()
-    for x in got[:2]:
+    for x in actual[:2]:
         assert not np.asarray(x, np.float32)[used:].any()
 
 
 @pytest.mark.skipif(OLD, reason="jax 0.10 takes 15 seconds to interpret it")
 def test_fewer_rows_than_a_tile_and_no_bias():
     lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
-    got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
-    assert got.shape == (9, F) and got.dtype == jnp.bfloat16
+    actual = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    assert actual.shape == (9, F) and actual.dtype == jnp.bfloat16
     zero = jnp.zeros_like(bias)
     simple = forward(naive, sizes, lhs, rhs, zero)
-    wanted = forward(exact, sizes, lhs.astype(jnp.float32), rhs, zero)
-    three_way(got, simple, wanted, "out")
+    expected = forward(exact, sizes, lhs.astype(jnp.float32), rhs, zero)
+    three_way(actual, simple, expected, "out")
 
 
 @knows_transposes

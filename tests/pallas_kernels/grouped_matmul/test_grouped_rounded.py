@@ -65,16 +65,16 @@ def test_values_and_gradients_match_decoded_matrices(name, swiglu, dtype):
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu"])
 def test_masters_in_bfloat16_have_a_gradient_in_bfloat16(name):
     dtype = jnp.bfloat16
-    ours = found(implementation(name, False), *draw_inputs(dtype, False, dtype))
-    check(ours, dtype, False, dtype)
+    actual = found(implementation(name, False), *draw_inputs(dtype, False, dtype))
+    check(actual, dtype, False, dtype)
 
 
 @pytest.mark.parametrize("name", ["xla", "xla_invariant", "mosaic_tpu"])
 def test_a_part_of_a_stack_equals_its_matrices(name):
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
-    ours = found(implementation(name, True), dout, sizes, lhs, alone, bias)
-    for x, y in zip(results_of(name, True, jnp.bfloat16), ours, strict=True):
+    actual = found(implementation(name, True), dout, sizes, lhs, alone, bias)
+    for x, y in zip(results_of(name, True, jnp.bfloat16), actual, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
@@ -131,9 +131,9 @@ def test_adapters_train_together_with_masters():
     @partial(jax.jit, static_argnums=0)
     def run(name, *arrays):
         def f(lhs, master, a, b):
-            whole = rhs._replace(master_EDF=master)
+            stack = rhs._replace(master_EDF=master)
             return grouped_matmul(
-                lhs, whole, sizes, bias_EF=bias, low_rank=LowRank(a, b, 0.7), impl=name
+                lhs, stack, sizes, bias_EF=bias, low_rank=LowRank(a, b, 0.7), impl=name
             )
 
         out, pull = jax.vjp(f, *arrays)
@@ -156,13 +156,13 @@ def test_an_infinite_master_shows_in_its_expert(name):
         )
     )
     whole = Rounded(rhs.packed._replace(stack=stack), master)
-    ours = found(implementation(name, False), dout, sizes, lhs, whole, bias)
+    actual = found(implementation(name, False), dout, sizes, lhs, whole, bias)
     out, dlhs, dmaster, dbias = (np.array(x) for x in results_of(name, False, jnp.float32))
     rows = slice(SIZES[0], SIZES[0] + SIZES[1])
     out[rows, 5] = dlhs[rows, 32:64] = np.nan
-    dmaster[1, 32:64, 5] = ours[2][1, 32:64, 5]  # nothing saturates where there is no scale
+    dmaster[1, 32:64, 5] = actual[2][1, 32:64, 5]  # nothing saturates where there is no scale
     assert np.isfinite(dmaster).all() and dmaster[1, 32:64, 5].all()
-    for x, expected in zip(ours, (out, dlhs, dmaster, dbias), strict=True):
+    for x, expected in zip(actual, (out, dlhs, dmaster, dbias), strict=True):
         np.testing.assert_array_equal(x, expected)
 
 
@@ -199,11 +199,11 @@ INPUT_FAULTS = {
 def test_a_planted_fault_of_the_inputs_is_seen(fault):
     """Of the TPU's program, which is compiled already."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
-    wrong = found(
+    faulty = found(
         implementation("mosaic_tpu", False), dout, sizes, lhs, INPUT_FAULTS[fault](rhs), bias
     )
     with pytest.raises(AssertionError, match=r"error|saturated"):
-        check(wrong, jnp.float32, False)
+        check(faulty, jnp.float32, False)
 
 
 def whole_stack(rhs):
@@ -240,25 +240,25 @@ CODE_FAULTS = {
 @pytest.mark.parametrize("name", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", CODE_FAULTS)
 def test_a_planted_fault_of_the_code_is_seen(fault, name, monkeypatch):
-    part, wrong = CODE_FAULTS[fault]
-    monkeypatch.setattr(rounded, part, wrong)
-    right = implementation(name, False)
-    ours = found(lambda *x: right(*x), *draw_inputs(jnp.float32, False))  # traced anew
+    part, fault_of_codes = CODE_FAULTS[fault]
+    monkeypatch.setattr(rounded, part, fault_of_codes)
+    matmul = implementation(name, False)
+    actual = found(lambda *x: matmul(*x), *draw_inputs(jnp.float32, False))  # traced anew
     with pytest.raises(AssertionError, match="dmaster|saturated"):
-        check(ours, jnp.float32, False)
+        check(actual, jnp.float32, False)
 
 
 def test_masters_that_do_not_fit_are_named():
     raw = inspect.unwrap(grouped_matmul)
     _, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
-    for wrong in (
+    for unsupported in (
         alone._replace(master_EDF=rhs.master_EDF[:, :, :-1]),
         alone._replace(master_EDF=rhs.master_EDF[1:]),
         rhs._replace(master_EDF=jnp.concatenate([rhs.master_EDF] * 2)),
     ):
         with pytest.raises(ValueError, match="must have the shape of its packed matrices") as error:
-            raw(lhs, wrong, sizes, bias_EF=None)
+            raw(lhs, unsupported, sizes, bias_EF=None)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="floating-point"):
         raw(lhs, alone._replace(master_EDF=rhs.master_EDF.astype(jnp.int32)), sizes)

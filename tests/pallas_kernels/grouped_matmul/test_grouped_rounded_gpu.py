@@ -28,8 +28,8 @@ def swiglu(sizes, lhs, rhs, bias):
 @knows_transposes
 @pytest.mark.parametrize("op", [matmul, pytest.param(swiglu, marks=pytest.mark.slow)])
 def test_values_and_gradients_match_decoded_matrices(op):
-    ours = found(op, *draw_inputs(jnp.bfloat16, op is swiglu))
-    check(ours, jnp.bfloat16, op is swiglu)
+    actual = found(op, *draw_inputs(jnp.bfloat16, op is swiglu))
+    check(actual, jnp.bfloat16, op is swiglu)
 
 
 @pytest.mark.slow
@@ -37,8 +37,8 @@ def test_values_and_gradients_match_decoded_matrices(op):
 def test_a_part_of_a_stack_equals_its_matrices():
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
-    part, whole = (found(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
-    for x, y in zip(part, whole, strict=True):
+    part, complete = (found(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
+    for x, y in zip(part, complete, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
@@ -46,7 +46,7 @@ def test_a_part_of_a_stack_equals_its_matrices():
 def test_a_planted_fault_is_seen():
     """Masters of another expert: the mask of the gradient is theirs."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
-    wrong = rhs._replace(master_EDF=jnp.roll(rhs.master_EDF, 1, axis=0))
-    ours = found(matmul, dout, sizes, lhs, wrong, bias)
+    rolled = rhs._replace(master_EDF=jnp.roll(rhs.master_EDF, 1, axis=0))
+    actual = found(matmul, dout, sizes, lhs, rolled, bias)
     with pytest.raises(AssertionError, match="dmaster|saturated"):
-        check(ours, jnp.bfloat16, False)
+        check(actual, jnp.bfloat16, False)

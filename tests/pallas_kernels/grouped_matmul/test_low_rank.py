@@ -71,8 +71,8 @@ def merged(lhs, rhs, bias, a, b, dout):
 
     def run(lhs, a, b):
         change = SCALE * jnp.einsum("erd,erf->edf", a, b)
-        whole = (mxfp4_to_dense(rhs) + change).astype(lhs.dtype)
-        return grouped_matmul(lhs, whole, SIZES, bias_EF=bias, impl="reference")
+        merged_weights = (mxfp4_to_dense(rhs) + change).astype(lhs.dtype)
+        return grouped_matmul(lhs, merged_weights, SIZES, bias_EF=bias, impl="reference")
 
     out, pull = jax.vjp(run, lhs, a, b)
     return out, *pull(dout)
@@ -81,38 +81,42 @@ def merged(lhs, rhs, bias, a, b, dout):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [True, False], ids=["four bits", "dense"])
 def test_values_and_gradients_match_merged_matrices(dtype, packed):
-    given = arrays(dtype)
-    ours = found(*given, impl="xla", packed=packed)
-    assert [x.dtype for x in ours] == [dtype, dtype, jnp.float32, jnp.float32]
-    for name, x, plain, right in zip(NAMES, ours, merged(*given), oracle(*given), strict=True):
-        three_way(x, plain, right, name)
-    assert not np.asarray(ours[0])[int(SIZES.sum()) :].any()
+    arguments = arrays(dtype)
+    actual = found(*arguments, impl="xla", packed=packed)
+    assert [x.dtype for x in actual] == [dtype, dtype, jnp.float32, jnp.float32]
+    for name, x, plain, exact in zip(
+        NAMES, actual, merged(*arguments), oracle(*arguments), strict=True
+    ):
+        three_way(x, plain, exact, name)
+    assert not np.asarray(actual[0])[int(SIZES.sum()) :].any()
 
 
 def test_the_reference_is_the_formula():
-    given = arrays()
-    for x, right in zip(found(*given, impl="reference"), oracle(*given), strict=True):
-        np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-4)
+    arguments = arrays()
+    for x, exact in zip(found(*arguments, impl="reference"), oracle(*arguments), strict=True):
+        np.testing.assert_allclose(x, exact, rtol=1e-5, atol=1e-4)
 
 
 def test_b_of_zero_adds_nothing():
     lhs, rhs, bias, a, b, _ = arrays()
     change, none = LowRank(a, b, SCALE), LowRank(a, jnp.zeros_like(b), SCALE)
-    same = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=none, impl="xla")
-    np.testing.assert_array_equal(same, grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, impl="xla"))
-    ours = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=change, impl="xla")
-    whole = mxfp4_to_dense(rhs) + SCALE * jnp.einsum("erd,erf->edf", a, b)
-    right = grouped_swiglu(lhs, whole, SIZES, bias_EF=bias, impl="reference")
-    np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-4)
+    unchanged = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=none, impl="xla")
+    np.testing.assert_array_equal(
+        unchanged, grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, impl="xla")
+    )
+    actual = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=change, impl="xla")
+    merged_weights = mxfp4_to_dense(rhs) + SCALE * jnp.einsum("erd,erf->edf", a, b)
+    expected = grouped_swiglu(lhs, merged_weights, SIZES, bias_EF=bias, impl="reference")
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_change_that_does_not_fit_is_refused():
     lhs, rhs, bias, a, b, _ = arrays()
-    for wrong in (LowRank(b, a, SCALE), LowRank(a[:, :0], b[:, :0], SCALE)):
+    for unsupported in (LowRank(b, a, SCALE), LowRank(a[:, :0], b[:, :0], SCALE)):
         with pytest.raises(
             ValueError, match=r"low_rank must have a of shape .5, 'R', 64.*\[groups"
         ):
-            grouped_matmul(lhs, rhs, SIZES, bias_EF=bias, low_rank=wrong)
+            grouped_matmul(lhs, rhs, SIZES, bias_EF=bias, low_rank=unsupported)
 
 
 def test_frozen_matrices_have_no_gradient_program():

@@ -75,8 +75,10 @@ def found(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
 
 def merged(lhs, rhs, sizes, bias, a, b, scale, *options):
     """Naively, by whole matrices, everything in lhs's dtype."""
-    whole = (mxfp4_to_dense(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(lhs.dtype)
-    h = reference.grouped_matmul_reference(lhs, whole, sizes, bias)
+    merged_weights = (mxfp4_to_dense(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(
+        lhs.dtype
+    )
+    h = reference.grouped_matmul_reference(lhs, merged_weights, sizes, bias)
     if not options:
         return h
     return plain_swiglu(h, ALPHA, LIMIT)
@@ -107,8 +109,8 @@ def naive_and_right(swiglu, rank=R):
 
 
 def check(ours, swiglu, rank=R):
-    for name, x, plain, right in zip(NAMES, ours, *naive_and_right(swiglu, rank), strict=True):
-        three_way(x, plain, right, name)
+    for name, x, plain, exact in zip(NAMES, ours, *naive_and_right(swiglu, rank), strict=True):
+        three_way(x, plain, exact, name)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +123,10 @@ def check(ours, swiglu, rank=R):
     ],
 )
 def test_values_and_gradients_match_merged_matrices(chip, swiglu):
-    ours = on_chip(chip, swiglu)
-    assert [x.dtype for x in ours] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
-    check(ours, swiglu)
-    assert not np.asarray(ours[0], np.float32)[sum(SIZES) :].any()
+    actual = on_chip(chip, swiglu)
+    assert [x.dtype for x in actual] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
+    check(actual, swiglu)
+    assert not np.asarray(actual[0], np.float32)[sum(SIZES) :].any()
 
 
 @pytest.mark.slow
@@ -144,11 +146,11 @@ def test_ranks_of_several_steps_with_dense_matrices(chip):
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
 def test_a_part_of_a_stack_equals_its_matrices(chip):
     sizes, lhs, part, *others = given(False)
-    run, ours = grouped_matmul_low_rank_xla, None
+    run, actual = grouped_matmul_low_rank_xla, None
     if chip != "xla":
-        run, ours = kernel(chip, False), on_chip(chip, False)
-    ours = ours or found(run, False, sizes, lhs, part, *others)
-    for x, y in zip(ours, found(run, False, sizes, lhs, alone(part), *others), strict=True):
+        run, actual = kernel(chip, False), on_chip(chip, False)
+    actual = actual or found(run, False, sizes, lhs, part, *others)
+    for x, y in zip(actual, found(run, False, sizes, lhs, alone(part), *others), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
@@ -184,6 +186,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault):
     """Of the TPU's program, which is compiled already."""
-    wrong = found(kernel("tpu", False), False, *FAULTS[fault](list(given(False))))
+    faulty = found(kernel("tpu", False), False, *FAULTS[fault](list(given(False))))
     with pytest.raises(AssertionError, match=r"out: error"):
-        check(wrong, False)
+        check(faulty, False)

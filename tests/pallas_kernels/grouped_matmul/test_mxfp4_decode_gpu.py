@@ -32,12 +32,14 @@ def table():
 
 
 def agree(got, scale, code):
-    got, wanted = np.asarray(got), table()[scale, code]
-    same = got.view(np.uint16) == wanted.view(np.uint16)
-    nothing = (got.astype(np.float32) == 0) & (wanted.astype(np.float32) == 0)  # −0 becomes 0
-    undefined = np.isnan(got.astype(np.float32)) & np.isnan(wanted.astype(np.float32))
-    wrong = ~(same | nothing | undefined)
-    assert not wrong.any(), f"{wrong.sum()}: {scale[wrong][:3]} {code[wrong][:3]} {got[wrong][:3]}"
+    got, expected = np.asarray(got), table()[scale, code]
+    is_equal = got.view(np.uint16) == expected.view(np.uint16)
+    nothing = (got.astype(np.float32) == 0) & (expected.astype(np.float32) == 0)  # −0 becomes 0
+    undefined = np.isnan(got.astype(np.float32)) & np.isnan(expected.astype(np.float32))
+    is_wrong = ~(is_equal | nothing | undefined)
+    assert not is_wrong.any(), (
+        f"{is_wrong.sum()}: {scale[is_wrong][:3]} {code[is_wrong][:3]} {got[is_wrong][:3]}"
+    )
 
 
 @pytest.mark.parametrize("row", [32, 64])
@@ -47,10 +49,10 @@ def test_the_interpreter_decodes_every_code_and_scale(row):
     def piece(codes, low, high):
         return mxfp4_decode.decode_piece(codes, [low, high], row, True)
 
-    got = jax.jit(jax.vmap(jax.vmap(piece)))(BYTES, SCALE, other)
+    actual = jax.jit(jax.vmap(jax.vmap(piece)))(BYTES, SCALE, other)
     halves = (SCALE, BYTES & 15), (other, BYTES >> 4)
-    for mine, (scale, code) in zip(got, halves, strict=True):
-        agree(mine, *np.broadcast_arrays(scale[:, :, None, :], code))
+    for half, (scale, code) in zip(actual, halves, strict=True):
+        agree(half, *np.broadcast_arrays(scale[:, :, None, :], code))
 
 
 class Kind(NamedTuple):
@@ -119,8 +121,8 @@ def owners(tiles, warp_dims, lane_dims):
         outer, inner = (range(k + i, k + 2 * n, 2) for i in (0, 1))
         x = x.transpose(*range(k), *outer, *inner)
     dims = [d % x.ndim for d in (*warp_dims, *lane_dims)]
-    rest = [d for d in range(x.ndim - 1) if d not in dims]
-    return x.transpose(*dims, *rest, x.ndim - 1).reshape(4, 32, -1, x.shape[-1])
+    other_dims = [d for d in range(x.ndim - 1) if d not in dims]
+    return x.transpose(*dims, *other_dims, x.ndim - 1).reshape(4, 32, -1, x.shape[-1])
 
 
 def registers_of(row):
@@ -129,12 +131,12 @@ def registers_of(row):
 
 @pytest.mark.parametrize("row", [32, 64])
 def test_registers_decode_every_code_under_every_scale(dialects, row):
-    at = registers_of(row)
-    assert np.array_equal(np.sort(at.ravel()), np.arange(ROWS * COLUMNS))  # each number once
-    codes = BYTES.reshape(8, 4, -1)[..., at]
+    positions = registers_of(row)
+    assert np.array_equal(np.sort(positions.ravel()), np.arange(ROWS * COLUMNS))  # each number once
+    codes = BYTES.reshape(8, 4, -1)[..., positions]
     assert codes.shape == (8, 4, 4, 32, 4, 4)  # pieces; warps, lanes; 4 registers of 4 bytes
     # a thread has the scales of its own columns, the same in each of its registers
-    column = at % COLUMNS
+    column = positions % COLUMNS
     assert (column == column[:, :, :1]).all()
     scales = SCALE[..., column[:, :, 0]]
     by_column = mxfp4_decode.apply_byte_rule(mxfp4_decode.SCALE, Vector(scales)).x
@@ -144,12 +146,14 @@ def test_registers_decode_every_code_under_every_scale(dialects, row):
         for first in range(8):  # back in order, and scaled as every piece is
             for second in range(4):
                 piece, scale = np.empty(ROWS * COLUMNS, BF16), np.empty(COLUMNS, BF16)
-                piece[at] = values[first, second]
+                piece[positions] = values[first, second]
                 scale[column[:, :, 0]] = by_column[first, second]
-                got = np.asarray(arithmetic(piece.reshape(ROWS, COLUMNS), scale))
-                wanted = np.empty(ROWS * COLUMNS, np.uint8)
-                wanted[at] = code[first, second]
-                agree(got, *np.broadcast_arrays(SCALE[first, second], wanted.reshape(ROWS, -1)))
+                actual = np.asarray(arithmetic(piece.reshape(ROWS, COLUMNS), scale))
+                expected = np.empty(ROWS * COLUMNS, np.uint8)
+                expected[positions] = code[first, second]
+                agree(
+                    actual, *np.broadcast_arrays(SCALE[first, second], expected.reshape(ROWS, -1))
+                )
 
 
 @pytest.mark.parametrize("row", [32, 64])
@@ -158,23 +162,23 @@ def test_sixteen_threads_store_128_bytes_in_order(row):
     rows, columns = np.divmod(registers_of(row), COLUMNS)
     tile = rows // 8 * (COLUMNS // row) + columns // row
     byte = 2 * (tile * 8 * row + rows % 8 * row + columns % row)
-    together = np.sort(byte.reshape(4, 2, 16, -1, 4).transpose(0, 1, 3, 2, 4).reshape(-1, 64))
-    assert (np.diff(together) == 2).all() and (together[:, 0] % 128 == 0).all()
+    merged = np.sort(byte.reshape(4, 2, 16, -1, 4).transpose(0, 1, 3, 2, 4).reshape(-1, 64))
+    assert (np.diff(merged) == 2).all() and (merged[:, 0] % 128 == 0).all()
 
 
 def test_soft_bfloat16_multiplies_as_float64_rounded_once():
-    every = np.arange(1 << 16, dtype=np.uint16)
+    all_products = np.arange(1 << 16, dtype=np.uint16)
     multiply, rng = jax.jit(soft_bfloat16.multiply), np.random.default_rng(0)
     for turn in range(8):
-        a, b = rng.permutation(every), rng.permutation(every)
+        a, b = rng.permutation(all_products), rng.permutation(all_products)
         if turn % 2:  # near 1: subnormals stay and ties are met
             b = b & 0x80FF | 0x3F00
         a, b = a.view(BF16), b.view(BF16)
         with np.errstate(all="ignore"):
-            wanted = (a.astype(np.float64) * b.astype(np.float64)).astype(BF16)
-        got = np.asarray(multiply(jnp.asarray(a), jnp.asarray(b)))
-        undefined = np.isnan(wanted.astype(np.float32))
-        assert np.isnan(got[undefined].astype(np.float32)).all()
+            expected = (a.astype(np.float64) * b.astype(np.float64)).astype(BF16)
+        actual = np.asarray(multiply(jnp.asarray(a), jnp.asarray(b)))
+        undefined = np.isnan(expected.astype(np.float32))
+        assert np.isnan(actual[undefined].astype(np.float32)).all()
         np.testing.assert_array_equal(
-            got.view(np.uint16)[~undefined], wanted.view(np.uint16)[~undefined]
+            actual.view(np.uint16)[~undefined], expected.view(np.uint16)[~undefined]
         )

@@ -73,9 +73,9 @@ def assert_values_stay(packed, dtype):
     expected = np.asarray(decode(packed)).view(np.int32)
     on_host = host.decode_packed(Mxfp4(*map(np.asarray, packed)))
     np.testing.assert_array_equal(on_host.astype(np.float32).view(np.int32), expected)
-    again = [encode(values) for encode in RULES.values()]
-    again.append(Mxfp4(*map(jnp.asarray, encode_on_host(np.asarray(values)))))
-    for x in again:
+    repeated = [encode(values) for encode in RULES.values()]
+    repeated.append(Mxfp4(*map(jnp.asarray, encode_on_host(np.asarray(values)))))
+    for x in repeated:
         np.testing.assert_array_equal(np.asarray(decode(x)).view(np.int32), expected)
 
 
@@ -115,10 +115,10 @@ def borders_of_scale(exponent):
     neighbours among the floats. Each 32 of them have the scale 2^exponent."""
     middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0]
     with np.errstate(over="ignore", under="ignore"):
-        near = np.array(middles, np.float32) * np.ldexp(np.float32(1), exponent)
-        around = [near]
+        middle = np.array(middles, np.float32) * np.ldexp(np.float32(1), exponent)
+        around = [middle]
         for limit in (0, np.inf):
-            step = near
+            step = middle
             for _ in range(4):
                 step = np.nextafter(step, np.float32(limit))
                 around.append(step)
@@ -146,11 +146,11 @@ def test_each_code_and_scale_encodes_to_itself():
     nibbles = np.repeat((codes | (codes[::-1] << 4))[:, None], 253, axis=1)
     packed = Mxfp4(jnp.asarray(nibbles), jnp.asarray(np.stack([scales, scales])))
     values = decode(packed)
-    again = assert_equal_bytes(np.asarray(values))
-    np.testing.assert_array_equal(np.asarray(again.nibbles_EDF), nibbles)
-    np.testing.assert_array_equal(np.asarray(again.scales_EDF), np.asarray(packed.scales_EDF))
+    repeated = assert_equal_bytes(np.asarray(values))
+    np.testing.assert_array_equal(np.asarray(repeated.nibbles_EDF), nibbles)
+    np.testing.assert_array_equal(np.asarray(repeated.scales_EDF), np.asarray(packed.scales_EDF))
     assert jnp.array_equal(
-        jax.lax.bitcast_convert_type(decode(again), jnp.int32),
+        jax.lax.bitcast_convert_type(decode(repeated), jnp.int32),
         jax.lax.bitcast_convert_type(values, jnp.int32),
     )
 
@@ -160,12 +160,12 @@ def test_a_stack_is_encoded_as_its_matrices(dtype):
     w_EDF = jax.random.normal(jax.random.key(0), (3, 192, 5), dtype) * 0.02
     packed = encode(w_EDF)
     for e in range(3):
-        one = assert_equal_bytes(w_EDF[e])
+        single = assert_equal_bytes(w_EDF[e])
         assert all(
-            jnp.array_equal(part[e], of_one) for part, of_one in zip(packed, one, strict=True)
+            jnp.array_equal(part[e], of_one) for part, of_one in zip(packed, single, strict=True)
         )
-    again = encode(decode(packed))
-    assert all(jnp.array_equal(a, b) for a, b in zip(packed, again, strict=True))
+    repeated = encode(decode(packed))
+    assert all(jnp.array_equal(a, b) for a, b in zip(packed, repeated, strict=True))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -65,8 +65,8 @@ def by_one_decoder():
 @knows_transposes
 @pytest.mark.parametrize("form", FORMS, ids=list(CHOSEN) + [None] * len(OTHERS))
 def test_a_form_changes_no_digit(form, by_one_decoder):
-    for got, wanted in zip(run(form), by_one_decoder, strict=True):
-        np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
+    for actual, expected in zip(run(form), by_one_decoder, strict=True):
+        np.testing.assert_array_equal(actual.view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.slow
@@ -93,10 +93,10 @@ def test_every_form_fits_registers_and_decoders():
         warpgroups = form.consumers + form.decoders + 1
         at_launch = 65536 // (128 * warpgroups) // 8 * 8
         assert at_launch >= 90
-        wanted = pallas_gpu_mxfp4._PRODUCER_REGISTERS
-        wanted += form.decoders * form.decoder_registers
-        wanted += form.consumers * form.consumer_registers
-        assert wanted <= warpgroups * at_launch
+        registers = pallas_gpu_mxfp4._PRODUCER_REGISTERS
+        registers += form.decoders * form.decoder_registers
+        registers += form.consumers * form.consumer_registers
+        assert registers <= warpgroups * at_launch
         assert form.decoder_registers < at_launch < form.consumer_registers
         assert form.stages % form.decoders == form.code_stages % form.decoders == 0
 

@@ -30,14 +30,14 @@ decode = jax.jit(mxfp4_to_dense)
 def least_errors(w_DF, around):
     """The least squared error of each group of 32 over all scales near the OCP one, in float64."""
     groups = np.abs(w_DF.astype(np.float64)).reshape(-1, 32, w_DF.shape[1])
-    best = np.full((len(groups), w_DF.shape[1]), np.inf)
+    least_error = np.full((len(groups), w_DF.shape[1]), np.inf)
     largest = groups.max(axis=1)
     ocp = np.floor(np.log2(np.where(largest > 0, largest, 1))) - 2
     for shift in around:
         x = groups / np.exp2(ocp + shift)[:, None]
         error = np.abs(x[..., None] - MAGNITUDES).min(axis=-1) * np.exp2(ocp + shift)[:, None]
-        best = np.minimum(best, np.square(error).sum(axis=1))
-    return best, np.exp2(2 * ocp)
+        least_error = np.minimum(least_error, np.square(error).sum(axis=1))
+    return least_error, np.exp2(2 * ocp)
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,8 +66,8 @@ def test_least_error_scales_follow_saturation():
 @given(arrays.arrays(np.float32, (64, 2), elements=NORMAL))
 def test_values_are_encoded_by_the_ocp_rule(w_DF):
     packed = encode(w_DF)
-    for again in (encode(decode(packed)), encode_mxfp4(decode(packed))):
-        assert all(np.array_equal(a, b) for a, b in zip(packed, again, strict=True))
+    for repacked in (encode(decode(packed)), encode_mxfp4(decode(packed))):
+        assert all(np.array_equal(a, b) for a, b in zip(packed, repacked, strict=True))
 
 
 @pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 3.0e-38, 1.0, 3.0e38])

@@ -31,15 +31,15 @@ def test_the_mean_over_draws_is_the_value(scale):
     w_DF = draw_groups(scale)
     values = np.asarray(mxfp4_to_dense(encode(w_DF)), np.float64) / scale
     x = w_DF.astype(np.float64) / scale
-    kept = [row for row in range(64) if row not in (31, 63)]
+    rows = [row for row in range(64) if row not in (31, 63)]
     # Standard error: the gap is at most 2 and its deviation 1, of 4,000 draws.
-    np.testing.assert_allclose(values[kept].mean(1), x[kept, 0], atol=5 / np.sqrt(4000))
+    np.testing.assert_allclose(values[rows].mean(1), x[rows, 0], atol=5 / np.sqrt(4000))
     above = np.searchsorted(MAGNITUDES, np.abs(x), side="left")
     below = np.searchsorted(MAGNITUDES, np.abs(x), side="right") - 1
     is_neighbour = (np.abs(values) == MAGNITUDES[above]) | (np.abs(values) == MAGNITUDES[below])
     assert is_neighbour.all() and (np.sign(values) * np.sign(x) >= 0).all()
     # Both neighbours occur, or rounding to nearest would pass where values are near codes.
-    assert (np.abs(values[kept]).std(1) > 0.05).mean() > 0.8
+    assert (np.abs(values[rows]).std(1) > 0.05).mean() > 0.8
 
 
 @pytest.mark.parametrize(("draw", "rounds_up"), [(0, True), (2**32 - 1, False)])
@@ -59,8 +59,8 @@ def test_draws_stay_between_neighbouring_codes(monkeypatch, draw, rounds_up):
 
 def test_codes_stay_and_larger_values_saturate():
     packed = encode_mxfp4(jax.random.normal(jax.random.key(1), (192, 7)))
-    again = encode(mxfp4_to_dense(packed))
-    assert all(np.array_equal(a, b) for a, b in zip(packed, again, strict=True))
+    repacked = encode(mxfp4_to_dense(packed))
+    assert all(np.array_equal(a, b) for a, b in zip(packed, repacked, strict=True))
     w_DF = jnp.full((64, 1), 7.9)
     assert (mxfp4_to_dense(encode(w_DF)) == 6.0).all()
 
@@ -72,8 +72,8 @@ def test_saturated_values_take_a_hundredth_of_the_mean():
     largest = 6 * 2.0 ** (np.floor(np.log2(groups.max(1, keepdims=True))) - 2)
     assert 0.022 < (groups > largest).mean() < 0.026
     values = np.asarray(mxfp4_to_dense(encode(w_DF)))
-    kept = (values * w_DF).sum() / (w_DF**2).sum()  # 1 for a rounding without bias
-    assert 0.985 < kept < 0.993
+    slope = (values * w_DF).sum() / (w_DF**2).sum()  # 1 for a rounding without bias
+    assert 0.985 < slope < 0.993
     values = np.abs(values).reshape(groups.shape)
     assert (values[groups > largest] < groups[groups > largest]).all()
 
@@ -82,8 +82,8 @@ def test_equal_weights_are_rounded_equally():
     w_EDF = jax.random.normal(jax.random.key(2), (3, 64, 20))
     jitted = encode(w_EDF)
     for e in range(3):
-        alone = encode_mxfp4(w_EDF[e], round_magnitude=round_stochastically)
-        assert all(np.array_equal(a[e], b) for a, b in zip(jitted, alone, strict=True))
+        single = encode_mxfp4(w_EDF[e], round_magnitude=round_stochastically)
+        assert all(np.array_equal(a[e], b) for a, b in zip(jitted, single, strict=True))
     # Each group has one value that is changed by its last bit.
     near = w_EDF.at[:, ::32].set(jnp.nextafter(w_EDF[:, ::32], 9.0))
     changed = np.asarray(mxfp4_to_dense(encode(near)) != mxfp4_to_dense(jitted))

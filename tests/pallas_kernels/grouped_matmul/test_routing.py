@@ -95,9 +95,9 @@ def test_combine_is_the_weighted_sum(dtype):
     )
     out, pull = jax.vjp(lambda y, w: routing.combine_rows(y, inverse, w), y, weights)
     simple, simple_pull = jax.vjp(naive, y, weights)
-    ours, plain = (out, *pull(dout)), (simple, *simple_pull(dout))
-    assert [x.dtype for x in ours] == [dtype, dtype, jnp.float32]
-    for name, a, b, c in zip(("out", "dy", "dweights"), ours, plain, exact, strict=True):
+    actual, plain = (out, *pull(dout)), (simple, *simple_pull(dout))
+    assert [x.dtype for x in actual] == [dtype, dtype, jnp.float32]
+    for name, a, b, c in zip(("out", "dy", "dweights"), actual, plain, exact, strict=True):
         three_way(a, b, c, f"combine_rows {name}")
 
 
@@ -134,7 +134,7 @@ def test_a_block_equals_all_tokens_through_experts(n_owned):
     x, weights, gate, down, dout = block_inputs()
     indices = chosen_experts()
     mine = indices < n_owned
-    ours = jax.jit(lambda *a: gradients(block, jnp.where(mine, indices, E), dout, *a))(
+    actual = jax.jit(lambda *a: gradients(block, jnp.where(mine, indices, E), dout, *a))(
         x, weights, gate, down
     )
     with jax.enable_x64(True):
@@ -144,7 +144,9 @@ def test_a_block_equals_all_tokens_through_experts(n_owned):
         exact = [np.asarray(a) for a in jax.jit(partial(gradients, masked, indices))(d, *args)]
     masked = lambda x, i, w, g, h: dense(x, i, jnp.where(mine, w, 0.0), g, h)  # noqa: E731
     plain = jax.jit(partial(gradients, masked, indices))(dout, x, weights, gate, down)
-    for name, a, b, c in zip(("y", "dx", "dw", "dgate", "ddown"), ours, plain, exact, strict=True):
+    for name, a, b, c in zip(
+        ("y", "dx", "dw", "dgate", "ddown"), actual, plain, exact, strict=True
+    ):
         three_way(a, b, c, f"block {name}")
 
 

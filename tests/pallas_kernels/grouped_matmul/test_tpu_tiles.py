@@ -20,19 +20,19 @@ def test_cores_visit_every_row_once(parts, n_rows, ends):
     sizes = np.diff(sorted(min(end, n_rows) for end in ends), prepend=0)
     table, length = row_visits(jnp.asarray(sizes, jnp.int32), n_rows, ROWS, parts)
     group_V, tile_V, low_V, high_V = (np.asarray(x) for x in table[:4])
-    seen = np.full(n_rows, -1)
+    visits = np.full(n_rows, -1)
     shares, tiles = [], []
     for core in np.split(np.arange(parts * length), parts):
         shares.append(0)
         for v in core:
             rows = slice(tile_V[v] * ROWS + low_V[v], tile_V[v] * ROWS + high_V[v])
-            assert (seen[rows] == -1).all()
-            seen[rows] = group_V[v]
+            assert (visits[rows] == -1).all()
+            visits[rows] = group_V[v]
             shares[-1] += (group_V[v] < len(sizes)) * (high_V[v] - low_V[v])
         changes = np.flatnonzero(np.diff(tile_V[core], prepend=-1))
         tiles.extend(tile_V[core][changes].tolist())
     assert (
-        seen.tolist()
+        visits.tolist()
         == np.repeat(np.arange(len(sizes) + 1), [*sizes, n_rows - sum(sizes)]).tolist()
     )
     assert sorted(tiles) == list(range(-(-n_rows // ROWS)))  # a tile is left once, by one core

@@ -121,10 +121,10 @@ def test_few_unneeded_key_blocks_are_visited(monkeypatch):
     positions = np.concatenate([np.arange(2048), 2048 + np.tile(np.arange(128), 16)])[None]
     last = np.where(segments == 1, 17, segments)
     layout = Layout(*map(jnp.asarray, (positions, positions, segments, segments, last)))
-    seen = np.asarray(layout.visible_mask(0))[0]
+    visible = np.asarray(layout.visible_mask(0))[0]
     for rows, step in ((192, 128), (128, 64), (64, 128)):
         padded = pallas_gpu_blocks.pad_layout(layout, rows, step, 0)
-        pairs = np.pad(seen, ((0, -len(seen) % rows), (0, -len(seen) % step)))
+        pairs = np.pad(visible, ((0, -len(visible) % rows), (0, -len(visible) % step)))
         blocks = pairs.reshape(-1, rows, pairs.shape[1] // step, step)
         needed = int(blocks.any((1, 3)).sum())
         visited = int(padded.key_block_table()[:, :, 2].sum())

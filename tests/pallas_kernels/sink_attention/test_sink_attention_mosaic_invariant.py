@@ -109,8 +109,8 @@ def test_a_querys_bits_ignore_rows_and_cache_order(arrays, impl, window):
 def test_unsupported_sees_the_shapes_of_the_call():
     """A cache is padded, so that its keys are shapes and no arrays."""
     queries, keys = (jax.ShapeDtypeStruct((1, size, 4, H), jnp.bfloat16) for size in (3, 300))
-    ask = mosaic_invariant.sink_attention_mosaic_invariant_unsupported
-    assert "needs a Hopper GPU" in ask("mosaic_gpu", queries, keys)
+    find_reason = mosaic_invariant.sink_attention_mosaic_invariant_unsupported
+    assert "needs a Hopper GPU" in find_reason("mosaic_gpu", queries, keys)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

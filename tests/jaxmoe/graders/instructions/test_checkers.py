@@ -126,10 +126,10 @@ def test_no_text_raises(text):
 def test_a_text_without_a_language_is_in_none():
     """The package pays for it: a policy would answer in digits."""
     for language in ("en", "de"):
-        asked = Instruction("language:response_language", {"language": language})
-        assert follows_instruction("12345 ...", asked) is False
+        instruction = Instruction("language:response_language", {"language": language})
+        assert follows_instruction("12345 ...", instruction) is False
     german = "Das ist ein ganz normaler Satz, den jeder sofort versteht."
-    assert follows_instruction(german, Instruction(asked.id, {"language": "de"})) is True
+    assert follows_instruction(german, Instruction(instruction.id, {"language": "de"})) is True
 
 
 @needs_package
@@ -226,12 +226,14 @@ def test_instructions_that_cannot_be_checked_are_refused(name, kwargs, message):
 
 @needs_package
 def test_whole_numbers_of_arrow_tables_are_integers():
-    asked = Instruction(
+    instruction = Instruction(
         "length_constraints:number_words",
         {"num_words": 2.0, "relation": "at least", "num_bullets": math.nan},
     )
-    check_instruction(asked)
-    assert follows_instruction("two words", asked) and not follows_instruction("one", asked)
+    check_instruction(instruction)
+    assert follows_instruction("two words", instruction) and not follows_instruction(
+        "one", instruction
+    )
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):

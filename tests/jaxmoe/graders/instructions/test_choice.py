@@ -88,8 +88,8 @@ def test_prompt_and_column_contain_the_instructions():
     for content in ("Hi", [{"type": "text", "text": "Hi"}]):
         record = {"prompt": [{"role": "user", "content": content}], "answer": "a"}
         chat = add_instructions(read_row("a:1", record, answers=True), 1)
-        again = read_row("a:1", {**chat.columns, "answer": "a"}, answers=True)
-        assert again.question == chat.question != "Hi"
+        reread = read_row("a:1", {**chat.columns, "answer": "a"}, answers=True)
+        assert reread.question == chat.question != "Hi"
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_tiny_if_answers_follow_no_compared_rows_instructions():
     answers = [write_answer("word", read_instructions(row.columns)) for row in rows]
 
     def score_others(rewards):
-        others = find_other_rows(rows, rewards)
-        assert NO_ROW not in others
+        other_rows = find_other_rows(rows, rewards)
+        assert NO_ROW not in other_rows
         return [
             score_instructions(answer, rows[j].columns)["score"]
-            for answer, j in zip(answers, others, strict=True)
+            for answer, j in zip(answers, other_rows, strict=True)
         ]
 
     assert sum(score_others(read_rewards(data.rewards, []))) == 0.0

@@ -86,8 +86,8 @@ def test_vllm_starts_with_four_bits_where_kernels_exist():
 def test_weights_beyond_four_bits_are_refused_with_cause(value, text):
     params = decode_experts(PARAMS, "float32")
     packed = pack_for_sync(params)
-    same = decode_experts(packed, "float32")["layers"]["full"]["w_down"]
-    np.testing.assert_array_equal(same, params["layers"]["full"]["w_down"])
+    decoded = decode_experts(packed, "float32")["layers"]["full"]["w_down"]
+    np.testing.assert_array_equal(decoded, params["layers"]["full"]["w_down"])
     layer = params["layers"]["full"]
     layer["w_down"] = layer["w_down"].at[0, 1, 2, 3].set(value)
     with pytest.raises(EngineError, match=text):
