@@ -107,7 +107,7 @@ def test_a_line_that_is_there_twice_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "status, told, passes",
+    "status, output, passes",
     [
         (2, "error: the disk must\n", True),
         (1, "error: the disk must\n", False),
@@ -116,8 +116,8 @@ def test_a_line_that_is_there_twice_is_lost(tmp_path):
         (2, "", False),
     ],
 )
-def test_a_full_disk_is_one_line_and_status(status, told, passes):
-    assert fault_training.expected("disk", status, fault_training.SIGNALS[0], told) == passes
+def test_a_full_disk_is_one_line_and_status(status, output, passes):
+    assert fault_training.expected("disk", status, fault_training.SIGNALS[0], output) == passes
 
 
 @pytest.mark.parametrize(

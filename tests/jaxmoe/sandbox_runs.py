@@ -64,9 +64,9 @@ class SandboxWatch:
     """All sandboxes of some processes, seen while they run."""
 
     def __init__(self, trainers):
-        self.seen = set()
+        self.observed = set()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, args=(trainers,))
+        self._thread = threading.Thread(target=self._watch, args=(trainers,))
 
     def __enter__(self):
         self._thread.start()
@@ -76,14 +76,14 @@ class SandboxWatch:
         self._ended.set()
         self._thread.join()
 
-    def _look(self, trainers):
+    def _watch(self, trainers):
         while not self._ended.wait(0.05):
             for pid in trainers:
-                self.seen |= find_sandboxes(pid)
+                self.observed |= find_sandboxes(pid)
 
     @property
-    def left(self):
-        return {pid for pid in self.seen if _is_sandbox(pid)}
+    def survivors(self):
+        return {pid for pid in self.observed if _is_sandbox(pid)}
 
 
 def main():

@@ -89,11 +89,12 @@ def compiled_step(chip, kernels):
         return compile_for(chip, step, state, batch, donate=(0,))
 
 
-def told(chip, kernels, found, calls):
-    analysis = found.executable.memory_analysis()
+def print_sizes(chip, kernels, compiled, calls):
+    analysis = compiled.executable.memory_analysis()
     sizes = f"{1e-9 * analysis.argument_size_in_bytes:.2f} GB of arguments" if analysis else ""
     print(
-        f"{chip} {kernels}: {calls} kernels called, {1e-9 * found.temp_bytes:.2f} GB beside {sizes}"
+        f"{chip} {kernels}: {calls} kernels called, "
+        f"{1e-9 * compiled.temp_bytes:.2f} GB beside {sizes}"
     )
 
 
@@ -110,12 +111,12 @@ def test_the_step_of_a_config_compiles_within_memory(chip):
     kernels = kernels_of(chip)
     compiled = compiled_step(chip, kernels)
     calls = compiled.mosaic_calls if chip in GPUS else len(compiled.vmem_bytes)
-    told(chip, kernels, compiled, calls)
+    print_sizes(chip, kernels, compiled, calls)
     assert calls >= LEAST[chip]
     for kernel in compiled.kernels:
         assert kernel.spills == 0 and kernel.stack == 0, kernel
     plain = compiled_step(chip, "xla")
-    told(chip, "xla", plain, plain.mosaic_calls + len(plain.vmem_bytes))
+    print_sizes(chip, "xla", plain, plain.mosaic_calls + len(plain.vmem_bytes))
     assert plain.mosaic_calls == len(plain.vmem_bytes) == 0
     assert compiled.temp_bytes < plain.temp_bytes
 

@@ -30,11 +30,11 @@ def test_answers_without_a_verdict_are_counted_and_unrewarded(tmp_path, monkeypa
     requests = []
     make = Job.write_sample_groups
 
-    def look(job, step, collected, batch, stats):
+    def record_rewards(job, step, collected, batch, stats):
         requests.append(collected.rewards)
         return make(job, step, collected, batch, stats)
 
-    monkeypatch.setattr(Job, "write_sample_groups", look)
+    monkeypatch.setattr(Job, "write_sample_groups", record_rewards)
 
     def reply(request):
         return (500, b"") if sum(map(ord, request.answer)) % 3 == 0 else request.yes

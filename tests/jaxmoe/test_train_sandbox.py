@@ -63,7 +63,7 @@ def test_a_sandboxed_run_trains_and_leaves_no_process(uninterrupted):
     # The tiny policy writes products and numbers, which Python answers as the sandbox did.
     assert len(numbers) > 4 and any("*" in call for call, _ in numbers)
     assert all(str(eval(call, {"__builtins__": {}})) == reply for call, reply in numbers)
-    assert len(watch.seen) > 20 * PROCESSES_PER_SANDBOX and not watch.left
+    assert len(watch.observed) > 20 * PROCESSES_PER_SANDBOX and not watch.survivors
 
 
 def wait_for_open_episodes(run):
@@ -118,7 +118,7 @@ def test_two_processes_run_each_program_once(uninterrupted, tmp_path):
             break
     assert [code for code, _ in ends] == [0, 0], ends
     check_steps(runs[0])
-    assert len(watch.seen) > 20 * PROCESSES_PER_SANDBOX and not watch.left
+    assert len(watch.observed) > 20 * PROCESSES_PER_SANDBOX and not watch.survivors
     pids = calls.read_text().split()
     counts = [pids.count(str(run.process.pid)) for run in runs]
     episodes = [r for rollouts in runs[0].sampled for r in rollouts]

@@ -166,7 +166,7 @@ def test_times_are_compared_with_the_saved_ones(capsys):
 
 
 @pytest.mark.parametrize(
-    "typed, said",
+    "typed, message",
     [
         ("attention", "operation must be one of sink_attention, .*; got 'attention'"),
         ("sink_attention --compile v9", "--compile must be one of v5e, .*; got 'v9'"),
@@ -190,12 +190,12 @@ def test_times_are_compared_with_the_saved_ones(capsys):
         ("sink_attention --compile h200 --rounds 3 --save", "got --rounds, --save. Leave it out"),
     ],
 )
-def test_impossible_requests_are_one_line(capsys, typed, said):
+def test_impossible_requests_are_one_line(capsys, typed, message):
     with pytest.raises(SystemExit) as stop:
         bench.main(typed.split())
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(said, line), line
+    assert re.search(message, line), line
 
 
 def never_packed(case, inputs, cotangents):
@@ -314,11 +314,11 @@ def test_lengths_that_do_not_fit_are_named(monkeypatch):
         growth.format_growth("xla", jnp.float32, "cpu")
 
 
-def agree(ours, theirs, counts):
+def agree(actual, expected, counts):
     for part, count in counts.items():
-        results = list(theirs[part]())
+        results = list(expected[part]())
         assert len(results) == count
-        for a, b in zip(jax.tree.leaves(ours[part]()), results, strict=False):
+        for a, b in zip(jax.tree.leaves(actual[part]()), results, strict=False):
             assert relative_error(a, b) < 1e-5
 
 

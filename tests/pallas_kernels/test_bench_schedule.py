@@ -127,7 +127,7 @@ def test_a_hopper_kernel_without_schedule_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed, said",
+    "typed, message",
     [
         ("sink_attention --schedule", "--schedule must stand with --compile CHIP"),
         ("sink_attention --schedule --compile v9", "--compile must be one of v5e, .*; got 'v9'"),
@@ -144,12 +144,12 @@ def test_a_hopper_kernel_without_schedule_is_refused(tmp_path):
         ("sink_attention --schedule --compile v6e --case huge", "--case must be one of"),
     ],
 )
-def test_no_schedule_is_one_line(capsys, typed, said):
+def test_no_schedule_is_one_line(capsys, typed, message):
     with pytest.raises(SystemExit) as stop:
         bench.main(typed.split())
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(said, line), line
+    assert re.search(message, line), line
 
 
 def test_a_refused_case_leaves_the_others(capsys, monkeypatch):

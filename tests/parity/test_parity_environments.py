@@ -38,7 +38,7 @@ def import_peer(name, package):
         pytest.skip(f"runs {package}'s own classes: pip install {package} ({error})")
 
 
-def say(text, **fields):
+def make_turn(text, **fields):
     return [Message("assistant", text, **fields)]
 
 
@@ -58,7 +58,9 @@ def module(monkeypatch):
 def test_skyrl_gsm8k_of_several_turns():
     import_peer("skyrl_gym", "skyrl-gym")
     make = read_environment("skyrl:gsm8k_multi_turn(max_turns=3)")
-    messages, results, _ = run_episode(make(), say("hm"), say("#### 41"), say("#### 42"))
+    messages, results, _ = run_episode(
+        make(), make_turn("hm"), make_turn("#### 41"), make_turn("#### 42")
+    )
     assert messages == (Message("user", "6 * 7 ="),)
     assert [result.terminated for result in results] == [False, False, True]
     assert [result.reward for result in results] == pytest.approx([0, 0.2 / 3, 1])
@@ -68,7 +70,7 @@ def test_skyrl_gsm8k_of_several_turns():
 
 def test_skyrl_gsm8k_has_one_turn_and_suggests_names():
     import_peer("skyrl_gym", "skyrl-gym")
-    _, (result,), _ = run_episode(read_environment("skyrl:gsm8k")(), say("#### 42"))
+    _, (result,), _ = run_episode(read_environment("skyrl:gsm8k")(), make_turn("#### 42"))
     assert result.reward == 1 and result.terminated
     with pytest.raises(ValueError, match="Did you mean skyrl:gsm8k"):
         read_environment("skyrl:gsm8kk")
@@ -93,10 +95,10 @@ def test_a_subclass_of_gymnasiums_env(module):
     module.make_wrapped = lambda: gymnasium.wrappers.TimeLimit(Guess(), 1)
     for name in ("Guess", "make_wrapped"):
         make = read_environment(f"{MODULE}:{name}")
-        first, (failed,), _ = run_episode(make(), say("41"))
+        first, (failed,), _ = run_episode(make(), make_turn("41"))
         assert failed.messages == (Message("user", "Again."),)
         assert failed.truncated is (name == "make_wrapped")
-        assert run_episode(make(), say("42"))[1][0].terminated
+        assert run_episode(make(), make_turn("42"))[1][0].terminated
         assert run_episode(make())[0] == first  # one seed, one prompt
 
 
@@ -136,16 +138,16 @@ def test_tunix_task_and_tool_environments(module):
     environment = read_environment(f"{MODULE}:ToolTask(max_steps=4)")()
     messages, results, _ = run_episode(
         environment,
-        say('{"a": 6, "b": 7}', recipient="functions.multiply"),
-        say("{}", recipient="functions.nothing"),
-        say("42"),
+        make_turn('{"a": 6, "b": 7}', recipient="functions.multiply"),
+        make_turn("{}", recipient="functions.nothing"),
+        make_turn("42"),
     )
     assert messages == (Message("user", "6 * 7 ="),)
     assert [tool.name for tool in environment.tools] == ["multiply"]
     assert "42" in results[0].messages[0].content and not results[0].terminated
     assert results[1].messages and not results[1].terminated
     assert results[2].terminated and results[2].reward == 1
-    _, (result,), _ = run_episode(read_environment(f"{MODULE}:TaskEnvironment")(), say("42"))
+    _, (result,), _ = run_episode(read_environment(f"{MODULE}:TaskEnvironment")(), make_turn("42"))
     assert result.terminated and result.reward == 0
 
 
@@ -187,8 +189,8 @@ def test_verls_tools(module):
     assert tools[1].description.parameters["properties"]["word"]["type"] == "string"
     _, results, rewards = run_episode(
         read_environment("", tools=tools)(),
-        say('{"word": "x"}', recipient="functions.note"),
-        say('{"word": "x"}', recipient="functions.look_up"),
+        make_turn('{"word": "x"}', recipient="functions.note"),
+        make_turn('{"word": "x"}', recipient="functions.look_up"),
     )
     assert [r.messages[0].content for r in results] == ["noted x", "X"]
     assert [r.reward for r in results] == [0.5, 0.25] and rewards == {"tool/note": 2.0}
@@ -276,7 +278,7 @@ def test_an_openenv_server_on_loopback():
             time.sleep(0.02)
         environment = read_environment(f"openenv:http://127.0.0.1:{port}")()
         with contextlib.closing(environment):
-            messages, results, _ = run_episode(environment, say("41"), say("42"))
+            messages, results, _ = run_episode(environment, make_turn("41"), make_turn("42"))
     finally:
         server.should_exit = True
         thread.join(10)

@@ -223,7 +223,7 @@ def test_a_gpu_finishes_key_stages_in_ten_minutes():
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         ((), "--out must name a folder"),
         (("--out", "/proc/nothing/here"), "--out and --done must name results"),
@@ -242,7 +242,9 @@ def test_a_gpu_finishes_key_stages_in_ten_minutes():
         (("--compile", "h20"), "--compile must be one of h100, h200"),
     ],
 )
-def test_what_cannot_begin_is_refused_in_one_line(monkeypatch, tmp_path, capsys, arguments, said):
+def test_what_cannot_begin_is_refused_in_one_line(
+    monkeypatch, tmp_path, capsys, arguments, message
+):
     (tmp_path / "text").write_text("not JSON\n")
     (tmp_path / "half").write_text('{"other": ')
     (tmp_path / "list").write_text("[1, 2]\n")
@@ -259,7 +261,7 @@ def test_what_cannot_begin_is_refused_in_one_line(monkeypatch, tmp_path, capsys,
     with pytest.raises(SystemExit) as stopped:
         command.main(typed)
     out, error = capsys.readouterr()
-    assert stopped.value.code == 2 and said in error and out == ""
+    assert stopped.value.code == 2 and message in error and out == ""
     assert error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "outputs.txt").exists()
 

@@ -101,7 +101,7 @@ def check(task, answer, samples=2, count=8):
     return scores, mean_part_metrics(scores.parts)
 
 
-def right(row, sample):
+def answer_correctly(row, sample):
     return row.answer
 
 
@@ -111,7 +111,7 @@ def trick(row, sample):
 
 @pytest.mark.parametrize("rewards", ["", "check_rewards:honest", "check_rewards:with_hole"])
 def test_honest_answers_earn_nothing_from_another_row(open_with, rewards):
-    scores, metrics = check(open_with(rewards=rewards), right)
+    scores, metrics = check(open_with(rewards=rewards), answer_correctly)
     assert scores.rewards.tolist() == [1.0] * 16
     assert metrics["reward/swapped"] == 0.0 and metrics["reward/swapped_share"] == 1.0
 
@@ -125,7 +125,7 @@ def test_swapped_rows_reveal_answers_that_always_pay(open_with):
 
 def test_functions_get_the_other_row_and_unchanged_answer(open_with):
     task = open_with(rewards="check_rewards:honest")
-    check(task, right, samples=1)
+    check(task, answer_correctly, samples=1)
     calls = sys.modules["check_rewards"].calls
     assert len(calls) == 16
     rows = [row for _, _, row in calls]
@@ -136,7 +136,7 @@ def test_functions_get_the_other_row_and_unchanged_answer(open_with):
 
 def test_the_paying_function_of_several_is_named(open_with):
     task = open_with(rewards="0.9 * check_rewards:honest + 0.1 * check_rewards:form")
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     assert metrics["reward/swapped"] == pytest.approx(0.1)
     assert metrics["reward/swapped/honest"] == 0.0 and metrics["reward/swapped/form"] == 1.0
 
@@ -144,7 +144,7 @@ def test_the_paying_function_of_several_is_named(open_with):
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 1.0])
 def test_the_share_sets_how_many_answers_are_regraded(open_with, share):
     task = open_with(rewards="check_rewards:honest", swapped_share=share)
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     n_checked = len(sys.modules["check_rewards"].calls) - 16
     assert n_checked == int(np.ceil(share * 16))
     assert metrics.get("reward/swapped_share", 0.0) == n_checked / 16
@@ -196,7 +196,7 @@ def test_answers_that_chance_would_pay_are_unmeasured(open_with, capsys):
     """Of yes and no, a wrong answer is right for another row."""
     rows = [{"question": f"{i}?", "answer": "yes" if i % 2 else "no"} for i in range(N_ROWS)]
     task = open_with(rows=rows)
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     assert metrics == {"reward/swapped_share": 0.0}
     text = "not measured: equal answers are frequent, and chance alone would pay"
     assert describe_checks(task) == {"swapped": text}
@@ -220,7 +220,7 @@ def test_a_failure_on_another_row_is_counted(open_with, kind):
     task = open_with(rewards="check_rewards:honest")
     (honest,) = task.rewards
     failing = open_with(rewards=f"check_rewards:fails(kind='{kind}')").rewards
-    rollouts = make_rollouts(task, right)
+    rollouts = make_rollouts(task, answer_correctly)
     checked = plan_checks(rollouts, task.train, task, samples=2)
     parts = swapped_rewards(
         rollouts, [item.other_row for item in checked], task.train, replace(task, rewards=failing)
@@ -237,7 +237,7 @@ def test_environment_rewards_are_described_as_unmeasured(open_with, capsys):
     print_unmeasured(paid)
     print_unmeasured(task)
     assert capsys.readouterr().out == f"swapped  {text}\n"
-    _, metrics = check(paid, right)
+    _, metrics = check(paid, answer_correctly)
     assert metrics == {"reward/swapped_share": 0.0}
 
 
@@ -261,7 +261,7 @@ def test_a_second_grader_disagrees_if_one_pays(open_with):
         second_grader="check_rewards:honest",
         second_grader_share=1.0,
     )
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     assert metrics["reward/second_grader_disagrees"] == 0.0
     assert metrics["reward/second_grader_failed_frac"] == 0.0
     scores, metrics = check(task, trick)
@@ -287,7 +287,7 @@ def test_exactly_a_half_is_paid_by_no_grader(open_with, first, second):
         second_grader=f"{second}check_rewards:honest",
         second_grader_share=1.0,
     )
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     assert metrics["reward/second_grader_disagrees"] == 1.0
 
 
@@ -307,7 +307,7 @@ def test_a_second_graders_faults_are_counted_by_name(open_with, kind, name):
         second_grader_share=0.5,
         second_grader=f"check_rewards:fails(kind='{kind}')",
     )
-    scores, metrics = check(task, right)
+    scores, metrics = check(task, answer_correctly)
     assert scores.rewards.tolist() == [1.0] * 16
     assert "reward/second_grader_disagrees" not in metrics
     assert metrics["reward/second_grader_failed_frac"] == float(name is not None)
@@ -322,7 +322,7 @@ def test_a_hanging_second_grader_costs_three_calls(open_with):
         second_grader="check_rewards:hangs",
         reward_timeout_s=0.3,
     )
-    _, metrics = check(task, right)
+    _, metrics = check(task, answer_correctly)
     assert metrics["reward/second_grader_late_frac"] == 1.0
     assert metrics["reward/form/mean"] == 1.0
 

@@ -40,7 +40,7 @@ ROW = Row("6 * 7 =", "42", columns={"question": "6 * 7 =", "answer": "42", "leve
 MODULE = "environments_of_a_user"
 
 
-def say(text, **fields):
+def make_turn(text, **fields):
     return [Message("assistant", "hm", channel="analysis"), Message("assistant", text, **fields)]
 
 
@@ -81,20 +81,20 @@ def make(text, **more):
 
 @pytest.mark.parametrize("text", ["Guess(limit=3)", "AsyncGuess(limit=3)", "make_guess(limit=3)"])
 def test_an_environment_of_our_own_form(text):
-    messages, results, rewards = run_episode(make(text), say("41"), say("42"))
+    messages, results, rewards = run_episode(make(text), make_turn("41"), make_turn("42"))
     assert [m.content for m in messages] == ["6 * 7 =", "seed 3"]
     assert results[0].messages == (Message("user", "no"),) and not results[0].terminated
     assert results[1].terminated and results[1].rewards == {"answer": 1.0, "speed": 0.5}
     assert results[1].metrics == {"env/guesses": 1.0}
     assert rewards == ({"end": 0.25} if text.startswith("Async") else {})
-    _, results, _ = run_episode(make("Guess(limit=1)"), say("41"))
+    _, results, _ = run_episode(make("Guess(limit=1)"), make_turn("41"))
     assert results[0].truncated and not results[0].terminated
 
 
 def test_each_factory_call_is_a_separate_episode():
     factory = read_environment(f"{MODULE}:Guess(limit=2)")
     for _ in range(2):
-        _, results, _ = run_episode(factory(), say("1"), say("2"))
+        _, results, _ = run_episode(factory(), make_turn("1"), make_turn("2"))
         assert [result.truncated for result in results] == [False, True]
 
 
@@ -103,10 +103,10 @@ def test_trl_environments_offer_methods_and_a_final_reward():
     call = {"channel": "commentary", "recipient": "functions.add"}
     messages, results, rewards = run_episode(
         environment,
-        say('{"amount": 2}', **call),
-        say("", recipient="functions.double"),
-        say('{"amount": "x"}', **call),
-        say("6", channel="final"),
+        make_turn('{"amount": 2}', **call),
+        make_turn("", recipient="functions.double"),
+        make_turn('{"amount": "x"}', **call),
+        make_turn("6", channel="final"),
     )
     assert messages == (Message("user", "6 * 7 = (level 2)"),)
     assert [tool.name for tool in environment.tools] == ["add", "double"]
@@ -119,7 +119,7 @@ def test_trl_environments_offer_methods_and_a_final_reward():
 def test_a_trl_reset_gets_columns_without_changing_rows():
     environment = make("Silent")
     closed = Silent.closed
-    _, (result,), rewards = run_episode(environment, say("", recipient="functions.peek"))
+    _, (result,), rewards = run_episode(environment, make_turn("", recipient="functions.peek"))
     assert json.loads(result.messages[0].content) == {**ROW.columns, "prompt": ROW.question}
     assert rewards == {} and Silent.closed == closed + 1
     assert [tool.name for tool in environment.tools] == ["peek"]
@@ -144,7 +144,9 @@ def test_rows_choose_among_several_trl_environments():
 
 def test_a_skyrl_environment_gets_the_rows_answer():
     environment = make("SkyGuess(max_turns=2)")
-    messages, results, _ = run_episode(environment, say("41"), say("42", channel="final"))
+    messages, results, _ = run_episode(
+        environment, make_turn("41"), make_turn("42", channel="final")
+    )
     assert [m.content for m in messages] == ["6 * 7 =", "guess"]
     assert results[0].messages == (Message("user", "not 41"),)
     assert [(r.reward, r.terminated) for r in results] == [(0.0, False), (1.0, True)]
@@ -153,13 +155,13 @@ def test_a_skyrl_environment_gets_the_rows_answer():
 
 def test_the_rows_own_reward_spec_goes_first():
     row = Row("q", "1", columns={"question": "q", "reward_spec": {"ground_truth": "7"}})
-    _, (result,), _ = run_episode(make("SkyGuess"), say("7"), row=row)
+    _, (result,), _ = run_episode(make("SkyGuess"), make_turn("7"), row=row)
     assert result.reward == 1
 
 
 def test_a_gymnasium_environment_asks_by_its_observation():
     row = Row("6 * 7 =", "42", system="Be short.")
-    messages, results, _ = run_episode(make("GymGuess"), say("41"), say("42"), row=row)
+    messages, results, _ = run_episode(make("GymGuess"), make_turn("41"), make_turn("42"), row=row)
     assert messages == (Message("system", "Be short."), Message("user", "Guess 3."))
     assert results[0].messages == (Message("user", "Again."),)
     assert results[1].terminated and results[1].reward == 1
@@ -170,9 +172,9 @@ def test_a_tunix_environment_gets_texts_and_calls():
     environment = make("TunixGuess(bonus=0.5)")
     messages, results, rewards = run_episode(
         environment,
-        say('{"x": 1}', channel="commentary", recipient="functions.look"),
-        say("{x", recipient="functions.look"),
-        say("42"),
+        make_turn('{"x": 1}', channel="commentary", recipient="functions.look"),
+        make_turn("{x", recipient="functions.look"),
+        make_turn("42"),
     )
     assert messages == (Message("user", "6 * 7 = ?"),)
     assert [tool.name for tool in environment.tools] == ["look"]
@@ -180,7 +182,7 @@ def test_a_tunix_environment_gets_texts_and_calls():
     assert results[0].messages == (expected,)
     assert results[1].messages[0].content.startswith("Error: the arguments must be a JSON object")
     assert results[2].reward == 1.5 and results[2].terminated and rewards == {"final": 0.125}
-    messages, results, _ = run_episode(make("TunixText(max_steps=3)"), say("hi"))
+    messages, results, _ = run_episode(make("TunixText(max_steps=3)"), make_turn("hi"))
     assert messages[0].content == "Say hi." and results[0].messages[0].content == "again"
 
 
@@ -193,7 +195,7 @@ def test_a_verl_tool_has_an_instance_per_episode():
         "",
         columns={"extra_info": {"tools_kwargs": {"note": {"create_kwargs": {"secret": "s"}}}}},
     )
-    call = say('{"word": "x"}', channel="commentary", recipient="functions.note")
+    call = make_turn('{"word": "x"}', channel="commentary", recipient="functions.note")
     for number in range(2):
         environment = read_environment("", tools=(tool,))()
         _, results, rewards = run_episode(environment, call, call, row=row)
@@ -202,7 +204,7 @@ def test_a_verl_tool_has_an_instance_per_episode():
         assert rewards == {"tool/note": 3.0}
     assert ToolOfVerl.released == ["id0", "id1"]
     assert results[0].reward == -0.25
-    _, (result,), rewards = run_episode(read_environment("", tools=(tool,))(), say("done"))
+    _, (result,), rewards = run_episode(read_environment("", tools=(tool,))(), make_turn("done"))
     assert result.terminated and rewards == {}  # no call, no instance
 
 
@@ -210,9 +212,9 @@ def test_tools_of_configs_and_environments_are_joined():
     environment = make("Counter", tools=read_tools("python"))
     _, results, _ = run_episode(
         environment,
-        say("2 + 2", recipient="python"),
-        say('{"amount": 2}', recipient="functions.add"),
-        say("6"),
+        make_turn("2 + 2", recipient="python"),
+        make_turn('{"amount": 2}', recipient="functions.add"),
+        make_turn("6"),
     )
     assert [tool.name for tool in environment.tools] == ["python", "add", "double"]
     assert [r.messages[0].content for r in results[:2]] == ["4", "2"] and results[2].terminated
@@ -249,14 +251,14 @@ def test_an_openenv_server_is_named_by_its_url(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", core)
     url = "openenv:http://127.0.0.1:8000"
     environment = read_environment(f"{url}(field='message', columns=['level'])")()
-    messages, (result,), _ = run_episode(environment, say("hi"))
+    messages, (result,), _ = run_episode(environment, make_turn("hi"))
     assert messages == (Message("user", "6 * 7 =\n\nready 3 2"),)
     assert result.messages[0].content == '{"echo": "hi", "n": 1}' and result.reward == 0.5
     environment = read_environment(f"{url}(observation_field='echo')")()
     environment._observation_field = "text"
     environment.reset(ROW, seed=0)
     with pytest.raises(EnvironmentFault, match="no text text, it has echo, n"):
-        environment.step(say("hi"))
+        environment.step(make_turn("hi"))
     with pytest.raises(ConfigError, match="needs the column color, a row has question, answer"):
         check_rows(read_environment(f"{url}(columns=['color'])"), [ROW])
 
@@ -330,5 +332,5 @@ def test_bad_results_of_any_form_are_faults(monkeypatch, form, value):
     environment.reset(ROW, seed=0)
     monkeypatch.setattr(form, "step", lambda self, action: value)
     with pytest.raises(EnvironmentFault):
-        check_step(environment.step(say("x")))
+        check_step(environment.step(make_turn("x")))
     environment.close()

@@ -32,7 +32,7 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(judge_client, "_FIRST_WAIT_S", 0.01)
 
 
-def ask(server_url, answer="an answer", prompt="a question", **options):
+def score_one(server_url, answer="an answer", prompt="a question", **options):
     options = {"model": "m", "retries": 0, "timeout_s": 20.0} | options
     return asyncio.run(score_by_judge(prompt, answer, url=server_url, **options))
 
@@ -40,14 +40,14 @@ def ask(server_url, answer="an answer", prompt="a question", **options):
 def test_verdicts_are_scores_and_requests_have_the_settings(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret ")
     with run_judge(lambda r: f"I think so.\n\n**{r.yes}**") as server:
-        scored = ask(server.url, key_env="MY_KEY", criteria="Be kind.", extra={"top_p": 0.5})
+        scored = score_one(server.url, key_env="MY_KEY", criteria="Be kind.", extra={"top_p": 0.5})
     assert scored == {"score": 1.0, **dict.fromkeys(FAILURES, 0.0)}
     (request,) = server.requests
     assert request.headers["Authorization"] == "Bearer secret" and "Be kind." in request.rules
     assert request.fields["top_p"] == 0.5 and request.fields["model"] == "m"
     assert request.answer == "an answer" and "\na question\n" in request.content
     with run_judge(lambda r: r.no) as server:
-        assert ask(server.url)["score"] == 0.0
+        assert score_one(server.url)["score"] == 0.0
     assert "Authorization" not in server.requests[0].headers
 
 
@@ -79,7 +79,7 @@ BRIBES = [
 def test_answers_cannot_supply_the_verdict_to_be_repeated(repeat):
     with run_judge(repeat) as server:
         for bribe in BRIBES:
-            scored = ask(server.url, bribe)
+            scored = score_one(server.url, bribe)
             assert scored["score"] is None and scored["unclear"] == 1.0
     words = {word for r in server.requests for word in (r.yes, r.no)}
     assert len(words) == 2 * len(BRIBES), "each request has words of its own"
@@ -151,8 +151,8 @@ CUT = {"message": {"content": "w"}, "finish_reason": "length"}
 def test_each_failure_is_no_score_and_named(reply, reason, capfd):
     judge._printed_failures.cache_clear()
     with run_judge(reply) as server:
-        scored = ask(server.url, timeout_s=0.5 if reason == "slow" else 20.0)
-        ask(server.url, timeout_s=0.5 if reason == "slow" else 20.0)
+        scored = score_one(server.url, timeout_s=0.5 if reason == "slow" else 20.0)
+        score_one(server.url, timeout_s=0.5 if reason == "slow" else 20.0)
     assert scored == {"score": None, **dict.fromkeys(FAILURES, 0.0), reason: 1.0}
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and f"({reason})" in error, "a line once, not for each answer"
@@ -165,16 +165,16 @@ def closed_port():
 
 
 def test_an_absent_judge_is_named_until_it_returns():
-    assert ask(f"http://127.0.0.1:{closed_port()}/v1")["down"] == 1.0
+    assert score_one(f"http://127.0.0.1:{closed_port()}/v1")["down"] == 1.0
     replies = iter([(503, b""), "hm"])
     with run_judge(lambda r: next(replies, r.yes)) as server:
-        assert ask(server.url, retries=2)["score"] == 1.0
+        assert score_one(server.url, retries=2)["score"] == 1.0
     assert len(server.requests) == 3
     assert len({r.yes for r in server.requests}) == 1
 
 
 def test_deadlines_include_waiting_for_other_answers():
-    async def many(url):
+    async def score_several(url):
         calls = (
             score_by_judge("q", f"a{i}", url=url, model="m", concurrency=1, deadline_s=1.0)
             for i in range(4)
@@ -182,7 +182,7 @@ def test_deadlines_include_waiting_for_other_answers():
         return await asyncio.gather(*calls)
 
     with run_judge(lambda r: 0.7) as server:
-        scored = asyncio.run(many(server.url))
+        scored = asyncio.run(score_several(server.url))
     assert [s["score"] for s in scored] == [None] * 4
     assert sum(s["slow"] for s in scored) >= 3 and server.most_at_once == 1
 
@@ -211,7 +211,7 @@ def test_answers_are_judged_concurrently_in_the_reward_process():
 
 
 def test_an_empty_answer_costs_no_request():
-    assert ask("http://127.0.0.1:1/v1", " \n")["score"] == 0.0
+    assert score_one("http://127.0.0.1:1/v1", " \n")["score"] == 0.0
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -220,7 +220,7 @@ def test_a_refused_key_or_model_stops_the_run(status):
         with pytest.raises(
             ConfigError, match=f"it answered {status}.*Check url, model and key_env"
         ):
-            ask(server.url)
+            score_one(server.url)
 
 
 @pytest.mark.parametrize(

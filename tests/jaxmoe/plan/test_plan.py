@@ -259,7 +259,7 @@ def test_the_slowest_bounds_a_step():
 
 
 def test_a_state_beyond_the_chip_needs_no_compiler(monkeypatch, capsys):
-    def never(*args):
+    def fail_to_compile(*args):
         raise AssertionError("nothing is compiled")
 
     chips = {"v5e": CHIPS["v5e"]._replace(memory=5 * 10**6)}
@@ -267,7 +267,7 @@ def test_a_state_beyond_the_chip_needs_no_compiler(monkeypatch, capsys):
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     monkeypatch.setattr(command, "parse_topology", lambda name: ("v5e", [None] * 2))
     monkeypatch.setattr(command, "mesh_on", lambda cfg, devices: mesh)
-    monkeypatch.setattr(command, "compile_rl_step", never)
+    monkeypatch.setattr(command, "compile_rl_step", fail_to_compile)
     monkeypatch.setattr(command, "CHIPS", chips)
     assert run("--topology", "v5e:1x2", "--set", "mesh.fsdp=2") == 1
     out = capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_kernel_calls_are_counted_in_loops_with_reads():
 def plain_turns(monkeypatch):
     """One turn of a kernel without a loop for each thousand queries or rows of its case."""
 
-    def of(op, case):
+    def count_loops_of(op, case):
         questions.append((op, case))
         return {name: LoopCounts((case[1] // 1000,)) for name in names}
 
@@ -66,8 +66,10 @@ def plain_turns(monkeypatch):
         "token_logprobs",
     ]
     questions = []
-    monkeypatch.setattr(loop_counts, "attention_counts", lambda case: of("attention", case[1:]))
-    monkeypatch.setattr(loop_counts, "count_loops", of)
+    monkeypatch.setattr(
+        loop_counts, "attention_counts", lambda case: count_loops_of("attention", case[1:])
+    )
+    monkeypatch.setattr(loop_counts, "count_loops", count_loops_of)
     return questions
 
 

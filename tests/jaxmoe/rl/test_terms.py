@@ -144,28 +144,40 @@ def test_the_load_of_recorded_experts_is_that_of_the_complete_batch_in_each_part
         assert float(metrics["tokens"]) == read
 
 
-def one(logp_BT):
+def constant_term(logp_BT):
     return logp_BT
 
 
 REFUSED = {
     "a name that the step needs": (
-        Term(one, 0.0, "kept"),
+        Term(constant_term, 0.0, "kept"),
         {},
         "different names, got .'kept'. twice",
     ),
-    "a metric of the step": (Term(one, 1.0, "policy/entropy"), {}, "a name of its own"),
+    "a metric of the step": (Term(constant_term, 1.0, "policy/entropy"), {}, "a name of its own"),
     "results of the forward": (
-        Term(one),
+        Term(constant_term),
         {"extra": {"gates_BTLA": np.zeros((8, 12, 2, 2))}},
         "different names",
     ),
     "an array that nobody has": (Term(lambda logp_BT, bias_LE: logp_BT), {}, "takes bias_LE"),
     "a reference": (kl_term(0.1), {}, "takes ref_logp_BT needs a reference"),
     "a shape": (Term(lambda logp_BT: logp_BT[0]), {}, r"must return \[B, T\] = .* or a scalar"),
-    "a name of the step": (Term(one), {"extra": {"logp_BT": np.zeros((8, 12))}}, "names of their"),
-    "a shared name": (Term(one), {"shared": {"total": np.float32(1)}}, "names of their own"),
-    "rows that are none": (Term(one), {"extra": {"bias_LE": np.zeros((2, 5))}}, "one row per"),
+    "a name of the step": (
+        Term(constant_term),
+        {"extra": {"logp_BT": np.zeros((8, 12))}},
+        "names of their",
+    ),
+    "a shared name": (
+        Term(constant_term),
+        {"shared": {"total": np.float32(1)}},
+        "names of their own",
+    ),
+    "rows that are none": (
+        Term(constant_term),
+        {"extra": {"bias_LE": np.zeros((2, 5))}},
+        "one row per",
+    ),
     "a metric's shape": (
         Term(lambda logp_BT: (logp_BT, {"x": logp_BT[0]})),
         {},
@@ -211,7 +223,7 @@ def test_splitting_rows_leaves_shared_arrays_and_their_names():
 
 def test_a_loss_of_the_field_is_a_sum_of_terms_from_python():
     """Objective, KL, entropy and a term of its own."""
-    a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(one, 1e-3, "mean_logp")))
+    a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(constant_term, 1e-3, "mean_logp")))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS)))
     state, metrics, _ = step(start(a, reference=reference), make_batch())

@@ -146,7 +146,7 @@ def test_a_wrong_kernel_falls_back_with_an_alert():
 
 
 @pytest.mark.parametrize(
-    "kernels, chip, verdict, said",
+    "kernels, chip, verdict, message",
     [
         ("mosaic_gpu", {"platform": "cpu"}, RIGHT, "it needs a gpu, but this machine has a cpu"),
         ("mosaic_tpu", H200, RIGHT, "it needs a tpu, but this machine has a gpu"),
@@ -158,9 +158,11 @@ def test_a_wrong_kernel_falls_back_with_an_alert():
         ),
     ],
 )
-def test_an_unavailable_named_kernel_is_refused(kernels, chip, verdict, said):
+def test_an_unavailable_named_kernel_is_refused(kernels, chip, verdict, message):
     cfg = override(TINY, f"kernels={kernels}")
-    with pytest.raises(ConfigError, match=f"^kernels={kernels} must be correct.*{said}.*Try --set"):
+    with pytest.raises(
+        ConfigError, match=f"^kernels={kernels} must be correct.*{message}.*Try --set"
+    ):
         decided(cfg, chip, **{kernels: verdict})
 
 
@@ -304,7 +306,7 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "double, said",
+    "double, message",
     [
         ("wrong_in_one_tile", "failed in case padded_head: logp: relative error"),
         pytest.param(
@@ -319,7 +321,7 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
         ),
     ],
 )
-def test_every_fault_of_a_chip_falls_back(double, said, monkeypatch, capsys, tmp_path):
+def test_every_fault_of_a_chip_falls_back(double, message, monkeypatch, capsys, tmp_path):
     """From the child process to the line and the pieces; the other operations are right."""
 
     timeout_s = 20.0 if double == "hangs" else 300.0
@@ -343,8 +345,8 @@ def test_every_fault_of_a_chip_falls_back(double, said, monkeypatch, capsys, tmp
     elapsed_s = time.monotonic() - start
     line, alert = capsys.readouterr().out.splitlines()
     assert "sink_attention mosaic_gpu, " in line
-    assert f"token_logprobs xla (not mosaic_gpu: {said}" in line
-    assert alert.startswith(f"alert    token_logprobs uses xla instead of mosaic_gpu: {said}")
+    assert f"token_logprobs xla (not mosaic_gpu: {message}" in line
+    assert alert.startswith(f"alert    token_logprobs uses xla instead of mosaic_gpu: {message}")
     assert choice.impls["token_logprobs"] == "xla"
     assert choice.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
     assert elapsed_s < timeout_s + 10 and len(list(tmp_path.iterdir())) == 1  # kept

@@ -85,21 +85,21 @@ def test_parts_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("wanted, frac", [("auto", 4 * 65 / (8 * 58)), ("off", 1.0)])
-def test_a_run_shares_prompts_as_its_config_says(tmp_path, wanted, frac):
+@pytest.mark.parametrize("setting, frac", [("auto", 4 * 65 / (8 * 58)), ("off", 1.0)])
+def test_a_run_shares_prompts_as_its_config_says(tmp_path, setting, frac):
     """A group of two has 51 + 2 * 7 tokens; rows of its samples have 58 each."""
-    share = f"optim.share_prompts={wanted}"
+    share = f"optim.share_prompts={setting}"
     cfg = override(load_config("tiny.py"), *SMALL, share, f"workdir={tmp_path}")
     shared = []
 
     def seen_step(*_):
         step = fixed_step()
 
-        def see(state, batch, minibatches, base):
+        def record_sharing(state, batch, minibatches, base):
             shared.append(batch.packing is not None and batch.packing.shared is not None)
             return step.fn(state, batch, minibatches, base)
 
-        return JitProgram(see, {})
+        return JitProgram(record_sharing, {})
 
     train(
         cfg,
@@ -112,4 +112,4 @@ def test_a_run_shares_prompts_as_its_config_says(tmp_path, wanted, frac):
     )
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "gate/closed" in row]
     assert [row["batch/computed_tokens_frac"] for row in rows] == [pytest.approx(frac)] * 2
-    assert shared == [wanted == "auto"]  # traced once
+    assert shared == [setting == "auto"]  # traced once

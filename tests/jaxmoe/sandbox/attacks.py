@@ -46,14 +46,14 @@ USERNS = "the user namespace stops it too, and nothing can be started without th
 KERNEL = "the kernel refuses it to all but the administrator too"
 
 
-def both(*measures: str) -> tuple[Stops, Stops]:
+def pair(*measures: str) -> tuple[Stops, Stops]:
     return measures, measures
 
 
 ATTACKS = [
     # what the trainer knows: environment, arguments, descriptors
     Attack(
-        "own environment", "taken('SECRET' in str(dict(os.environ)))", *both("empty_environment")
+        "own environment", "taken('SECRET' in str(dict(os.environ)))", *pair("empty_environment")
     ),
     Attack(
         "environment of process 1",
@@ -81,7 +81,7 @@ for descriptor in range(3, 300):
         if b'SECRET' in os.pread(descriptor, 100, 0): taken()
     except OSError: pass
 """,
-        *both("closed_descriptors"),
+        *pair("closed_descriptors"),
     ),
     Attack(
         "memory of the trainer",
@@ -200,13 +200,13 @@ for folder in (os.path.dirname(os.__file__) + '/site-packages', '/usr/lib/python
         ("mounts",),
     ),
     Attack(
-        "a file by its handle", "taken(reached(303, 264, -100, b'/', BAD, BAD, 0))", *both("mounts")
+        "a file by its handle", "taken(reached(303, 264, -100, b'/', BAD, BAD, 0))", *pair("mounts")
     ),
     # processes
     Attack(
         "fork",
         "p = os.fork()\nif not p: os._exit(0)\nos.waitpid(p, 0); taken()",
-        *both("processes"),
+        *pair("processes"),
     ),
     Attack(
         "run a program",
@@ -215,12 +215,12 @@ try: os.execv('/none', ['none'])
 except FileNotFoundError: taken()
 except OSError as error: taken(error.errno == errno.EACCES)
 """,
-        *both("processes"),
+        *pair("processes"),
     ),
     Attack(
         "run a program by a descriptor",
         "taken(reached(322, 281, -1, b'', None, None, 0x1000))",
-        *both("processes"),
+        *pair("processes"),
     ),
     Attack(
         "subprocess",
@@ -229,7 +229,7 @@ import subprocess
 try: subprocess.run(['/none']); taken()
 except FileNotFoundError: taken()
 """,
-        *both("processes"),
+        *pair("processes"),
     ),
     Attack(
         "posix_spawn",
@@ -237,9 +237,9 @@ except FileNotFoundError: taken()
 try: os.posix_spawn('/none', ['none'], {}); taken()
 except FileNotFoundError: taken()
 """,
-        *both("processes"),
+        *pair("processes"),
     ),
-    Attack("clone3", "taken(reached(435, 435, None, 0))", *both("processes")),
+    Attack("clone3", "taken(reached(435, 435, None, 0))", *pair("processes")),
     Attack(
         "fork bomb",
         """
@@ -271,9 +271,9 @@ finally:
         ("tasks", "threads"),
         ("threads",),
     ),
-    Attack("user namespace", "taken(libc.unshare(0x10000000) == 0)", *both("namespaces")),
-    Attack("enter a namespace", "taken(reached(308, 268, -1, 0))", *both("namespaces")),
-    Attack("fixed addresses", "taken(libc.personality(0xffffffff) >= 0)", *both("namespaces")),
+    Attack("user namespace", "taken(libc.unshare(0x10000000) == 0)", *pair("namespaces")),
+    Attack("enter a namespace", "taken(reached(308, 268, -1, 0))", *pair("namespaces")),
+    Attack("fixed addresses", "taken(libc.personality(0xffffffff) >= 0)", *pair("namespaces")),
     # other processes
     Attack(
         "signal the trainer",
@@ -313,33 +313,33 @@ finally:
         ("priorities", "capabilities"),
         "nobody",
     ),
-    Attack("survive the trainer", "taken(libc.prctl(1, 0, 0, 0, 0) == 0)", *both("death_signal")),
-    Attack("trace", "taken(reached(101, 117, 99, 0, None, None))", *both("tracing")),
+    Attack("survive the trainer", "taken(libc.prctl(1, 0, 0, 0, 0) == 0)", *pair("death_signal")),
+    Attack("trace", "taken(reached(101, 117, 99, 0, None, None))", *pair("tracing")),
     Attack(
         "read a process's memory",
         "taken(reached(310, 270, os.getpid(), None, 0, None, 0, 0))",
-        *both("tracing"),
+        *pair("tracing"),
     ),
-    Attack("hold a process", "taken(reached(434, 434, os.getpid(), 0))", *both("tracing")),
+    Attack("hold a process", "taken(reached(434, 434, os.getpid(), 0))", *pair("tracing")),
     Attack(
         "compare processes",
         "taken(reached(312, 272, os.getpid(), os.getpid(), 0, 0, 0))",
-        *both("tracing"),
+        *pair("tracing"),
     ),
-    Attack("catch page faults", "taken(reached(323, 282, 1))", *both("tracing")),
+    Attack("catch page faults", "taken(reached(323, 282, 1))", *pair("tracing")),
     # the kernel
-    Attack("mount", "taken(reached(165, 40, None, BAD, None, 0, None))", *both("mounts")),
-    Attack("unmount", "taken(reached(166, 39, BAD, 0))", *both("mounts")),
-    Attack("change the root", "taken(reached(161, 51, BAD))", *both("mounts")),
-    Attack("copy a mount", "taken(reached(428, 428, -1, BAD, 0))", *both("mounts")),
-    Attack("keyring", "taken(reached(250, 219, 0, -3, 0))", *both("kernel")),
-    Attack("add a key", "taken(reached(248, 217, BAD, None, None, 0, -3))", *both("kernel")),
-    Attack("io_uring", "taken(reached(425, 425, 1, None))", *both("kernel")),
+    Attack("mount", "taken(reached(165, 40, None, BAD, None, 0, None))", *pair("mounts")),
+    Attack("unmount", "taken(reached(166, 39, BAD, 0))", *pair("mounts")),
+    Attack("change the root", "taken(reached(161, 51, BAD))", *pair("mounts")),
+    Attack("copy a mount", "taken(reached(428, 428, -1, BAD, 0))", *pair("mounts")),
+    Attack("keyring", "taken(reached(250, 219, 0, -3, 0))", *pair("kernel")),
+    Attack("add a key", "taken(reached(248, 217, BAD, None, None, 0, -3))", *pair("kernel")),
+    Attack("io_uring", "taken(reached(425, 425, 1, None))", *pair("kernel")),
     Attack("bpf", "taken(reached(321, 280, 99, None, 0))", KERNEL, KERNEL),
     Attack("load a module", "taken(reached(175, 105, None, 0, b''))", KERNEL, KERNEL),
     Attack("restart", "taken(reached(169, 142, 0, 0, 0, None))", KERNEL, KERNEL),
     # network
-    Attack("socket", "socket.socket(); taken()", *both("sockets")),
+    Attack("socket", "socket.socket(); taken()", *pair("sockets")),
     Attack(
         "connect to the trainer",
         "socket.create_connection(('127.0.0.1', PORT), 1); taken()",
@@ -367,16 +367,16 @@ finally:
     Attack(
         "datagram by a pair",
         "a, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); taken()",
-        *both("sockets"),
+        *pair("sockets"),
     ),
     Attack(
-        "netlink", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); taken()", *both("sockets")
+        "netlink", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); taken()", *pair("sockets")
     ),
     # memory that two processes share
     Attack(
         "shared memory",
         "n = libc.shmget(0, 4096, 0o1600); taken(n >= 0); libc.shmctl(n, 0, None)",
-        *both("shared_memory"),
+        *pair("shared_memory"),
     ),
     Attack(
         "shared memory of the trainer",
@@ -387,21 +387,21 @@ finally:
     Attack(
         "semaphores",
         "n = libc.semget(0, 1, 0o1600); taken(n >= 0); libc.semctl(n, 0, 0)",
-        *both("shared_memory"),
+        *pair("shared_memory"),
     ),
     Attack(
         "messages",
         "n = libc.msgget(0, 0o1600); taken(n >= 0); libc.msgctl(n, 0, None)",
-        *both("shared_memory"),
+        *pair("shared_memory"),
     ),
-    Attack("file in memory", "os.memfd_create('x'); taken()", *both("shared_memory")),
+    Attack("file in memory", "os.memfd_create('x'); taken()", *pair("shared_memory")),
     # amounts
-    Attack("memory", "x = bytearray(700 << 20); taken()", *both("memory")),
-    Attack("mapped memory", "x = mmap.mmap(-1, 700 << 20); taken(); x.close()", *both("memory")),
+    Attack("memory", "x = bytearray(700 << 20); taken()", *pair("memory")),
+    Attack("mapped memory", "x = mmap.mmap(-1, 700 << 20); taken(); x.close()", *pair("memory")),
     Attack(
         "memory by pieces",
         "x = []\nfor _ in range(70): x.append(bytearray(10 << 20))\ntaken()",
-        *both("memory"),
+        *pair("memory"),
     ),
     Attack(
         "many files",
@@ -422,7 +422,7 @@ taken()
     Attack(
         "many descriptors",
         "x = [os.open('/dev/null', 0) for _ in range(200)]; taken()",
-        *both("open_files"),
+        *pair("open_files"),
     ),
     Attack(
         "locked memory",
@@ -430,7 +430,7 @@ taken()
 x = mmap.mmap(-1, 1 << 20)
 taken(libc.mlock(ctypes.byref(ctypes.c_char.from_buffer(x)), 1 << 20) == 0)
 """,
-        *both("locked_memory"),
+        *pair("locked_memory"),
     ),
     Attack(
         "raise the limits",

@@ -6,7 +6,7 @@ of a process counts. Some take hold of the files of the interpreter, so run_atta
 one of their own.
 """
 
-from tests.jaxmoe.sandbox.attacks import Attack, both
+from tests.jaxmoe.sandbox.attacks import Attack, pair
 
 KERNEL_PRELUDE = """
 import signal, socket, struct
@@ -55,12 +55,12 @@ KERNEL_ATTACKS = [
     Attack(
         "write lease on the interpreter",
         "f = os.open(LIBRARY + '/this.py', 0); taken(command(f, 1024, fcntl.F_WRLCK))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "read lease on the interpreter",
         "f = os.open(LIBRARY + '/wave.py', 0); taken(command(f, 1024, fcntl.F_RDLCK))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "leases on what the next interpreter opens",
@@ -69,7 +69,7 @@ names = ('ast', 'struct', 'token', 'heapq', 'keyword')
 files = [os.open(f'{LIBRARY}/{name}.py', 0) for name in names]
 taken(all(command(f, 1024, fcntl.F_WRLCK) for f in files))
 """,
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lease on an extension module",
@@ -77,20 +77,20 @@ taken(all(command(f, 1024, fcntl.F_WRLCK) for f in files))
 folder = LIBRARY + '/lib-dynload/'
 f = os.open(folder + sorted(os.listdir(folder))[0], 0); taken(command(f, 1024, fcntl.F_WRLCK))
 """,
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lease by a system call of its own",
         "f = os.open(LIBRARY + '/chunk.py', 0) if"
         " os.path.exists(LIBRARY + '/chunk.py') else os.open(LIBRARY + '/cmd.py', 0);"
         " taken(libc.syscall(25 if ARM else 72, f, 1024, 1) == 0)",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lease with high bits in the command",
         "f = os.open(LIBRARY + '/cmd.py', 0);"
         " taken(libc.syscall(25 if ARM else 72, f, ctypes.c_long((7 << 32) | 1024), 1) == 0)",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lease on a file of its own",
@@ -123,7 +123,7 @@ fcntl.ioctl(a, 0x5452, struct.pack('i', 1)); b.send(b'x'); print('sent')
     Attack(
         "owner of a pipe's signals",
         f"{_PIPE}taken(command(r, fcntl.F_SETOWN, os.getpid()))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "owner by a structure",
@@ -138,42 +138,42 @@ fcntl.ioctl(a, 0x5452, struct.pack('i', 1)); b.send(b'x'); print('sent')
         ("file_commands",),
     ),
     Attack(
-        "signal of a pipe", f"{_PIPE}taken(command(r, 10, signal.SIGUSR1))", *both("file_commands")
+        "signal of a pipe", f"{_PIPE}taken(command(r, 10, signal.SIGUSR1))", *pair("file_commands")
     ),
     Attack(
         "owner of a socket's signals",
         f"{_PAIR}fcntl.ioctl(a, 0x8901, struct.pack('i', os.getpid())); taken()",
-        *both("device_commands"),
+        *pair("device_commands"),
     ),
     Attack(
         "group of a socket",
         f"{_PAIR}fcntl.ioctl(a, 0x8902, struct.pack('i', os.getpid())); taken()",
-        *both("device_commands"),
+        *pair("device_commands"),
     ),
     Attack(
         "signals of a socket",
         f"{_PAIR}fcntl.ioctl(a, 0x5452, struct.pack('i', 1)); taken()",
-        *both("device_commands"),
+        *pair("device_commands"),
     ),
-    Attack("queue a signal", "taken(reached(129, 138, HOST_PID, 0, BAD))", *both("signals")),
+    Attack("queue a signal", "taken(reached(129, 138, HOST_PID, 0, BAD))", *pair("signals")),
     Attack(
         "queue a signal for a thread",
         "taken(reached(297, 240, HOST_PID, HOST_PID, 0, BAD))",
-        *both("signals"),
+        *pair("signals"),
     ),
-    Attack("signal by a descriptor", "taken(reached(424, 424, -1, 0, None, 0))", *both("signals")),
+    Attack("signal by a descriptor", "taken(reached(424, 424, -1, 0, None, 0))", *pair("signals")),
     # changes of folders
     Attack(
         "watch a folder of the interpreter",
         "f = os.open(LIBRARY + '/email', os.O_RDONLY);"
         " taken(command(f, fcntl.F_NOTIFY, fcntl.DN_ACCESS))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "watch a folder for ever",
         "f = os.open(LIBRARY + '/json', os.O_RDONLY);"
         " taken(command(f, fcntl.F_NOTIFY, fcntl.DN_MULTISHOT | fcntl.DN_ACCESS))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "watch its own folder",
@@ -181,7 +181,7 @@ fcntl.ioctl(a, 0x5452, struct.pack('i', 1)); b.send(b'x'); print('sent')
         ("file_commands",),
         _NO_FILES,
     ),
-    Attack("watch a file system", "taken(reached(300, 262, 0x200, 0))", *both("mounts")),
+    Attack("watch a file system", "taken(reached(300, 262, 0x200, 0))", *pair("mounts")),
     # extended attributes, and where links lead
     Attack(
         "attribute of a file of its own",
@@ -260,7 +260,7 @@ taken()
     Attack(
         "timer",
         "taken(libc.syscall(107 if ARM else 222, 1, None, ctypes.byref(ctypes.c_int())) == 0)",
-        *both("timers"),
+        *pair("timers"),
     ),
     Attack(
         "many timers",
@@ -269,7 +269,7 @@ x = ctypes.c_int()
 made = [libc.syscall(107 if ARM else 222, 1, None, ctypes.byref(x)) for _ in range(500)]
 taken(made.count(0) == 500)
 """,
-        *both("timers", "pending_signals"),
+        *pair("timers", "pending_signals"),
     ),
     Attack(
         "many signals that wait",
@@ -279,7 +279,7 @@ sent = [libc.syscall(138 if ARM else 129, os.getpid(), 40,
         ctypes.create_string_buffer(struct.pack('iii', 40, 0, -1), 128)) for _ in range(200)]
 taken(sent.count(0) == 200)
 """,
-        *both("pending_signals"),
+        *pair("pending_signals"),
     ),
     # input, output and processors of the whole machine
     Attack(
@@ -287,25 +287,25 @@ taken(sent.count(0) == 200)
         "x = ctypes.c_ulong();"
         " taken(libc.syscall(0 if ARM else 206, 1, ctypes.byref(x)) == 0);"
         " libc.syscall(1 if ARM else 207, x)",
-        *both("asynchronous_io"),
+        *pair("asynchronous_io"),
     ),
     Attack(
-        "submit input and output", "taken(reached(209, 2, 0, 1, BAD))", *both("asynchronous_io")
+        "submit input and output", "taken(reached(209, 2, 0, 1, BAD))", *pair("asynchronous_io")
     ),
-    Attack("write the disks out by a file", "taken(is_done(74, 82))", *both("flushes")),
-    Attack("write the data of a file out", "taken(is_done(75, 83))", *both("flushes")),
-    Attack("write a file system out", "taken(is_done(306, 267))", *both("flushes")),
-    Attack("write a part of a file out", "taken(is_done(277, 84, 0, 0, 7))", *both("flushes")),
+    Attack("write the disks out by a file", "taken(is_done(74, 82))", *pair("flushes")),
+    Attack("write the data of a file out", "taken(is_done(75, 83))", *pair("flushes")),
+    Attack("write a file system out", "taken(is_done(306, 267))", *pair("flushes")),
+    Attack("write a part of a file out", "taken(is_done(277, 84, 0, 0, 7))", *pair("flushes")),
     Attack(
         "drop a file of the interpreter from memory",
         "taken(is_done(221, 223, 0, 0, 4))",
-        *both("advice"),
+        *pair("advice"),
     ),
     Attack(
-        "read a file of the interpreter ahead", "taken(is_done(187, 213, 0, 1))", *both("advice")
+        "read a file of the interpreter ahead", "taken(is_done(187, 213, 0, 1))", *pair("advice")
     ),
     Attack(
-        "priority of its input and output", "taken(reached(251, 30, 99, 0, 0))", *both("priorities")
+        "priority of its input and output", "taken(reached(251, 30, 99, 0, 0))", *pair("priorities")
     ),
     Attack(
         "a processor for itself",
@@ -326,19 +326,19 @@ taken(libc.syscall(274 if ARM else 314, 0, x, 0) == 0)
     Attack(
         "a program that collects its core",
         "taken(resource.getrlimit(resource.RLIMIT_CORE)[0] != 1)",
-        *both("core_dumps"),
+        *pair("core_dumps"),
     ),
     # keys
-    Attack("a session of keys", "taken(reached(250, 219, 1, BAD))", *both("kernel")),
-    Attack("keys that stay", "taken(reached(250, 219, 22, -1, -2))", *both("kernel")),
+    Attack("a session of keys", "taken(reached(250, 219, 1, BAD))", *pair("kernel")),
+    Attack("keys that stay", "taken(reached(250, 219, 22, -1, -2))", *pair("kernel")),
     Attack(
         "memory by keys",
         "taken(libc.syscall(217 if ARM else 248, b'user', b'x', bytes(9999), 9999, -2) >= 0)",
-        *both("kernel"),
+        *pair("kernel"),
     ),
-    Attack("ask for a key", "taken(reached(249, 218, BAD, None, None, 0))", *both("kernel")),
+    Attack("ask for a key", "taken(reached(249, 218, BAD, None, None, 0))", *pair("kernel")),
     # pipes and sockets
-    Attack("enlarge a pipe", f"{_PIPE}taken(command(w, 1031, 1 << 20))", *both("file_commands")),
+    Attack("enlarge a pipe", f"{_PIPE}taken(command(w, 1031, 1 << 20))", *pair("file_commands")),
     Attack(
         "enlarge a pipe of the trainer",
         """
@@ -348,7 +348,7 @@ for x in pipes:
         if stat.S_ISFIFO(os.fstat(x).st_mode): taken(command(x, 1031, 1 << 18))
     except OSError: pass
 """,
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "pages kept in a pipe",
@@ -356,51 +356,51 @@ for x in pipes:
 x = ctypes.create_string_buffer(4096); y = struct.pack('PN', ctypes.addressof(x), 4096)
 taken(libc.syscall(75 if ARM else 278, w, ctypes.c_char_p(y), ctypes.c_ulong(1), 0) == 4096)
 """,
-        *both("pipes"),
+        *pair("pipes"),
     ),
-    Attack("from pipe to pipe", "taken(is_done(275, 76, None, -1, None, 1, 0))", *both("pipes")),
-    Attack("a copy of a pipe", "taken(is_done(276, 77, -1, 1, 0))", *both("pipes")),
+    Attack("from pipe to pipe", "taken(is_done(275, 76, None, -1, None, 1, 0))", *pair("pipes")),
+    Attack("a copy of a pipe", "taken(is_done(276, 77, -1, 1, 0))", *pair("pipes")),
     Attack(
         "descriptors on their way",
         f"{_PAIR}socket.send_fds(a, [b'x'], [a.fileno()] * 250); taken()",
-        *both("sockets"),
+        *pair("sockets"),
     ),
-    Attack("many messages at once", "taken(is_done(307, 269, BAD, 1, 0))", *both("sockets")),
-    Attack("enlarge a socket", f"{_PAIR}a.setsockopt(1, 7, 1 << 20); taken()", *both("sockets")),
+    Attack("many messages at once", "taken(is_done(307, 269, BAD, 1, 0))", *pair("sockets")),
+    Attack("enlarge a socket", f"{_PAIR}a.setsockopt(1, 7, 1 << 20); taken()", *pair("sockets")),
     Attack(
         "a family of sockets that loads a module",
         "taken(reached(53, 199, 30, 1, 0, BAD))",
-        *both("sockets"),
+        *pair("sockets"),
     ),
     # locks
     Attack(
         "lock the interpreter",
         "f = open(LIBRARY + '/cmd.py', 'rb'); fcntl.lockf(f,"
         " fcntl.LOCK_SH); taken(is_locked(LIBRARY + '/cmd.py'))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lock the interpreter, and wait",
         "f = open(LIBRARY + '/cmd.py', 'rb');"
         " fcntl.fcntl(f, 7, struct.pack('hhqqixxxx', 0, 0, 0, 0, 0));"
         " taken(is_locked(LIBRARY + '/cmd.py'))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lock by a description",
         "f = open(LIBRARY + '/cmd.py', 'rb');"
         " taken(command(f, 37, struct.pack('hhqqixxxx', 0, 0, 0, 0, 0)))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
     Attack(
         "lock a whole file of the interpreter",
         "f = open(os.__file__); fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB); taken()",
-        *both("locks"),
+        *pair("locks"),
     ),
     Attack(
         "lock a device",
         "f = open('/dev/null'); fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB); taken()",
-        *both("locks"),
+        *pair("locks"),
     ),
     Attack(
         "memory by locks",
@@ -437,19 +437,19 @@ taken(is_locked('locked'))
     Attack(
         "rules of Landlock",
         "x = ctypes.c_ulong(1); taken(libc.syscall(444, ctypes.byref(x), 8, 0) >= 0)",
-        *both("kernel"),
+        *pair("kernel"),
     ),
-    Attack("a rule of Landlock", "taken(is_done(445, 445, 1, BAD, 0))", *both("kernel")),
-    Attack("filters of system calls", "taken(reached(317, 277, 1, 0, BAD))", *both("kernel")),
-    Attack("filters by prctl", "taken(reached(157, 167, 22, 2, BAD))", *both("kernel")),
+    Attack("a rule of Landlock", "taken(is_done(445, 445, 1, BAD, 0))", *pair("kernel")),
+    Attack("filters of system calls", "taken(reached(317, 277, 1, 0, BAD))", *pair("kernel")),
+    Attack("filters by prctl", "taken(reached(157, 167, 22, 2, BAD))", *pair("kernel")),
     Attack(
         "huge pages of the machine",
         "taken(reached(9, 222, None, 2 << 20, 3, 0x40022, -1, 0))",
-        *both("huge_pages"),
+        *pair("huge_pages"),
     ),
-    Attack("secret memory", "taken(reached(447, 447, 99))", *both("shared_memory")),
+    Attack("secret memory", "taken(reached(447, 447, 99))", *pair("shared_memory")),
     Attack(
-        "queue of messages", "taken(reached(240, 180, BAD, 0, 0, None))", *both("shared_memory")
+        "queue of messages", "taken(reached(240, 180, BAD, 0, 0, None))", *pair("shared_memory")
     ),
     Attack(
         "locked memory by another call",
@@ -458,42 +458,42 @@ x = mmap.mmap(-1, 4096)
 y = ctypes.addressof(ctypes.c_char.from_buffer(x))
 taken(libc.syscall(284 if ARM else 325, ctypes.c_void_p(y), 4096, 1) == 0)
 """,
-        *both("locked_memory"),
+        *pair("locked_memory"),
     ),
     Attack(
         "memory that is locked from the start",
         "mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x2000); taken()",
-        *both("locked_memory"),
+        *pair("locked_memory"),
     ),
     # what other processes have in memory
     Attack(
-        "pages that others read", "taken(reached(27, 232, BAD, 4096, BAD))", *both("page_cache")
+        "pages that others read", "taken(reached(27, 232, BAD, 4096, BAD))", *pair("page_cache")
     ),
     Attack(
         "pages of a file that others read",
         "taken(is_done(451, 451, BAD, BAD, 0))",
-        *both("page_cache"),
+        *pair("page_cache"),
     ),
     Attack(
         "pages that are equal to others'",
         "taken(reached(28, 233, None, 4096, 12))",
-        *both("page_cache"),
+        *pair("page_cache"),
     ),
     Attack(
         "take the interpreter out of memory",
         "taken(reached(28, 233, None, 4096, 21))",
-        *both("page_cache"),
+        *pair("page_cache"),
     ),
     Attack(
         "flags of a file of the interpreter",
         "x = ctypes.c_long();"
         " taken(libc.syscall(29 if ARM else 16, os.open(LIBRARY + '/cmd.py', 0),"
         " ctypes.c_ulong(0x80086601), ctypes.byref(x)) == 0)",
-        *both("device_commands"),
+        *pair("device_commands"),
     ),
     Attack(
         "lifetime of a file of the interpreter",
         "f = os.open(LIBRARY + '/cmd.py', 0); taken(command(f, 1036, struct.pack('Q', 1)))",
-        *both("file_commands"),
+        *pair("file_commands"),
     ),
 ]

@@ -15,16 +15,16 @@ from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 from tests.pallas_kernels.interpreted import TPU, interpreted
 
 
-def right(op, case):
+def call_xla(op, case):
     """XLA's own."""
     return op.call(case, "xla")
 
 
 def wrong_in_one_tile(op, case):
     """A few rows of the first result are 3 % too large, forward only."""
-    call = right(op, case)
+    call = call_xla(op, case)
 
-    def wrong(*inputs):
+    def with_fault(*inputs):
         first, *remaining = jax.tree.leaves(call(*inputs))
         axis = 1 if first.ndim > 2 else 0
         middle = first.shape[axis] * 3 // 4
@@ -33,23 +33,23 @@ def wrong_in_one_tile(op, case):
         first = jnp.where(tile, first * jnp.asarray(1.03, first.dtype), first)
         return (first, *remaining) if remaining else first
 
-    return wrong
+    return with_fault
 
 
 def _with_a_gradient(op, case, change):
-    call, n = right(op, case), op.differentiated
-    other = jax.custom_vjp(call)
+    call, n = call_xla(op, case), op.differentiated
+    with_gradient = jax.custom_vjp(call)
 
     def forward(*inputs):
         out, pull = jax.vjp(lambda *d: call(*d, *inputs[n:]), *inputs[:n])
         return out, (pull, inputs)
 
-    def backward(kept, ct):
-        pull, inputs = kept
+    def backward(residuals, ct):
+        pull, inputs = residuals
         return (*change(pull(ct)), *(np.zeros(x.shape, jax.dtypes.float0) for x in inputs[n:]))
 
-    other.defvjp(forward, backward)
-    return other
+    with_gradient.defvjp(forward, backward)
+    return with_gradient
 
 
 def wrong_gradient(op, case):
@@ -135,7 +135,7 @@ _calls = [0]  # in the process of the check
 
 def other_bits_in_each_call(op, case):
     """As sums whose order nobody fixed."""
-    call = right(op, case)
+    call = call_xla(op, case)
 
     def unstable(*inputs):
         jitter = jax.pure_callback(_count, jax.ShapeDtypeStruct((), jnp.float32))
@@ -151,15 +151,15 @@ def _count():
 
 def wrong_past_the_cases(op, case):
     """Right in every small case, wrong in the later half of a large one."""
-    call = right(op, case)
+    call = call_xla(op, case)
     if case.name != "run":
         return call
 
-    def wrong(*inputs):
+    def with_fault(*inputs):
         logp, entropy = call(*inputs)
         return jnp.where(jnp.arange(logp.shape[0]) > 700, logp * 1.01, logp), entropy
 
-    return wrong
+    return with_fault
 
 
 FAR = slice(70_016, 70_144)  # rows of one tile of a long case
@@ -173,13 +173,13 @@ def _in_far_rows(x, axis):
 
 def wrong_in_one_far_tile(op, case):
     """128 rows of the first result, past row 65,536, are 3 % too large."""
-    call, axis = right(op, case), op.rows.axis
+    call, axis = call_xla(op, case), op.rows.axis
 
-    def wrong(*inputs):
+    def with_fault(*inputs):
         leaves, tree = jax.tree.flatten(call(*inputs))
         return jax.tree.unflatten(tree, [_in_far_rows(leaves[0], axis), *leaves[1:]])
 
-    return wrong
+    return with_fault
 
 
 def wrong_gradient_in_one_far_tile(op, case):

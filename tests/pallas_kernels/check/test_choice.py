@@ -193,7 +193,7 @@ def test_a_superfluous_child_is_killed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "platform, verdict, said",
+    "platform, verdict, message",
     [
         ("tpu", RIGHT, "it needs a gpu, but this machine has a tpu"),
         ("cpu", RIGHT, "it needs a gpu, but this machine has a cpu"),
@@ -201,8 +201,8 @@ def test_a_superfluous_child_is_killed(monkeypatch):
         ("gpu", REFUSES, "sink_attention: unsupported: it needs a Hopper GPU"),
     ],
 )
-def test_an_unavailable_named_kernel_is_refused(platform, verdict, said):
-    with pytest.raises(KernelRefused, match=said):
+def test_an_unavailable_named_kernel_is_refused(platform, verdict, message):
+    with pytest.raises(KernelRefused, match=message):
         choose_kernels("mosaic_gpu", platform, judged(mosaic_gpu=verdict))
 
 
@@ -224,7 +224,7 @@ def on_a_cpu():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "double, operation, kind, said",
+    "double, operation, kind, message",
     [
         ("right", "token_logprobs", "right", "3 cases"),
         ("correct_mosaic_tpu_invariant", "token_logprobs", "right", "3 cases"),
@@ -240,12 +240,14 @@ def on_a_cpu():
         ("names_the_status_of_no_memory", "token_logprobs", "wrong", "it raised ValueError"),
     ],
 )
-def test_another_process_finds_a_planted_fault(tmp_path, on_a_cpu, double, operation, kind, said):
+def test_another_process_finds_a_planted_fault(
+    tmp_path, on_a_cpu, double, operation, kind, message
+):
     judge = make_judge(
         on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=300.0, log_line=lambda _: None
     )
     verdict = judge(operation, f"{DOUBLES}:{double}")
-    assert verdict.kind == kind and said in verdict.reason and "\n" not in verdict.reason
+    assert verdict.kind == kind and message in verdict.reason and "\n" not in verdict.reason
     assert len(list(tmp_path.glob("*.json"))) == (kind != "unknown")
 
 

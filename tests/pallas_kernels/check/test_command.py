@@ -11,7 +11,7 @@ from tests.pallas_kernels.check.made_verdicts import REFUSES, RIGHT, WRONG, judg
 
 
 @pytest.mark.parametrize(
-    "typed, said",
+    "typed, message",
     [
         (["attention"], "operation must be one of sink_attention.*got 'attention'"),
         (["--impl", "mosaic"], "--impl must be one of mosaic_gpu.*got 'mosaic'"),
@@ -26,16 +26,16 @@ from tests.pallas_kernels.check.made_verdicts import REFUSES, RIGHT, WRONG, judg
         ([], "kernels must run on their platform; this machine is a cpu"),
     ],
 )
-def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, said):
+def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, message):
     monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as exit_info:
         command.main(typed)
     (line,) = capsys.readouterr().err.splitlines()
-    assert exit_info.value.code == 2 and re.search(said, line)
+    assert exit_info.value.code == 2 and re.search(message, line)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("{", "cannot read"),
         ("[]", "contains no verdict"),
@@ -45,7 +45,7 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
         ),
     ],
 )
-def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, text, said):
+def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, text, message):
     chip = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
@@ -64,7 +64,7 @@ def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, tex
             "failed in case ragged: o: relative error 1"
         )
         named = [x for x in printed if str(path) in x]
-        assert len(named) == (lines == 4) and all(said in x for x in named)
+        assert len(named) == (lines == 4) and all(message in x for x in named)
 
 
 def test_the_command_fails_for_a_wrong_kernel(monkeypatch, capsys):

@@ -13,31 +13,31 @@ KEY = verdicts.verdict_key(CHIP, "sink_attention", "mosaic_gpu", "bfloat16", [{"
 
 
 @pytest.fixture
-def told():
+def lines():
     return []
 
 
-def test_what_was_kept_is_read_back(tmp_path, told):
-    assert verdicts.load_verdict(tmp_path, KEY, told.append) is None
+def test_what_was_kept_is_read_back(tmp_path, lines):
+    assert verdicts.load_verdict(tmp_path, KEY, lines.append) is None
     verdicts.save_verdict(
-        tmp_path / "new", KEY, KernelVerdict("wrong", "in ragged: o errs"), told.append
+        tmp_path / "new", KEY, KernelVerdict("wrong", "in ragged: o errs"), lines.append
     )
-    assert verdicts.load_verdict(tmp_path / "new", KEY, told.append) == (
+    assert verdicts.load_verdict(tmp_path / "new", KEY, lines.append) == (
         "wrong",
         "in ragged: o errs",
     )
-    assert not told and len(list((tmp_path / "new").iterdir())) == 1  # nothing half written
+    assert not lines and len(list((tmp_path / "new").iterdir())) == 1  # nothing half written
 
 
 @pytest.mark.parametrize("name", [*CHIP, "source", "dtype", "real", "operation", "impl"])
-def test_another_chip_version_or_question_has_another_verdict(tmp_path, told, name):
-    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", ""), told.append)
-    assert verdicts.load_verdict(tmp_path, KEY | {name: "another"}, told.append) is None
-    assert not told
+def test_another_chip_version_or_question_has_another_verdict(tmp_path, lines, name):
+    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", ""), lines.append)
+    assert verdicts.load_verdict(tmp_path, KEY | {name: "another"}, lines.append) is None
+    assert not lines
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("{", "cannot read"),
         ("\udcff", "cannot read"),
@@ -50,21 +50,23 @@ def test_another_chip_version_or_question_has_another_verdict(tmp_path, told, na
         ),
     ],
 )
-def test_a_corrupt_verdict_file_is_one_line(tmp_path, told, text, said):
+def test_a_corrupt_verdict_file_is_one_line(tmp_path, lines, text, message):
     path = verdicts.verdict_path(tmp_path, KEY)
     path.write_text(text, errors="surrogateescape")
-    assert verdicts.load_verdict(tmp_path, KEY, told.append) is None
-    assert len(told) == 1 and said in told[0] and str(path) in told[0] and "\n" not in told[0]
-    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", "5 cases"), told.append)
-    assert verdicts.load_verdict(tmp_path, KEY, told.append) == ("right", "5 cases")
+    assert verdicts.load_verdict(tmp_path, KEY, lines.append) is None
+    assert (
+        len(lines) == 1 and message in lines[0] and str(path) in lines[0] and "\n" not in lines[0]
+    )
+    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", "5 cases"), lines.append)
+    assert verdicts.load_verdict(tmp_path, KEY, lines.append) == ("right", "5 cases")
 
 
-def test_an_unwritable_folder_is_one_line(tmp_path, told):
+def test_an_unwritable_folder_is_one_line(tmp_path, lines):
     (tmp_path / "file").touch()
     verdicts.save_verdict(
-        tmp_path / "file" / "folder", KEY, KernelVerdict("right", ""), told.append
+        tmp_path / "file" / "folder", KEY, KernelVerdict("right", ""), lines.append
     )
-    assert len(told) == 1 and "cannot store" in told[0]
+    assert len(lines) == 1 and "cannot store" in lines[0]
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):

@@ -23,7 +23,7 @@ def with_ulp(sized, eps, exactly=()):
     return {k: (x, size * (EPS if k in exactly else eps)) for k, (x, size) in sized.items()}
 
 
-def seen(window, q_pos, k_pos, q_seg, k_seg):
+def visible_mask(window, q_pos, k_pos, q_seg, k_seg):
     distance = q_pos[:, :, None] - k_pos[:, None, :]
     is_same_segment = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0)
     return is_same_segment & (distance >= 0) & ((distance < window) | (window == 0))
@@ -36,17 +36,17 @@ def attention(window, inputs, cotangents, eps):
     (B, _, N, H), (S, K) = q.shape, k.shape[1:3]
     scale = H**-0.5
     wide_k, wide_v = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    mask = seen(window, *map(np.asarray, inputs[4:]))[:, None]
+    mask = visible_mask(window, *map(np.asarray, inputs[4:]))[:, None]
     z = np.einsum("btnh,bsnh->bnts", q, wide_k) * scale
     z_size = np.einsum("btnh,bsnh->bnts", abs(q), abs(wide_k)) * scale * mask
     z, sink = np.where(mask, z, -np.inf), np.broadcast_to(sink[None, :, None], z.shape[:3])
     top = np.maximum(z.max(-1), np.maximum(sink, -1e30))
     with np.errstate(divide="ignore"):
         lse = top + np.log(np.exp(z - top[..., None]).sum(-1) + np.exp(sink - top))
-    some = np.isfinite(lse)
-    safe = np.where(some, lse, 0)
+    is_row = np.isfinite(lse)
+    safe = np.where(is_row, lse, 0)
     row = abs(safe) + z_size.max(-1, initial=0)  # all scores of a row are in its sum
-    p, p_sink = np.exp(z - safe[..., None]), np.where(some, np.exp(sink - safe), 0)
+    p, p_sink = np.exp(z - safe[..., None]), np.where(is_row, np.exp(sink - safe), 0)
     p_size = of_exponents(p, np.where(mask, row[..., None], 0), eps)
     p_sink_size = of_exponents(p_sink, row + np.where(np.isfinite(sink), abs(sink), 0), eps)
     o, o_size = (np.einsum("bnts,bsnh->btnh", *x) for x in ((p, wide_v), (p_size, abs(wide_v))))
@@ -57,18 +57,19 @@ def attention(window, inputs, cotangents, eps):
     dz = p * (dp - delta[..., None]) * scale
     dz_size = p_size * (dp_size + delta_size[..., None]) * scale
 
-    def both(dims, one, other):
+    def contract(dims, factor, operand):
         def keyed(x):
             return x.reshape(B, S, K, N // K, H).sum(3) if dims.endswith("bsnh") else x
 
-        return keyed(np.einsum(dims, one[0], other)), keyed(np.einsum(dims, one[1], abs(other)))
+        value, size = factor
+        return keyed(np.einsum(dims, value, operand)), keyed(np.einsum(dims, size, abs(operand)))
 
     sized = {
         "o": (o, o_size),
         "lse": (lse.transpose(0, 2, 1), (1 + row).transpose(0, 2, 1)),
-        "dq": both("bnts,bsnh->btnh", (dz, dz_size), wide_k),
-        "dk": both("bnts,btnh->bsnh", (dz, dz_size), q),
-        "dv": both("bnts,btnh->bsnh", (p, p_size), do),
+        "dq": contract("bnts,bsnh->btnh", (dz, dz_size), wide_k),
+        "dk": contract("bnts,btnh->bsnh", (dz, dz_size), q),
+        "dv": contract("bnts,btnh->bsnh", (p, p_size), do),
         "dsink": (-(p_sink * delta).sum((0, 2)), (p_sink_size * delta_size).sum((0, 2))),
     }
     return with_ulp(sized, eps, ("lse",))
@@ -109,24 +110,24 @@ def _groups(sizes, n_rows):
 
 def _products(inputs):
     lhs, rhs, bias = map(wide, inputs[:3])
-    mine = _groups(np.asarray(inputs[3]), len(lhs))
+    groups = _groups(np.asarray(inputs[3]), len(lhs))
 
     def product(lhs, rhs, bias):
-        return np.einsum("md,edf,me->mf", lhs, rhs, mine) + mine @ bias
+        return np.einsum("md,edf,me->mf", lhs, rhs, groups) + groups @ bias
 
-    return product(lhs, rhs, bias), product(abs(lhs), abs(rhs), abs(bias)), mine
+    return product(lhs, rhs, bias), product(abs(lhs), abs(rhs), abs(bias)), groups
 
 
-def _pulled(inputs, mine, dh, dh_size):
+def _pulled(inputs, groups, dh, dh_size):
     lhs, rhs, _ = map(wide, inputs[:3])
 
-    def both(dims, *rest):
-        return (np.einsum(dims, x, *y) for x, y in ((dh, rest), (dh_size, map(abs, rest))))
+    def contract(dims, *factors):
+        return (np.einsum(dims, x, *y) for x, y in ((dh, factors), (dh_size, map(abs, factors))))
 
     return {
-        "dlhs": tuple(both("mf,edf,me->md", rhs, mine)),
-        "drhs": tuple(both("mf,md,me->edf", lhs, mine)),
-        "dbias": tuple(both("mf,me->ef", mine)),
+        "dlhs": tuple(contract("mf,edf,me->md", rhs, groups)),
+        "drhs": tuple(contract("mf,md,me->edf", lhs, groups)),
+        "dbias": tuple(contract("mf,me->ef", groups)),
     }
 
 
@@ -158,13 +159,13 @@ def swiglu(alpha, limit, inputs, cotangents, eps):
     return with_ulp({"out": (out, size), **_pulled(inputs, groups, dh, dh_size)}, eps)
 
 
-def compare(name, ours, exact, ulps=8.0):
+def compare(name, actual_results, exact, ulps=8.0):
     """|ours − exact| ≤ ulps·ulp, number by number, and equal where exact is infinite.
 
     Stricter than the three-way rule, whose bound is that of the largest number.
     """
-    for (part, (expected, ulp)), mine in zip(exact.items(), ours, strict=False):
-        actual = wide(mine)
+    for (part, (expected, ulp)), result in zip(exact.items(), actual_results, strict=False):
+        actual = wide(result)
         assert actual.shape == expected.shape, (
             f"{name} {part}: {actual.shape} must be {expected.shape}"
         )
@@ -174,8 +175,9 @@ def compare(name, ours, exact, ulps=8.0):
             error = np.where(actual == expected, 0, abs(actual - expected))
         room = ulps * ulp + 1e-24  # σ is bounded below, see swiglu.py
         if (error > room).any():
-            at = np.unravel_index(np.argmax(error / room), error.shape)
+            index = np.unravel_index(np.argmax(error / room), error.shape)
             raise AssertionError(
-                f"{name} {part}{[int(i) for i in at]}: {actual[at]:.8g} must be {expected[at]:.8g} to "
-                f"{room[at]:.2e}; so must {np.sum(error > room) - 1} others"
+                f"{name} {part}{[int(i) for i in index]}: {actual[index]:.8g} must be "
+                f"{expected[index]:.8g} to {room[index]:.2e}; "
+                f"so must {np.sum(error > room) - 1} others"
             )

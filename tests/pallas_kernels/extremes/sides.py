@@ -102,7 +102,7 @@ def logprobs(sizes, **implementations):
     def run(f):
         return differentiated(lambda h, w, t: f(h, w, t, jnp.float32(TEMPERATURE), WORDS), 2)
 
-    def right(inputs, cotangents, eps):
+    def oracle_logprobs(inputs, cotangents, eps):
         expected = exact.logprobs(TEMPERATURE, WORDS, inputs, cotangents, eps)
         padding = (0, 0), (0, sizes[2] - WORDS)  # gets no gradient
         return expected | {"dw_head": tuple(np.pad(x, padding) for x in expected["dw_head"])}
@@ -110,7 +110,7 @@ def logprobs(sizes, **implementations):
     return Side(
         {k: run(f) for k, f in implementations.items()},
         partial(drawn.logprobs, sizes=(*sizes, WORDS)),
-        right,
+        oracle_logprobs,
         partial(drawn.low_logprobs, sizes=(*sizes, WORDS)),
     )
 

@@ -29,7 +29,7 @@ def small_blocks():
         yield
 
 
-def tried(side, dtype, examples=None):
+def try_inputs(side, dtype, examples=None):
     """On as many drawn inputs as the profile says, or as `examples`."""
     eps = float(jnp.finfo(dtype).eps)
 
@@ -40,18 +40,18 @@ def tried(side, dtype, examples=None):
             exact.compare(name, run(cotangents, *inputs), expected)
 
     @given(seed=st.integers(0, 10**6))
-    def each(seed):
+    def check_seed(seed):
         compare(side.draw, seed)
 
     if side.low is not None:
         compare(side.low, 0)
-    (settings(max_examples=examples)(each) if examples else each)()
+    (settings(max_examples=examples)(check_seed) if examples else check_seed)()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sides.PLAIN)
 def test_plain_formulas_are_right_at_any_magnitude(name, dtype):
-    tried(sides.PLAIN[name](), jnp.dtype(dtype))
+    try_inputs(sides.PLAIN[name](), jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_planted_wrong_entropy_is_seen(kind, monkeypatch):
     monkeypatch.setattr(module, name, -1e3)
     jax.clear_caches()
     with pytest.raises(AssertionError, match="logp.*must be|not finite"):
-        tried(source["token_logprobs"](), jnp.dtype(jnp.bfloat16), 1)
+        try_inputs(source["token_logprobs"](), jnp.dtype(jnp.bfloat16), 1)
     jax.clear_caches()
 
 
@@ -77,11 +77,11 @@ def test_a_planted_wrong_entropy_is_seen(kind, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sides.TPU)
 def test_tpu_kernels_are_right_at_any_magnitude(name, dtype):
-    tried(sides.TPU[name](), jnp.dtype(dtype))
+    try_inputs(sides.TPU[name](), jnp.dtype(dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 takes 10 seconds a block")
 @pytest.mark.parametrize("name", sides.GPU)
 def test_hopper_kernels_are_right_at_any_magnitude(name):
-    tried(sides.GPU[name](), jnp.dtype(jnp.bfloat16), 4)
+    try_inputs(sides.GPU[name](), jnp.dtype(jnp.bfloat16), 4)

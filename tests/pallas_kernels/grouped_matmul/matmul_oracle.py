@@ -73,11 +73,11 @@ def as_float32(*arrays):
     return [x if isinstance(x, Mxfp4) else x.astype(jnp.float32) for x in arrays]
 
 
-def check_all(ours, plain, oracle, args, name):
-    """Check values and every gradient of `ours` against `oracle`, by the error of `plain`."""
+def check_all(product, plain, oracle, args, name):
+    """Check values and every gradient of `product` against `oracle`, by the error of `plain`."""
     lhs, rhs, sizes, bias, dout = args
     names = [x for x in NAMES if x != "drhs" or not isinstance(rhs, Mxfp4)]
-    actual = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
+    actual = values_and_gradients(product, dout, sizes, lhs, rhs, bias)
     simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
     wide = as_float32(lhs, rhs, bias, dout)
     expected = values_and_gradients(oracle, wide[3], sizes, *wide[:3])

@@ -65,7 +65,7 @@ def find_saturated(master_EDF):
 
 
 @partial(jax.jit, static_argnums=0)
-def found(run, dout, sizes, lhs, rhs, bias):
+def values_and_gradients(run, dout, sizes, lhs, rhs, bias):
     """The value, and the gradients of lhs, masters and bias."""
     out, pull = jax.vjp(
         lambda lhs, master, bias: run(sizes, lhs, rhs._replace(master_EDF=master), bias),
@@ -107,13 +107,13 @@ def naive_and_right(dtype, swiglu, master_dtype=jnp.float32):
     return plain, exact
 
 
-def check(ours, dtype, swiglu, master_dtype=jnp.float32):
+def check(actual, dtype, swiglu, master_dtype=jnp.float32):
     """Assert the three-way rule of values and gradients, their dtypes, and the exact zeros."""
     plain, exact = naive_and_right(dtype, swiglu, master_dtype)
-    for name, x, a, b in zip(NAMES, ours, plain, exact, strict=True):
+    for name, x, a, b in zip(NAMES, actual, plain, exact, strict=True):
         assert x.dtype == (master_dtype if name == "dmaster" else dtype)
         three_way(x, a, b, name)
-    out, dlhs, dmaster, dbias = (np.asarray(x, np.float32) for x in ours)
+    out, dlhs, dmaster, dbias = (np.asarray(x, np.float32) for x in actual)
     assert not out[sum(SIZES) :].any() and not dlhs[sum(SIZES) :].any(), "rows of no expert"
     assert not dmaster[IDLE].any() and not dbias[IDLE].any(), "an idle expert"
     saturated = find_saturated(draw_inputs(dtype, swiglu, master_dtype)[3].master_EDF)

@@ -145,9 +145,9 @@ def test_the_program_copies_no_weights():
             assert var.aval.size <= largest, (eqn.primitive.name, var.aval)
 
 
-@pytest.mark.parametrize("rows, groups, wanted", [(10240, 8, 128), (128, 8, 16), (9, 7, 9)])
-def test_a_tile_is_an_eighth_of_a_group(rows, groups, wanted):
-    assert tile_rows(rows, groups, 8) == wanted
+@pytest.mark.parametrize("rows, groups, expected", [(10240, 8, 128), (128, 8, 16), (9, 7, 9)])
+def test_a_tile_is_an_eighth_of_a_group(rows, groups, expected):
+    assert tile_rows(rows, groups, 8) == expected
 
 
 def test_misshaped_arguments_are_named():

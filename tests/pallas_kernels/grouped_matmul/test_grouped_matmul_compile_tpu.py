@@ -26,7 +26,7 @@ def compiler(request):
     skip_without_compiler(request.getfixturevalue("chip"))
 
 
-def of(case, packed, swiglu, with_masters):
+def abstract_arguments(case, packed, swiglu, with_masters):
     """Abstract arguments, and the cotangent."""
     lhs, rhs, sizes, bias = cases.matmul_shapes(case)
     master = rhs
@@ -92,7 +92,7 @@ def sampling(lhs, rhs, sizes, bias, _):
 
 def compile_case(chip, fn, case, *, packed=False):
     swiglu = fn in (training_swiglu, masters_swiglu, sampling)
-    args = of(case, packed, swiglu, fn in (masters, masters_swiglu))
+    args = abstract_arguments(case, packed, swiglu, fn in (masters, masters_swiglu))
     compiled = ahead_of_time.compile_for(chip, fn, *args)
     columns = args[-1].shape[1]
     width = case.D + columns + 256  # lhs and out, padded to whole registers

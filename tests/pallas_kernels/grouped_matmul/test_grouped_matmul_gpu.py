@@ -195,7 +195,7 @@ def test_the_walk_meets_each_tile_once():
     assert len({row for row, _ in places[: 8 * 5]}) == 8
 
 
-def on(kind):
+def use_device_kind(kind):
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -224,7 +224,7 @@ def test_what_the_kernel_cannot_do_has_a_reason(lhs, rhs, dtype, reason):
             ("gpu",),
         )
     }
-    with on("NVIDIA H200"), pytest.raises(NotImplementedError, match=reason):
+    with use_device_kind("NVIDIA H200"), pytest.raises(NotImplementedError, match=reason):
         select_implementation("mosaic_gpu", impls, *arrays)
 
 
@@ -232,10 +232,10 @@ def test_unsupported_halves_bits_and_chips_have_reasons():
     arrays = zeros((300, 256), (7, 256, 320))
     four = Mxfp4(*zeros((7, 128, 320), (7, 8, 320), dtype=jnp.uint8))
     (half,) = zeros((300, 256), dtype=jnp.float16)
-    with on("NVIDIA H200"):
+    with use_device_kind("NVIDIA H200"):
         assert pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(*arrays) is None
         assert "half of 320 columns" in pallas_gpu.grouped_swiglu_mosaic_gpu_unsupported(*arrays)
         assert pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(arrays[0], four) is None
         assert "decoded to bfloat16" in pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(half, four)
-    with on("NVIDIA A100"):
+    with use_device_kind("NVIDIA A100"):
         assert "it needs a Hopper GPU" in pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(*arrays)

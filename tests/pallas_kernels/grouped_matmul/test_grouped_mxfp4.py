@@ -93,13 +93,13 @@ def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
     lhs = lhs * 4
     dout = jax.random.normal(jax.random.key(4), (case.M, case.F // 2)).astype(dtype)
 
-    def wanted(lhs, rhs, bias):
+    def unfused(lhs, rhs, bias):
         h = grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla")
         gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return ((up + 1.0) * gate * (1.0 / (1.0 + jnp.exp(-1.702 * gate)))).astype(h.dtype)
 
-    def ours(lhs, rhs, bias):
+    def fused(lhs, rhs, bias):
         return grouped_swiglu(lhs, rhs, sizes, bias_EF=bias, impl="xla")
 
     @partial(jax.jit, static_argnums=0)
@@ -107,7 +107,7 @@ def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
         out, pull = jax.vjp(f, *args)
         return out, *pull(dout)
 
-    for a, b in zip(run(ours, lhs, rhs, bias), run(wanted, lhs, rhs, bias), strict=True):
+    for a, b in zip(run(fused, lhs, rhs, bias), run(unfused, lhs, rhs, bias), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -31,8 +31,8 @@ from tests.pallas_kernels.grouped_matmul.rounded_oracle import (
     M,
     check,
     draw_inputs,
-    found,
     own_matrices,
+    values_and_gradients,
 )
 
 pytestmark = pytest.mark.usefixtures("small_tpu_tiles")
@@ -52,7 +52,7 @@ def implementation(name, swiglu):
 
 @cache
 def results_of(name, swiglu, dtype):
-    return found(implementation(name, swiglu), *draw_inputs(dtype, swiglu))
+    return values_and_gradients(implementation(name, swiglu), *draw_inputs(dtype, swiglu))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
@@ -65,7 +65,7 @@ def test_values_and_gradients_match_decoded_matrices(name, swiglu, dtype):
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu"])
 def test_masters_in_bfloat16_have_a_gradient_in_bfloat16(name):
     dtype = jnp.bfloat16
-    actual = found(implementation(name, False), *draw_inputs(dtype, False, dtype))
+    actual = values_and_gradients(implementation(name, False), *draw_inputs(dtype, False, dtype))
     check(actual, dtype, False, dtype)
 
 
@@ -73,7 +73,7 @@ def test_masters_in_bfloat16_have_a_gradient_in_bfloat16(name):
 def test_a_part_of_a_stack_equals_its_matrices(name):
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
-    actual = found(implementation(name, True), dout, sizes, lhs, alone, bias)
+    actual = values_and_gradients(implementation(name, True), dout, sizes, lhs, alone, bias)
     for x, y in zip(results_of(name, True, jnp.bfloat16), actual, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
@@ -156,7 +156,7 @@ def test_an_infinite_master_shows_in_its_expert(name):
         )
     )
     whole = Rounded(rhs.packed._replace(stack=stack), master)
-    actual = found(implementation(name, False), dout, sizes, lhs, whole, bias)
+    actual = values_and_gradients(implementation(name, False), dout, sizes, lhs, whole, bias)
     out, dlhs, dmaster, dbias = (np.array(x) for x in results_of(name, False, jnp.float32))
     rows = slice(SIZES[0], SIZES[0] + SIZES[1])
     out[rows, 5] = dlhs[rows, 32:64] = np.nan
@@ -170,7 +170,9 @@ def test_no_rows_give_no_rows_and_zero_gradients():
     _, _, lhs, rhs, bias = draw_inputs(jnp.float32, False)
     for name in ("xla", "mosaic_tpu"):
         args = jnp.zeros(len(SIZES), jnp.int32), lhs[:0], rhs, bias
-        out, _, dmaster, dbias = found(implementation(name, False), lhs[:0, :1] @ bias[:1], *args)
+        out, _, dmaster, dbias = values_and_gradients(
+            implementation(name, False), lhs[:0, :1] @ bias[:1], *args
+        )
         assert out.shape == (0, F) and dmaster.shape == rhs.shape
         assert not dmaster.any() and not dbias.any()
 
@@ -199,7 +201,7 @@ INPUT_FAULTS = {
 def test_a_planted_fault_of_the_inputs_is_seen(fault):
     """Of the TPU's program, which is compiled already."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
-    faulty = found(
+    faulty = values_and_gradients(
         implementation("mosaic_tpu", False), dout, sizes, lhs, INPUT_FAULTS[fault](rhs), bias
     )
     with pytest.raises(AssertionError, match=r"error|saturated"):
@@ -243,7 +245,9 @@ def test_a_planted_fault_of_the_code_is_seen(fault, name, monkeypatch):
     part, fault_of_codes = CODE_FAULTS[fault]
     monkeypatch.setattr(rounded, part, fault_of_codes)
     matmul = implementation(name, False)
-    actual = found(lambda *x: matmul(*x), *draw_inputs(jnp.float32, False))  # traced anew
+    actual = values_and_gradients(
+        lambda *x: matmul(*x), *draw_inputs(jnp.float32, False)
+    )  # traced anew
     with pytest.raises(AssertionError, match="dmaster|saturated"):
         check(actual, jnp.float32, False)
 

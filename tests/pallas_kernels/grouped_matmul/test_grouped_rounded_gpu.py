@@ -12,8 +12,8 @@ from tests.pallas_kernels.grouped_matmul.rounded_oracle import (
     LIMIT,
     check,
     draw_inputs,
-    found,
     own_matrices,
+    values_and_gradients,
 )
 
 
@@ -28,7 +28,7 @@ def swiglu(sizes, lhs, rhs, bias):
 @knows_transposes
 @pytest.mark.parametrize("op", [matmul, pytest.param(swiglu, marks=pytest.mark.slow)])
 def test_values_and_gradients_match_decoded_matrices(op):
-    actual = found(op, *draw_inputs(jnp.bfloat16, op is swiglu))
+    actual = values_and_gradients(op, *draw_inputs(jnp.bfloat16, op is swiglu))
     check(actual, jnp.bfloat16, op is swiglu)
 
 
@@ -37,7 +37,7 @@ def test_values_and_gradients_match_decoded_matrices(op):
 def test_a_part_of_a_stack_equals_its_matrices():
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
-    part, complete = (found(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
+    part, complete = (values_and_gradients(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
     for x, y in zip(part, complete, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
@@ -47,6 +47,6 @@ def test_a_planted_fault_is_seen():
     """Masters of another expert: the mask of the gradient is theirs."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
     rolled = rhs._replace(master_EDF=jnp.roll(rhs.master_EDF, 1, axis=0))
-    actual = found(matmul, dout, sizes, lhs, rolled, bias)
+    actual = values_and_gradients(matmul, dout, sizes, lhs, rolled, bias)
     with pytest.raises(AssertionError, match="dmaster|saturated"):
         check(actual, jnp.bfloat16, False)

@@ -53,7 +53,7 @@ def oracle(lhs, rhs, bias, a, b, dout, scale=SCALE):
 
 
 @partial(jax.jit, static_argnames=("impl", "packed"))
-def found(lhs, rhs, bias, a, b, dout, impl, packed=True):
+def values_and_gradients(lhs, rhs, bias, a, b, dout, impl, packed=True):
     rhs = rhs if packed else mxfp4_to_dense(rhs, lhs.dtype)
 
     def run(lhs, a, b):
@@ -82,7 +82,7 @@ def merged(lhs, rhs, bias, a, b, dout):
 @pytest.mark.parametrize("packed", [True, False], ids=["four bits", "dense"])
 def test_values_and_gradients_match_merged_matrices(dtype, packed):
     arguments = arrays(dtype)
-    actual = found(*arguments, impl="xla", packed=packed)
+    actual = values_and_gradients(*arguments, impl="xla", packed=packed)
     assert [x.dtype for x in actual] == [dtype, dtype, jnp.float32, jnp.float32]
     for name, x, plain, exact in zip(
         NAMES, actual, merged(*arguments), oracle(*arguments), strict=True
@@ -93,7 +93,9 @@ def test_values_and_gradients_match_merged_matrices(dtype, packed):
 
 def test_the_reference_is_the_formula():
     arguments = arrays()
-    for x, exact in zip(found(*arguments, impl="reference"), oracle(*arguments), strict=True):
+    for x, exact in zip(
+        values_and_gradients(*arguments, impl="reference"), oracle(*arguments), strict=True
+    ):
         np.testing.assert_allclose(x, exact, rtol=1e-5, atol=1e-4)
 
 
@@ -122,7 +124,7 @@ def test_a_change_that_does_not_fit_is_refused():
 def test_frozen_matrices_have_no_gradient_program():
     lhs, rhs, bias, a, b, dout = arrays()
     text = (
-        jax.jit(partial(found, impl="xla", packed=False))
+        jax.jit(partial(values_and_gradients, impl="xla", packed=False))
         .lower(lhs, rhs, bias, a, b, dout)
         .compile()
         .as_text()

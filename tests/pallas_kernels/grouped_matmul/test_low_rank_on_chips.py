@@ -37,7 +37,7 @@ KERNELS = {
 
 
 @cache
-def given(swiglu, rank=R):
+def draw_inputs(swiglu, rank=R):
     """Sizes, lhs, matrices, bias, a, b and a cotangent; matrices that are not meant are NaN."""
     keys = iter(jax.random.split(jax.random.key(5), 8))
 
@@ -58,13 +58,13 @@ def given(swiglu, rank=R):
     return jnp.array(SIZES, jnp.int32), lhs_MD, part, draw(E, F), a_ERD, b_ERF, dout_MF
 
 
-def alone(part):
+def select_part(part):
     """The matrices that a part means, by themselves."""
     return jax.tree.map(lambda x: x[FIRST : FIRST + len(SIZES)], part.stack)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def found(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
+def values_and_gradients(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
     """The value and the gradients of lhs, a and b."""
     options = (ALPHA, LIMIT) if swiglu else ()
     out, pull = jax.vjp(
@@ -90,26 +90,26 @@ def kernel(chip, swiglu):
 
 @cache
 def on_chip(chip, swiglu):
-    return found(kernel(chip, swiglu), swiglu, *given(swiglu))
+    return values_and_gradients(kernel(chip, swiglu), swiglu, *draw_inputs(swiglu))
 
 
 @cache
 def naive_and_right(swiglu, rank=R):
-    sizes, lhs, part, *others, dout = given(swiglu, rank)
+    sizes, lhs, part, *others, dout = draw_inputs(swiglu, rank)
     oracle = (
         low_rank.grouped_swiglu_low_rank_reference
         if swiglu
         else low_rank.grouped_matmul_low_rank_reference
     )
-    wide = (lhs.astype(jnp.float32), alone(part), *others)
+    wide = (lhs.astype(jnp.float32), select_part(part), *others)
     return (
-        found(merged, swiglu, sizes, lhs, alone(part), *others, dout),
-        found(oracle, swiglu, sizes, *wide, dout.astype(jnp.float32)),
+        values_and_gradients(merged, swiglu, sizes, lhs, select_part(part), *others, dout),
+        values_and_gradients(oracle, swiglu, sizes, *wide, dout.astype(jnp.float32)),
     )
 
 
-def check(ours, swiglu, rank=R):
-    for name, x, plain, exact in zip(NAMES, ours, *naive_and_right(swiglu, rank), strict=True):
+def check(actual, swiglu, rank=R):
+    for name, x, plain, exact in zip(NAMES, actual, *naive_and_right(swiglu, rank), strict=True):
         three_way(x, plain, exact, name)
 
 
@@ -132,12 +132,14 @@ def test_values_and_gradients_match_merged_matrices(chip, swiglu):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", [GPU, "tpu"])
 def test_ranks_of_several_steps_with_dense_matrices(chip):
-    sizes, lhs, part, *others = given(False, 70)
-    check(found(kernel(chip, False), False, sizes, lhs, part, *others), False, 70)
-    dense = mxfp4_to_dense(alone(part), jnp.bfloat16)
+    sizes, lhs, part, *others = draw_inputs(False, 70)
+    check(values_and_gradients(kernel(chip, False), False, sizes, lhs, part, *others), False, 70)
+    dense = mxfp4_to_dense(select_part(part), jnp.bfloat16)
     for x, y in zip(
-        found(kernel(chip, True), True, *given(True)[:2], dense, *given(True)[3:]),
-        found(kernel(chip, True), True, *given(True)),
+        values_and_gradients(
+            kernel(chip, True), True, *draw_inputs(True)[:2], dense, *draw_inputs(True)[3:]
+        ),
+        values_and_gradients(kernel(chip, True), True, *draw_inputs(True)),
         strict=True,
     ):
         three_way(x, y, y)
@@ -145,19 +147,23 @@ def test_ranks_of_several_steps_with_dense_matrices(chip):
 
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
 def test_a_part_of_a_stack_equals_its_matrices(chip):
-    sizes, lhs, part, *others = given(False)
+    sizes, lhs, part, *others = draw_inputs(False)
     run, actual = grouped_matmul_low_rank_xla, None
     if chip != "xla":
         run, actual = kernel(chip, False), on_chip(chip, False)
-    actual = actual or found(run, False, sizes, lhs, part, *others)
-    for x, y in zip(actual, found(run, False, sizes, lhs, alone(part), *others), strict=True):
+    actual = actual or values_and_gradients(run, False, sizes, lhs, part, *others)
+    for x, y in zip(
+        actual,
+        values_and_gradients(run, False, sizes, lhs, select_part(part), *others),
+        strict=True,
+    ):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu"])
 def test_b_of_zero_changes_no_bit(chip):
     """A run begins at its base, and the change is added before anything is rounded."""
-    sizes, lhs, part, bias, a, b, _ = given(True)
+    sizes, lhs, part, bias, a, b, _ = draw_inputs(True)
     none = jax.jit(partial(kernel(chip, True), scale=SCALE, alpha=ALPHA, limit=LIMIT))(
         lhs, part, sizes, bias, a, jnp.zeros_like(b)
     )
@@ -166,26 +172,24 @@ def test_b_of_zero_changes_no_bit(chip):
         "tpu": pallas_tpu.grouped_swiglu_mosaic_tpu,
     }[chip]
     base = jax.jit(partial(plain, alpha=ALPHA, limit=LIMIT, interpret=True))(
-        lhs, alone(part), sizes, bias
+        lhs, select_part(part), sizes, bias
     )
     np.testing.assert_array_equal(np.asarray(none, np.float32), np.asarray(base, np.float32))
 
 
 FAULTS = {
-    "scale left out": lambda given: [*given[:4], given[4] / SCALE, *given[5:]],
-    "b of another group": lambda given: [*given[:5], jnp.roll(given[5], 1, 0), given[6]],
-    "another part of the stack": lambda given: [
-        *given[:2],
-        given[2]._replace(first=given[2].first - 1),
-        *given[3:],
-    ],
-    "a rank too few": lambda given: [*given[:5], given[5].at[:, -1].set(0), given[6]],
+    "scale left out": lambda x: [*x[:4], x[4] / SCALE, *x[5:]],
+    "b of another group": lambda x: [*x[:5], jnp.roll(x[5], 1, 0), x[6]],
+    "another part of the stack": lambda x: [*x[:2], x[2]._replace(first=x[2].first - 1), *x[3:]],
+    "a rank too few": lambda x: [*x[:5], x[5].at[:, -1].set(0), x[6]],
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault):
     """Of the TPU's program, which is compiled already."""
-    faulty = found(kernel("tpu", False), False, *FAULTS[fault](list(given(False))))
+    faulty = values_and_gradients(
+        kernel("tpu", False), False, *FAULTS[fault](list(draw_inputs(False)))
+    )
     with pytest.raises(AssertionError, match=r"out: error"):
         check(faulty, False)

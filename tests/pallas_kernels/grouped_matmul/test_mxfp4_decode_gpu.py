@@ -31,14 +31,14 @@ def table():
         return (scale[:, None] * np.append(sizes, -sizes)).astype(BF16)
 
 
-def agree(got, scale, code):
-    got, expected = np.asarray(got), table()[scale, code]
-    is_equal = got.view(np.uint16) == expected.view(np.uint16)
-    nothing = (got.astype(np.float32) == 0) & (expected.astype(np.float32) == 0)  # −0 becomes 0
-    undefined = np.isnan(got.astype(np.float32)) & np.isnan(expected.astype(np.float32))
+def agree(actual, scale, code):
+    actual, expected = np.asarray(actual), table()[scale, code]
+    is_equal = actual.view(np.uint16) == expected.view(np.uint16)
+    nothing = (actual.astype(np.float32) == 0) & (expected.astype(np.float32) == 0)  # −0 becomes 0
+    undefined = np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32))
     is_wrong = ~(is_equal | nothing | undefined)
     assert not is_wrong.any(), (
-        f"{is_wrong.sum()}: {scale[is_wrong][:3]} {code[is_wrong][:3]} {got[is_wrong][:3]}"
+        f"{is_wrong.sum()}: {scale[is_wrong][:3]} {code[is_wrong][:3]} {actual[is_wrong][:3]}"
     )
 
 

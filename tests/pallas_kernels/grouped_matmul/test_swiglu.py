@@ -27,13 +27,15 @@ def test_swiglu_is_its_formula(dtype):
 
 
 def test_swiglu_clamps_gate_above_up_on_both_sides():
-    def one(gate, up):
+    def apply_swiglu(gate, up):
         return float(clamped_swiglu(jnp.asarray([[gate, up]]), 1.702, 7.0)[0, 0])
 
-    assert one(100.0, 2.0) == one(7.0, 2.0) != one(6.0, 2.0)
-    assert one(1.0, 100.0) == one(1.0, 7.0) and one(1.0, -100.0) == one(1.0, -7.0)
-    assert one(-9.0, 2.0) != one(-7.0, 2.0)
-    assert abs(one(-1000.0, 2.0)) < 1e-30  # its place is taken by −80/α, see `activate`
+    assert apply_swiglu(100.0, 2.0) == apply_swiglu(7.0, 2.0) != apply_swiglu(6.0, 2.0)
+    assert apply_swiglu(1.0, 100.0) == apply_swiglu(1.0, 7.0) and apply_swiglu(
+        1.0, -100.0
+    ) == apply_swiglu(1.0, -7.0)
+    assert apply_swiglu(-9.0, 2.0) != apply_swiglu(-7.0, 2.0)
+    assert abs(apply_swiglu(-1000.0, 2.0)) < 1e-30  # its place is taken by −80/α, see `activate`
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
