@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("jaxmoe", "pallas_kernels")
+MAX_TEST_WORDS = 8  # the name of a failing test is to be read at a glance
 
 # Words that tell a story instead of naming a thing. `found` can be a file, a port or a gradient.
 NARRATION = frozenset(
@@ -50,6 +51,8 @@ class Words:
     functions: int = 0
     documented: int = 0
     narration: list[str] = field(default_factory=list)
+    narrating: list[str] = field(default_factory=list)  # functions among them
+    long_tests: list[str] = field(default_factory=list)
     one_word: list[str] = field(default_factory=list)
     openings: list[str] = field(default_factory=list)
     modules: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -92,6 +95,11 @@ def count_file(path: Path, words: Words) -> None:
                 words.narration.append(f"{place}:{getattr(node, 'lineno', 0)} {name}")
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
+        word = strip_shape(node.name).lower()
+        if word in NARRATION and word not in TERMS:
+            words.narrating.append(f"{place}:{node.lineno} {node.name}")
+        if node.name.startswith("test_") and node.name.count("_") > MAX_TEST_WORDS:
+            words.long_tests.append(f"{place}:{node.lineno} {node.name}")
         if node.name.startswith("__"):
             continue
         words.functions += 1
@@ -118,7 +126,7 @@ def count_words(paths: Iterable[Path]) -> Words:
 
 
 def print_words(words: Words) -> None:
-    for title in ("narration", "one_word", "openings"):
+    for title in ("narration", "long_tests", "one_word", "openings"):
         for line in getattr(words, title):
             print(f"{title:10} {line}")
     for name, files in words.duplicates.items():
@@ -126,10 +134,11 @@ def print_words(words: Words) -> None:
     functions, documented = max(words.functions, 1), max(words.documented, 1)
     print(
         f"lines {words.lines:,}; narration {len(words.narration)} "
-        f"({1000 * len(words.narration) / max(words.lines, 1):.1f} per 1,000 lines); one-word "
-        f"function names {len(words.one_word) / functions:.0%} of {words.functions}; docstring "
-        f"openings {len(words.openings) / documented:.1%} of {words.documented}; public function "
-        f"names in several modules {len(words.duplicates)}"
+        f"({1000 * len(words.narration) / max(words.lines, 1):.1f} per 1,000 lines); long names of "
+        f"tests {len(words.long_tests)}; one-word function names "
+        f"{len(words.one_word) / functions:.0%} of {words.functions}; docstring openings "
+        f"{len(words.openings) / documented:.1%} of {words.documented}; public function names in "
+        f"several modules {len(words.duplicates)}"
     )
 
 
