@@ -7,15 +7,18 @@ No weight is read or made. Next: jaxmoe/run/dry_run.py prints the result.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jaxmoe.config import Config, ConfigError, describe_engine
+from jaxmoe.config import Config, ConfigError, OptimConfig, describe_engine
 from jaxmoe.config_file import override
 from jaxmoe.distributed.host import count_free_bytes
-from jaxmoe.model.params import param_specs, value_head_specs
+from jaxmoe.model.params import Spec, param_specs, value_head_specs
 from jaxmoe.model.trainable import policy_specs, split_params
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
@@ -26,6 +29,8 @@ from jaxmoe.parallel.param_bytes import (
 )
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.from_config import find_recorded_sizes
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.state import Trained
 from jaxmoe.run.routing_memory import routing_bytes
 
 
@@ -39,7 +44,7 @@ class Memory:
     frozen: int  # other frozen weights of a LoRA run, in the dtypes that they are read in
     rows: int  # rows of an embedding in host memory: those of a step's tokens
     table: int  # all rows of it, while sampling
-    optimizer: int  # two moments, unless they are on the host
+    optimizer: int  # what the optimizer keeps, unless it is on the host
     reference: int  # trained weights as they were before RL, for the KL term
     engine_copy: int  # the engine's copy of the policy's weights
     gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
@@ -111,10 +116,12 @@ def plan_memory(cfg: Config) -> Memory:
     local_critic = count_local_entries(backbone, cfg)
     lora = bool(cfg.lora.ranks)
     # Adapters are float32, whatever optim.param_dtype is.
-    weight_bytes = 4 if lora else jnp.dtype(cfg.optim.param_dtype).itemsize
+    dtype = jnp.dtype("float32" if lora else cfg.optim.param_dtype)
+    weight_bytes = dtype.itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
     policy = policy_specs(m, cfg.lora)
-    local_trained = count_local_entries(split_params(policy, cfg.trainable)[0], cfg)
+    trained_policy = split_params(policy, cfg.trainable)[0]
+    local_trained = count_local_entries(trained_policy, cfg)
     local_frozen = count_local_entries(policy, cfg) - local_trained
     trained = local_trained + local_critic + count_local_entries(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
@@ -135,7 +142,9 @@ def plan_memory(cfg: Config) -> Memory:
     # Even without remat the backward pass recomputes the rows of a chunk.
     if expert_tokens < tokens and not cfg.optim.remat:
         saved_activations -= (m.n_layers - 1) * rows
-    host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
+    critic = {"value_head": value_head, "backbone": backbone}
+    moments = optimizer_bytes(cfg, Trained(trained_policy, critic if value_head else None), dtype)
+    host_moments = moments if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
     # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
@@ -156,7 +165,7 @@ def plan_memory(cfg: Config) -> Memory:
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
-        optimizer=2 * trained * weight_bytes - host_moments,
+        optimizer=moments - host_moments,
         reference=local_trained * weight_bytes if has_reference else 0,
         engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
@@ -173,6 +182,44 @@ def plan_memory(cfg: Config) -> Memory:
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
         + (table if has_host_table else 0),
     )
+
+
+def optimizer_bytes(cfg: Config, trained: Trained, dtype: DTypeLike) -> int:
+    """Bytes of the optimizer's state of RL on one device, by the shapes that it makes itself.
+
+    trained: tree of Spec. Arrays that belong to no parameter, such as counts, are left out.
+    Raises: ConfigError if optim.name names no optimizer.
+    """
+    specs, tree = jax.tree.flatten(trained)
+    sizes = _state_sizes(cfg.optim, tree, tuple(specs), dtype)
+    return sum(
+        cut * count_local_entries(spec, cfg) + uncut
+        for spec, (cut, uncut) in zip(specs, sizes, strict=True)
+    )
+
+
+# A plan asks for hundreds of configs with few optimizers, and a trace takes long.
+@lru_cache
+def _state_sizes(
+    cfg: OptimConfig, tree: Any, specs: tuple[Spec, ...], dtype: DTypeLike
+) -> list[tuple[int, int]]:
+    """For each parameter the bytes of its state: for an entry, if the state is cut as the parameter
+    is, and of all arrays that have another shape and are on every device."""
+    shapes = tree.unflatten([jax.ShapeDtypeStruct(spec.shape, dtype) for spec in specs])
+    number = {
+        tuple(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shapes))
+    }
+    sizes = [(0, 0)] * len(specs)
+    state = jax.eval_shape(make_optimizer(cfg, steps=1).init, shapes)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        tails = (tuple(path[start:]) for start in range(len(path)))
+        if (i := next((number[tail] for tail in tails if tail in number), None)) is not None:
+            cut, uncut = sizes[i]
+            if x.shape == specs[i].shape:
+                sizes[i] = cut + x.dtype.itemsize, uncut
+            else:
+                sizes[i] = cut, uncut + x.size * x.dtype.itemsize
+    return sizes
 
 
 def rounded_bytes(cfg: Config) -> int:
