@@ -57,7 +57,7 @@ from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rollout.engine import Engine, Inspectable, open_engine
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.kernels import choose_run_kernels
-from jaxmoe.run.memory import check_memory, scoring_stage
+from jaxmoe.run.memory import check_memory
 from jaxmoe.run_files import replace_text
 from jaxmoe.shapes import Params
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             argv, "Compare the engine with the trainer, and explain the gap."
         )
         if dry_run_only:
-            dry_run(cfg, scoring_stage(cfg))
+            dry_run(cfg, "scoring")
         elif not run_doctor(cfg):
             status.code = 1
     return status.code
@@ -99,7 +99,7 @@ def run_doctor(cfg: Config) -> bool:
     # another.
     kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.with_xla_fallback)
-    check_memory(cfg, scoring_stage(cfg))
+    check_memory(cfg, "scoring")
     kernels.print_decision()
     work, task = Path(cfg.workdir), open_task(cfg)
     if sandbox := describe_run_sandbox(cfg, (*task.rewards, *task.second_grader)):

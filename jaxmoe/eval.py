@@ -27,20 +27,21 @@ from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.rounding import shard_rounding
+from jaxmoe.parallel.sampling_copy import move_to_engine
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import init_run_adapters
 from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.kernels import choose_run_kernels
-from jaxmoe.run.memory import check_memory, scoring_stage
+from jaxmoe.run.memory import check_memory
 
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, is_dry_run = parse_config(argv, "Score a checkpoint on the held-out rows.")
         if is_dry_run:
-            dry_run(cfg, scoring_stage(cfg))
+            dry_run(cfg, "evaluating")
             return status.code
         with joined_processes():
             run_eval(cfg)
@@ -56,7 +57,7 @@ def run_eval(cfg: Config) -> float:
     kernels = choose_run_kernels(cfg)
     ops = make_engine_ops(cfg, kernels.impls) or make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
-    check_memory(cfg, scoring_stage(cfg))
+    check_memory(cfg, "evaluating")
     kernels.print_decision()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     check_collectives(mesh)
@@ -76,6 +77,10 @@ def run_eval(cfg: Config) -> float:
             if isinstance(engine, BaseReader):
                 engine.share_base(base)
         round_params = shard_rounding(engine_rounding(cfg), cfg.model, mesh)
+        if base is None and round_params is None and isinstance(engine, BaseReader):
+            # Nothing else needs the weights, so they become the engine's without a second copy.
+            params = move_to_engine(params, cfg.model, mesh)
+            engine.share_base(params)
         engine.load(params if round_params is None else jax.jit(round_params)(params), version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)

@@ -32,6 +32,7 @@ from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.run.compare_export import compare_export, format_export_gap
+from jaxmoe.run.memory import format_bytes, stage_bytes
 from jaxmoe.shapes import Params
 
 
@@ -93,7 +94,12 @@ def export_checkpoint(
         nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
         description = f"{nbytes / 1e6:,.1f} MB of adapters (complete weights if RL has not started)"
     if dry_run:
-        print(f"would write {description} to {out}, from the newest checkpoint in {cfg.workdir}")
+        read = format_bytes(sum(stage_bytes(cfg, "exporting").values())).strip()
+        print(
+            f"would read {read} of parameters on each of {cfg.mesh.devices} devices, and no "
+            f"optimizer, and write {description} to {out}, from the newest checkpoint in "
+            f"{cfg.workdir}"
+        )
         return
     # Without the run's devices, one device holds the parameters.
     mesh = make_mesh(cfg.mesh) if cfg.mesh.devices == jax.device_count() else None

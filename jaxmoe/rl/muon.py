@@ -5,6 +5,7 @@ Layers are stacked, and in a layer experts are, so the matrices of a parameter a
 axes; optax.contrib.muon would take only the embedding and the head for matrices.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,22 +26,21 @@ STEPS = 5
 def orthogonalize(x: Float[Array, "*stack M N"]) -> Float[Array, "*stack M N"]:
     """U·S'·Vᵀ of each matrix U·S·Vᵀ, with S' between about 0.7 and 1.2.
 
-    Five steps of Newton-Schulz, of which no matrix but x itself is held for more than one index of
-    the first axis. A matrix of zeros stays. Numerics: float32; the result has the dtype of x.
+    Five steps of Newton-Schulz; a matrix of zeros stays.
+    Numerics: float32; the result has the dtype of x.
     Source: Jordan et al., Muon, 2024 (github.com/KellerJordan/Muon).
     """
-    if x.ndim > 2:
-        return lax.map(orthogonalize, x)
+    is_tall = x.shape[-2] > x.shape[-1]
+    wide = (jnp.swapaxes(x, -2, -1) if is_tall else x).astype(jnp.float32)
+    wide = wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + 1e-8)
     a, b, c = COEFFICIENTS
-    wide = x.astype(jnp.float32) if x.shape[0] <= x.shape[1] else x.T.astype(jnp.float32)
-    wide = wide / (jnp.linalg.norm(wide) + 1e-8)
 
     def step(_: Any, y: Array) -> Array:
-        gram = y @ y.T
+        gram = y @ jnp.swapaxes(y, -2, -1)
         return a * y + (b * gram + c * gram @ gram) @ y
 
     wide = lax.fori_loop(0, STEPS, step, wide)
-    return (wide if x.shape[0] <= x.shape[1] else wide.T).astype(x.dtype)
+    return (jnp.swapaxes(wide, -2, -1) if is_tall else wide).astype(x.dtype)
 
 
 def scale_by_orthogonality() -> optax.GradientTransformation:
@@ -55,9 +55,12 @@ def scale_by_orthogonality() -> optax.GradientTransformation:
         return 0.2 * max(x.shape[-2:]) ** 0.5 * orthogonalize(x)
 
     def scale_parameter(path: Any, x: Array) -> Array:
-        if isinstance(path[-1], DictKey) and path[-1].key == "w_gate_up":
-            return jnp.concatenate([scale(half) for half in jnp.split(x, 2, axis=-1)], axis=-1)
-        return scale(x)
+        def scale_parts(x: Array) -> Array:
+            parts = jnp.split(x, _count_side_by_side(path), axis=-1)
+            return jnp.concatenate([scale(part) for part in parts], axis=-1)
+
+        # Of experts, [pair, E, M, N], a device computes those of one pair of layers at a time.
+        return lax.map(scale_parts, x) if x.ndim > 3 else scale_parts(x)
 
     def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
         return jax.tree_util.tree_map_with_path(scale_parameter, updates), state
@@ -95,3 +98,20 @@ def label_parameters(params: Leaf) -> Leaf:
         return "muon" if "layers" in names and names[-1].startswith("w_") else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
+
+
+def muon_flops(params: Leaf) -> int:
+    """FLOPs of the matrix products in an update of parameters with these shapes."""
+    flops, labels = 0, jax.tree.leaves(label_parameters(params))
+    for (path, x), label in zip(jax.tree_util.tree_leaves_with_path(params), labels, strict=True):
+        if label == "muon":
+            parts = _count_side_by_side(path)
+            short, long = sorted((x.shape[-2], x.shape[-1] // parts))
+            step = 4 * short**2 * long + 2 * short**3
+            flops += parts * math.prod(x.shape[:-2]) * STEPS * step
+    return flops
+
+
+def _count_side_by_side(path: Any) -> int:
+    """Number of matrices that share the rows of a parameter."""
+    return 2 if path[-1] == DictKey("w_gate_up") else 1

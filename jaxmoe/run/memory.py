@@ -7,30 +7,26 @@ No weight is read or made. Next: jaxmoe/run/dry_run.py prints the result.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from jaxmoe.config import Config, ConfigError, OptimConfig, describe_engine
+from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
 from jaxmoe.distributed.host import count_free_bytes
-from jaxmoe.model.params import Spec, param_specs, value_head_specs
+from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.model.trainable import policy_specs, split_params
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
     copy_bytes,
     count_local_entries,
-    full_copy_bytes,
     packed_bytes,
 )
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.from_config import find_recorded_sizes
-from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import Trained
+from jaxmoe.run.optimizer_memory import muon_work_bytes, optimizer_bytes
+from jaxmoe.run.policy_memory import POLICY_STAGES, base_bytes, policy_stage_bytes
 from jaxmoe.run.routing_memory import routing_bytes
 
 
@@ -49,7 +45,7 @@ class Memory:
     engine_copy: int  # the engine's copy of the policy's weights
     gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
     gradients: int  # with microbatches including their float32 sum
-    update: int  # the optimizer's updates
+    update: int  # the optimizer's updates; of Muon also what it computes them from
     activations: int  # of one microbatch, forward and backward
     routing: int  # what the router did, for all tokens of a batch
     cache: int  # keys and values while sampling
@@ -57,7 +53,7 @@ class Memory:
     host: int  # in host memory: moments, inputs of layer pairs, an embedding
 
     def bytes_by_part(self, stage: str) -> dict[str, int]:
-        """Return the parts in memory during a stage: training, sampling, syncing or scoring."""
+        """Return the parts in memory during a stage: training, sampling or syncing."""
         base = "packed", "frozen"
         resident = ("weights", *base, "optimizer", "reference", "engine_copy")
         names = {
@@ -74,7 +70,6 @@ class Memory:
             ),
             "sampling": (*resident, "table", "cache"),
             "syncing": (*resident, "rounded", "ahead"),
-            "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # no training state
         }[stage]
         parts = {name: getattr(self, name) for name in names}
         # The old and the new copy of the engine exist at the same time.
@@ -170,7 +165,7 @@ def plan_memory(cfg: Config) -> Memory:
         engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
-        update=trained * weight_bytes,
+        update=trained * weight_bytes + (muon_work_bytes(cfg) if cfg.optim.is_muon else 0),
         activations=saved_activations * (2 if own_backbone else 1)
         + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
@@ -184,44 +179,6 @@ def plan_memory(cfg: Config) -> Memory:
     )
 
 
-def optimizer_bytes(cfg: Config, trained: Trained, dtype: DTypeLike) -> int:
-    """Bytes of the optimizer's state of RL on one device, by the shapes that it makes itself.
-
-    trained: tree of Spec. Arrays that belong to no parameter, such as counts, are left out.
-    Raises: ConfigError if optim.name names no optimizer.
-    """
-    specs, tree = jax.tree.flatten(trained)
-    sizes = _state_sizes(cfg.optim, tree, tuple(specs), dtype)
-    return sum(
-        cut * count_local_entries(spec, cfg) + uncut
-        for spec, (cut, uncut) in zip(specs, sizes, strict=True)
-    )
-
-
-# A plan asks for hundreds of configs with few optimizers, and a trace takes long.
-@lru_cache
-def _state_sizes(
-    cfg: OptimConfig, tree: Any, specs: tuple[Spec, ...], dtype: DTypeLike
-) -> list[tuple[int, int]]:
-    """For each parameter the bytes of its state: for an entry, if the state is cut as the parameter
-    is, and of all arrays that have another shape and are on every device."""
-    shapes = tree.unflatten([jax.ShapeDtypeStruct(spec.shape, dtype) for spec in specs])
-    number = {
-        tuple(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shapes))
-    }
-    sizes = [(0, 0)] * len(specs)
-    state = jax.eval_shape(make_optimizer(cfg, steps=1).init, shapes)
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        tails = (tuple(path[start:]) for start in range(len(path)))
-        if (i := next((number[tail] for tail in tails if tail in number), None)) is not None:
-            cut, uncut = sizes[i]
-            if x.shape == specs[i].shape:
-                sizes[i] = cut + x.dtype.itemsize, uncut
-            else:
-                sizes[i] = cut, uncut + x.size * x.dtype.itemsize
-    return sizes
-
-
 def rounded_bytes(cfg: Config) -> int:
     """Bytes of the experts in four bits that a step reads, beside their masters."""
     if cfg.quant.experts != "mxfp4":
@@ -230,18 +187,11 @@ def rounded_bytes(cfg: Config) -> int:
     return packed_bytes([spec for spec in specs if spec.is_packable], cfg)
 
 
-def base_bytes(cfg: Config) -> tuple[int, int, int]:
-    """Bytes of a LoRA run's frozen weights: experts, other weights, the embedding table."""
-    specs = param_specs(cfg.model)
-    table = specs.pop("embed")
-    experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
-    dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
-    return (
-        # Four bits for each value, and one byte for 32 of them.
-        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),
-        full_copy_bytes(dense, cfg),
-        full_copy_bytes(table, cfg),
-    )
+def stage_bytes(cfg: Config, stage: str) -> dict[str, int]:
+    """Bytes on one device by part, in a stage of a training or of another command."""
+    if stage in POLICY_STAGES:
+        return policy_stage_bytes(cfg, stage)
+    return plan_memory(cfg).bytes_by_part(stage)
 
 
 def microbatch_rows(cfg: Config) -> int:
@@ -287,11 +237,12 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
 def check_memory(cfg: Config, *stages: str) -> None:
     """Raise ConfigError if the largest of these stages does not fit into this machine's memory.
 
-    `stages` are those of Memory.bytes_by_part. A mesh for other machines is not checked.
+    `stages` are those of `stage_bytes`. A mesh for other machines is not checked.
     """
     if cfg.mesh.devices not in (1, jax.device_count()):
         return
-    check_host(cfg, plan_memory(cfg).host)
+    if not set(stages) & set(POLICY_STAGES):
+        check_host(cfg, plan_memory(cfg).host)
     if (available := device_bytes()) is None:
         return
     has_device_memory = jax.local_devices()[0].platform != "cpu"
@@ -305,7 +256,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     needed = _bytes_needed(cfg, largest)
     if needed <= available:
         return
-    name, size = max(plan_memory(cfg).bytes_by_part(largest).items(), key=lambda item: item[1])
+    name, size = max(stage_bytes(cfg, largest).items(), key=lambda item: item[1])
     candidate, changes = find_smaller_config(cfg, largest, available, host=has_device_memory)
     if _bytes_needed(candidate, largest) <= available:
         advice = f"Try {' '.join(changes)}, which needs"
@@ -339,13 +290,8 @@ def find_smaller_config(
     return candidate, changes
 
 
-def scoring_stage(cfg: Config) -> str:
-    """Return the memory stage of eval and doctor; a run's checkpoint includes its moments."""
-    return "sampling" if (Path(cfg.workdir) / "checkpoints").is_dir() else "scoring"
-
-
 def _bytes_needed(cfg: Config, stage: str) -> int:
-    return sum(plan_memory(cfg).bytes_by_part(stage).values())
+    return sum(stage_bytes(cfg, stage).values())
 
 
 def device_bytes() -> int | None:
