@@ -55,7 +55,7 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
                 lambda x, layer: layer if x is None else x,
                 updated,
                 stacked,
-                is_leaf=lambda x: x is None,
+                is_leaf=lambda x: x is None or _is_masked(x),
             )
         return updated
 
@@ -76,12 +76,17 @@ def _select_params(tree: Leaf, *, layers: bool) -> Leaf:
     Step counts, whose paths do not end as a parameter's, belong to both.
     """
 
-    def keep_if_selected(path: Any, x: Array) -> Array | None:
+    def keep_if_selected(path: Any, x: Leaf) -> Leaf:
         keys = [key.key for key in path if isinstance(key, DictKey)]
         is_count = not isinstance(path[-1], DictKey)
         return x if is_count or ("layers" in keys) == layers else None
 
-    return jax.tree_util.tree_map_with_path(keep_if_selected, tree)
+    return jax.tree_util.tree_map_with_path(keep_if_selected, tree, is_leaf=_is_masked)
+
+
+def _is_masked(x: Any) -> bool:
+    """True for the place of a parameter that another optimizer of optax.partition updates."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def _take_pair(x: Array, i: Array) -> Array:

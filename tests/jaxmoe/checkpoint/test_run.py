@@ -141,7 +141,8 @@ def test_rl_comes_after_the_warm_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
+    "change",
+    ["optim.name=muon", "optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"],
 )
 def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
     state = init_state(Trained(initial_params(CFG)), TX)
