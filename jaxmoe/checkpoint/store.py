@@ -143,7 +143,8 @@ def restore_checkpoint(
         saved_digests = {n: x for n, x in saved_digests.items() if n.split("/")[0] in shapes}
         for part, tree in shapes.items():
             if jax.tree.leaves(tree):
-                if not (folder / part).is_dir() and f"{part}/" in "".join(saved_digests):
+                was_saved = any(name.startswith(f"{part}/") for name in saved_digests)
+                if was_saved and not (folder / part).is_dir():
                     raise _damage_error(directory, step, f"{part} is missing")
                 saved = _read_metadata(directory, step, part)
                 _check_shapes(directory, step, part, saved, tree, (advice or {}).get(part, ""))
