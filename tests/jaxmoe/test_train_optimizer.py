@@ -13,6 +13,7 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.run.parts import make_parts
 from tests.jaxmoe.commands import command, finish, lines, start, wait_for
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 SIZES = {"model__d_model": 64, "model__d_expert": 64, "steps": 4, "save__every_steps": 1}
 
 
