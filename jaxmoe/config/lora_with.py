@@ -27,6 +27,12 @@ def check_lora(cfg: "Config") -> None:
         f"Try {' '.join(f'--set {key}=1' for key in axes)}, or --set lora.attention_rank=0 --set "
         "lora.expert_rank=0.",
     )
+    require(
+        not cfg.optim.is_muon,
+        f"lora needs another optimizer, got optim.name={cfg.optim.name}: Muon makes the update of "
+        "a weight orthogonal, and that of two factors by themselves is another. Try --set "
+        "optim.name=adamw, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+    )
     for key, actual, required in (
         ("optim.moments", cfg.optim.moments, "device"),
         ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),

@@ -21,8 +21,8 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
     """Return `tx` with support for a state in host memory; a state on the device is unaffected.
 
     Parameters under a key "layers", stacked by layer pairs, are updated one pair at a time. The
-    device holds the state of one pair only, and updates overwrite gradients. `tx` must be
-    elementwise, as AdamW is; clipping by a global norm is not.
+    device holds the state of one pair only, and updates overwrite gradients. `tx` must update each
+    pair by itself, as AdamW and Muon do; clipping by a global norm does not.
     """
 
     def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
@@ -55,7 +55,7 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
                 lambda x, layer: layer if x is None else x,
                 updated,
                 stacked,
-                is_leaf=lambda x: x is None,
+                is_leaf=lambda x: x is None or _is_masked(x),
             )
         return updated
 
@@ -73,14 +73,20 @@ def _put_tree(space: Space, tree: Leaf) -> Leaf:
 def _select_params(tree: Leaf, *, layers: bool) -> Leaf:
     """Return the leaves of layers, or the other leaves, with None in place of the rest.
 
-    Step counts, which are not below a parameter's key, belong to both.
+    Step counts, whose paths do not end as a parameter's, belong to both.
     """
 
-    def keep_if_selected(path: Any, x: Array) -> Array | None:
+    def keep_if_selected(path: Any, x: Leaf) -> Leaf:
         keys = [key.key for key in path if isinstance(key, DictKey)]
-        return x if not keys or ("layers" in keys) == layers else None
+        is_count = not isinstance(path[-1], DictKey)
+        return x if is_count or ("layers" in keys) == layers else None
 
-    return jax.tree_util.tree_map_with_path(keep_if_selected, tree)
+    return jax.tree_util.tree_map_with_path(keep_if_selected, tree, is_leaf=_is_masked)
+
+
+def _is_masked(x: Any) -> bool:
+    """True for the place of a parameter that another optimizer of optax.partition updates."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def _take_pair(x: Array, i: Array) -> Array:
