@@ -33,8 +33,8 @@ def make_optimizer(
         mask=weight_decay_mask if cfg.weight_decay else None,
     )
     # Clipping needs the norm of all gradients, so it stays outside of `stream_state`, which updates
-    # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
-    # not change the structure of a checkpoint.
+    # one layer of each stack at a time. identity() has the same empty state, so that
+    # optim.clip_norm does not change the structure of a checkpoint.
     clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
     if router_lr_scale != 1.0:
         adamw = _scale_updates_of_routers(adamw, router_lr_scale)

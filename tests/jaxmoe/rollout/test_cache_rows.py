@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.model.cache import LayerKind, own_slots
+from jaxmoe.model.cache import KVStack, own_slots
 from jaxmoe.rollout.cache_rows import put_rows, repeat_rows, share_prompt_keys, take_rows
 from jaxmoe.rollout.decoding import prefill_prompts
 from pallas_kernels import decode_attention
@@ -62,7 +62,7 @@ def prefill(params):
 def add_slots(kind):
     """Room for the answers behind the prompts, as an engine has it that copies them."""
     added = [(0, 0), (0, 0), (0, NEW), (0, 0)]
-    return LayerKind(
+    return KVStack(
         jnp.pad(kind.k, added),
         jnp.pad(kind.v, added),
         jnp.pad(kind.positions_BC, added[1:3]),

@@ -79,7 +79,7 @@ def naive(params, entry) -> np.ndarray:
     actual = params
     for key in entry.keys:
         actual = actual[key]
-    actual = np.asarray(actual if entry.pair is None else actual[entry.pair])
+    actual = np.asarray(actual if entry.index is None else actual[entry.index])
     if entry.layout.startswith("transpose"):
         actual = actual.T
     if entry.layout.startswith("gate_up"):
