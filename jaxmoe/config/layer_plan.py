@@ -44,7 +44,8 @@ class LayerGroup:
     step: int  # from one layer of the group to the next
     size: int  # layers of the group
 
-    def layer_number(self, index: int) -> int:
+    def layer_number(self, index: Any) -> Any:
+        """Return the number of the layer at an index of the stack, which may be an array."""
         return self.step * index + self.first
 
 

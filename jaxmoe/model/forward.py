@@ -106,8 +106,9 @@ def forward(
             stacks = stacks if updated is None else stacks | {name: updated}
             # Recorded experts have a narrow dtype and are widened one layer at a time.
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
-            number = group.layer_number(index)
-            context = RouterContext(number, step, exploration) if takes_context else None
+            context = None
+            if takes_context:
+                context = RouterContext(group.layer_number(index), step, exploration)
             x_BTD, recorded_layer = moe_block(
                 x_BTD, layer, cfg, ops, routed_BTA=routed_BTA, context=context
             )

@@ -212,8 +212,8 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
     Attention has a case for each window, of a full layer and of a sliding one. Experts have one for
-    each product that may read them, whose name is the field "op". With batch-invariant numerics the linear layers of
-    an accelerator are grouped matmuls of one group (invariant_on_chip.py).
+    each product that may read them, whose name is the field "op". With batch-invariant numerics the
+    linear layers of an accelerator are grouped matmuls of one group (invariant_on_chip.py).
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
