@@ -26,7 +26,7 @@ def get_config() -> Config:
             task="package:jaxmoe/configs/kernels.jsonl",
             options={},
             system="",
-            rewards="jaxmoe.envs.kernel_scorer:score_kernel",
+            rewards="jaxmoe.graders.kernel_scorer:score_kernel",
             # A product that is right for one row's sizes is right for all of them.
             swapped_share=0.0,
             # Of an answer among all of a step: it waits for those before it.

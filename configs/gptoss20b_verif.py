@@ -24,10 +24,10 @@ def get_config() -> Config:
         full,
         data=replace(
             full.data,
-            map_rows="jaxmoe.envs.instructions:add_instructions(at_most=3)",
+            map_rows="jaxmoe.graders.instructions:add_instructions(at_most=3)",
             rewards=(
-                "0.5 * jaxmoe.envs.instructions:score_instructions"
-                " + 0.5 * jaxmoe.envs.judge:score_by_judge(url='http://localhost:8100/v1', "
+                "0.5 * jaxmoe.graders.instructions:score_instructions"
+                " + 0.5 * jaxmoe.graders.judge:score_by_judge(url='http://localhost:8100/v1', "
                 "model='judge')"
             ),
             system="",

@@ -27,9 +27,9 @@ from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.configs import tiny_tool
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.tokenizer import ByteTokenizer
-from jaxmoe.envs.sandbox_tool import make_sandbox_tool
-from jaxmoe.envs.step_check import EnvironmentFault
-from jaxmoe.envs.tools import Tool, ToolResult
+from jaxmoe.environments.sandbox_tool import make_sandbox_tool
+from jaxmoe.environments.step_check import EnvironmentFault
+from jaxmoe.environments.tools import Tool, ToolResult
 
 PROGRAM = re.compile(r"<\|message\|>([^<]*)<\|call\|>")
 # A program that finds the stored answer where somebody left it, the one that left it there, and

@@ -26,8 +26,8 @@ from jaxmoe.config import (
     WarmupConfig,
 )
 from jaxmoe.data.rows import Message, Row
-from jaxmoe.envs.instructions.answers import write_answer
-from jaxmoe.envs.instructions.reward import read_instructions
+from jaxmoe.graders.instructions.answers import write_answer
+from jaxmoe.graders.instructions.reward import read_instructions
 from jaxmoe.model.config import tiny
 
 # Short answers can follow these.
@@ -54,8 +54,8 @@ def get_config() -> Config:
         data=DataConfig(
             task="reasoning_gym:spell_backward",
             options={"min_word_len": 3, "max_word_len": 4},
-            map_rows=f"jaxmoe.envs.instructions:add_instructions(types={TYPES}, at_most=2)",
-            rewards="jaxmoe.envs.instructions:score_instructions",
+            map_rows=f"jaxmoe.graders.instructions:add_instructions(types={TYPES}, at_most=2)",
+            rewards="jaxmoe.graders.instructions:score_instructions",
             template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
             train_rows=32_768,
             held_out_rows=256,

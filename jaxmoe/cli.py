@@ -19,6 +19,7 @@ from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load_config, resolve
+from jaxmoe.distributed.compiled_programs import keep_compiled_programs
 from jaxmoe.distributed.host import keep_freed_memory, use_one_thread_per_device
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.streams import flush_output, reader_is_gone
@@ -28,10 +29,19 @@ from jaxmoe.run_files import is_disk_error
 def parse_config(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
     """(config, dry_run) of a command line. Raises ConfigError for an invalid config."""
     args = build_parser(description).parse_args(argv)
+    return open_command(args), args.dry_run
+
+
+def open_command(args: argparse.Namespace) -> Config:
+    """The config of a command that computes; it then finds the programs of earlier runs."""
     # A dry run writes no file, not even the bytecode of the config file.
     if args.dry_run:
         sys.dont_write_bytecode = True
-    return config_from_args(args), args.dry_run
+    config = config_from_args(args)
+    line = None if args.dry_run else keep_compiled_programs()
+    if line is not None:
+        print(line, flush=True)
+    return config
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:

@@ -22,11 +22,10 @@ import numpy as np
 
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
+from jaxmoe.collection.tasks import Task, digest_contents, open_task
 from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
-from jaxmoe.envs.sandbox_rewards import describe_run_sandbox
-from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.model.rounded import decode_rounded, decode_trained
 from jaxmoe.observe.gap_plot import plot_gap
@@ -54,6 +53,7 @@ from jaxmoe.reconcile.printed import (
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.reconcile.reported_experts import check_reported_experts
 from jaxmoe.records import Prompt, Rollout
+from jaxmoe.rewards.sandbox_rewards import describe_run_sandbox
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine, Inspectable, open_engine

@@ -15,11 +15,11 @@ import jax
 from jaxmoe.checkpoint.base import load_stage_base, own_base_digest
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
+from jaxmoe.collection.evaluation import evaluate_held_out
+from jaxmoe.collection.scores import response_text
+from jaxmoe.collection.tasks import digest_contents, open_task
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
-from jaxmoe.envs.evaluation import evaluate_held_out
-from jaxmoe.envs.scores import response_text
-from jaxmoe.envs.tasks import digest_contents, open_task
 from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.rounded import engine_rounding

@@ -21,7 +21,7 @@ from jaxmoe.checkpoint.packed import format_packing_errors, pack_experts
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.run import restore_run
 from jaxmoe.checkpoint.tensor_files import planned_bytes
-from jaxmoe.cli import ExitStatus, build_parser, config_from_args
+from jaxmoe.cli import ExitStatus, build_parser, open_command
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
 from jaxmoe.distributed.processes import check_one_process
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dtype is not None:
             args.changes.append(f"save.export_dtype={args.dtype}")
         export_checkpoint(
-            config_from_args(args),
+            open_command(args),
             Path(args.out),
             merge=args.merge,
             dry_run=args.dry_run,

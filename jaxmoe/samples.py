@@ -2,7 +2,7 @@
 """`python -m jaxmoe.samples RUN`: show the policy's answers at each recorded step.
 
 Prints the newest recorded step, or --step N, and writes RUN/samples.html.
-Next: jaxmoe/envs/recorded.py decides what is recorded.
+Next: jaxmoe/collection/recorded.py decides what is recorded.
 """
 
 import argparse

@@ -29,16 +29,16 @@ from jaxmoe.checkpoint.run import (
     restore_run,
 )
 from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
-from jaxmoe.config import Config
-from jaxmoe.distributed.processes import exit_process, joined_processes
-from jaxmoe.envs.batches import apply_overlong_penalty
-from jaxmoe.envs.demonstrations import (
+from jaxmoe.collection.batches import apply_overlong_penalty
+from jaxmoe.collection.demonstrations import (
     check_targets,
     make_warm_start_batch,
     warm_start_target,
 )
-from jaxmoe.envs.reward_checks import print_unmeasured
-from jaxmoe.envs.tasks import digest_contents
+from jaxmoe.collection.reward_checks import print_unmeasured
+from jaxmoe.collection.tasks import digest_contents
+from jaxmoe.config import Config
+from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.rl.batch import shard_rows

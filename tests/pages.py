@@ -11,7 +11,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "launch/README.md",
-    ROOT / "tests/bench/README.md",
+    ROOT / "benchmarks/README.md",
     *DOCS,
 ]
 # what others ship: nothing here can say whether it is typed right

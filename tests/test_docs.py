@@ -20,12 +20,12 @@ import pytest
 
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
-import jaxmoe.study.__main__ as study
+import studies.__main__ as study
 from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
-from jaxmoe.envs.instructions.checkers import INSTALL
+from jaxmoe.graders.instructions.checkers import INSTALL
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
@@ -50,7 +50,15 @@ COMMANDS = {
     "doctor": doctor.main,
     "export": export.main,
 }
-OWN_MODULES = ("my_losses", "my_rewards", "my_tools", "my_env", "my_graders", "own_engine")
+OWN_MODULES = (
+    "my_losses",
+    "my_rewards",
+    "my_task",
+    "my_tools",
+    "my_env",
+    "my_graders",
+    "own_engine",
+)
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -103,6 +111,8 @@ def example(tmp_path, monkeypatch):
     tools, environment, _ = fences((ROOT / "docs/agents.md").read_text(), "python")
     (tmp_path / "my_tools.py").write_text(tools)
     (tmp_path / "my_env.py").write_text(environment)
+    task, _ = fences((ROOT / "README.md").read_text(), "python")
+    (tmp_path / "my_task.py").write_text(task)
     (grader,) = fences((ROOT / "docs/reward_hacking.md").read_text(), "python")
     (tmp_path / "my_graders.py").write_text(grader)
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
@@ -121,7 +131,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
-    monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
+    monkeypatch.setattr("jaxmoe.collection.tasks.CHECK_ROWS_S", 0.0)
     for place in ("jaxmoe.run.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
     for name in OWN_MODULES:  # other tests have some of these names
@@ -155,13 +165,13 @@ def check(command: list[str]) -> None:
             assert samples.main(args[2:]) == 0
     elif args[1] == "jaxmoe.plan":
         plans(args[2:])
-    elif args[1] == "jaxmoe.study":
+    elif args[1] == "studies":
         study.make_study_parser().parse_args(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
-    elif args[1].startswith("tests.bench."):
+    elif args[1].startswith("benchmarks."):
         path = args[1].replace(".", "/")
-        is_package = args[1] == "tests.bench.on_device"
+        is_package = args[1] == "benchmarks.on_device"
         script(f"{path}/__main__.py" if is_package else f"{path}.py", *args[2:])
     elif args[1] == "pallas_kernels.bench":
         benches(args[2:])
@@ -265,7 +275,10 @@ def script(path: str, *args: str) -> None:
     """A file of ours that knows these flags."""
     source = (ROOT / path).read_text()
     for flag in args:
-        assert not flag.startswith("--") or f'add_argument("{flag}"' in source, (path, flag)
+        assert not flag.startswith("--") or re.search(rf'add_argument\(\s*"{flag}"', source), (
+            path,
+            flag,
+        )
 
 
 def installs(args: list[str]) -> None:
@@ -317,7 +330,7 @@ def test_the_readme_opens_with_two_complete_commands():
 
 
 def test_the_readmes_python_runs_as_it_stands():
-    (block,) = fences((ROOT / "README.md").read_text(), "python")
+    _, block = fences((ROOT / "README.md").read_text(), "python")
     names: dict = {}
     exec(compile(block, "README.md", "exec"), names)
     assert names["logp_BT"].shape == names["tokens_BT"].shape == (2, 24)

@@ -14,7 +14,7 @@ from tests.pages import DOCS, PAGES, ROOT, START, named
 # by how the block begins: what it is, and why it is not run
 NOT_RUN = {
     "flowchart TD": "a picture",
-    "study\n__main__ | train | eval | doctor": "the layers, compared with the contract",
+    "studies\nstudy\n__main__ | train | eval | doctor": "the layers, compared with the contract",
     "python -m jaxmoe.train --config tiny.py --set optim.lr=1e-4\n 1  ": "a trace that "
     "tests/jaxmoe/test_whole_run.py prints; its command is run",
     "384 sampled tokens of 64 answers": "what the doctor prints",
@@ -22,7 +22,7 @@ NOT_RUN = {
     "    reward 1  2 turns": "what jaxmoe.samples prints",
     "kernels  sink_attention mosaic_gpu": "what a run prints on a GPU",
     '{"prompt": "3+4=", "answer": 7': "rows, which the command below them reads",
-    '{"prompt": "Say hello. Use no commas."': "a row, as tests/jaxmoe/envs/instructions has them",
+    '{"prompt": "Say hello. Use no commas."': "a row, as in tests/jaxmoe/graders/instructions",
     "def correct(completions, answer, unit": "rewards, run by tests/jaxmoe/test_train_rewards.py",
     "calls = []": "run by tests/jaxmoe/rl/test_extending.py, with the names it takes for granted",
     "def replaying(": "run by tests/jaxmoe/rl/test_extending.py, likewise",

@@ -107,10 +107,8 @@ def test_jit_stays_at_the_edge():
         "doctor.py",
     }
     edge |= {"vllm_engine.py", "run.py"}  # run.py: weights are made cut over devices
-    edge |= {"bed.py", "router_bed.py", "mxfp4_bed.py"}  # a study's runs, as train's
     edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program
-    edge.add("router_exact.py")  # a command's own programs
     edge.add("job.py")  # rounds the weights for the engine, once a step
     edge.add("compare_export.py")  # an export's own programs, once
     edge.add("first_difference.py")  # a run's last words: programs of its own, once

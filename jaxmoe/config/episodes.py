@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the settings of episodes with an environment. Next: jaxmoe/envs/episodes.py."""
+"""Checks of the settings of episodes with an environment. Next: jaxmoe/environments/episodes.py."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of the sandbox in which programs of the policy run. Next: jaxmoe/envs/sandbox/probe.py."""
+"""Config of the sandbox in which programs of the policy run. Next: jaxmoe/sandbox/probe.py."""
 
 import difflib
 from dataclasses import dataclass

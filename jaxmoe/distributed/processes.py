@@ -82,11 +82,16 @@ def join_processes(environ: Mapping[str, str] = os.environ) -> None:
         ) from error
 
 
+def names_several_processes(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if the environment says that this process is one of several."""
+    return environ.get(PROCESS_VARIABLES[1], "1") != "1" or environ.get(FIND_VARIABLE) == "auto"
+
+
 def check_one_process(command: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the environment names several processes, which would repeat all the
     work."""
     require(
-        environ.get(PROCESS_VARIABLES[1], "1") == "1" and environ.get(FIND_VARIABLE) != "auto",
+        not names_several_processes(environ),
         f"python -m jaxmoe.{command} must run as one process; the environment names several "
         f"({PROCESS_VARIABLES[1]}={environ.get(PROCESS_VARIABLES[1], '')}, "
         f"{FIND_VARIABLE}={environ.get(FIND_VARIABLE, '')}). Try env -u {PROCESS_VARIABLES[1]} -u "

@@ -2,7 +2,7 @@
 """Check the types in samples.jsonl, which is untrusted, before its rows are shown.
 
 A value of a wrong type is replaced by the name of its type, or by None if it must be a number.
-Next: jaxmoe/observe/samples_page.py shows them; jaxmoe/envs/recorded.py writes them.
+Next: jaxmoe/observe/samples_page.py shows them; jaxmoe/collection/recorded.py writes them.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
 # With `auto` a batch is shared if this part of its tokens remains, or less. Longer rows cost time:
 # with 0.90 of the tokens a step took 1.37 times the CPU-seconds, with 0.22 of them 0.32 times
-# (tests/bench/shared_prompts.py).
+# (benchmarks/shared_prompts.py).
 MAX_FRAC = 0.75
 
 

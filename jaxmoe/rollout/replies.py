@@ -27,8 +27,8 @@ POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
 class TokenEnvironment(Protocol):
     """The other side of a batch of episodes, in token ids.
 
-    An engine knows no text, and an environment of text no tokens: jaxmoe/envs/episodes.py is
-    between the two. Engines call `reply` from threads, through PendingReplies; the turns of one
+    An engine knows no text, and an environment of text no tokens: jaxmoe/environments/episodes.py
+    is between the two. Engines call `reply` from threads, through PendingReplies; the turns of one
     episode come in order.
     """
 

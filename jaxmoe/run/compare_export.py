@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.collection.evaluation import evaluate_held_out
+from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config, ModelConfig
-from jaxmoe.envs.evaluation import evaluate_held_out
-from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.model import Ops, forward, make_engine_ops, make_ops, sequence_logprobs
 from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.observe.progress import report_phase

@@ -19,11 +19,11 @@ import numpy as np
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.checkpoint.store import CheckpointError
 from jaxmoe.cli import Stopped, StopRequest
+from jaxmoe.collection.evaluation import evaluate_held_out
+from jaxmoe.collection.recorded import group_rows, held_out_rows
+from jaxmoe.collection.rollouts import ScoredRollouts
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.distributed.processes import gather_from_processes, gather_to_hosts, max_over_processes
-from jaxmoe.envs.evaluation import evaluate_held_out
-from jaxmoe.envs.recorded import group_rows, held_out_rows
-from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters

@@ -16,11 +16,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.run import code_version
+from jaxmoe.collection.batches import make_batch
+from jaxmoe.collection.rollouts import ScoredRollouts, open_rollouts
+from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere
-from jaxmoe.envs.batches import make_batch
-from jaxmoe.envs.rollouts import ScoredRollouts, open_rollouts
-from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.model import Ops, make_engine_ops, make_ops
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.observe.plots import plot_run

@@ -3,7 +3,7 @@
 
     from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
-docs/examples/compare_settings.py is an example. `python -m jaxmoe.study` runs the studies that
+docs/examples/compare_settings.py is an example. `python -m studies` runs the studies that
 docs/results/ shows. Next: jaxmoe/study/contenders.py.
 """
 

@@ -263,7 +263,7 @@ def find_refusal(op: Op, case: Any, flag: str, name: str, dtype: Any) -> str | N
         if ":" not in name:
             jax.eval_shape(op.call(case, name), *jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     except (ValueError, ImportError, AttributeError, NotImplementedError) as error:
-        hint = " Type module:function, as tests.bench.kernel_peers:flex." if ":" in name else ""
+        hint = " Type module:function, as benchmarks.kernel_peers:flex." if ":" in name else ""
         return prefix + first_line(error).rstrip(".") + "." + hint
     return None
 

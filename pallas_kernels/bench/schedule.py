@@ -6,7 +6,7 @@ CHIP --schedule`.
 
 is its child process, because libtpu reads its flags once, before it loads. It compiles the list of
 `Program` that FUNCTION(WORD, ...) returns, and writes the compiler's output to FOLDER. This works
-for other kernels too: tests/bench/kernel_schedules.py has JAX's own.
+for other kernels too: benchmarks/kernel_schedules.py has JAX's own.
 Next: `schedule_tpu.py`, `schedule_hopper.py`, `loop_counts.py`.
 """
 

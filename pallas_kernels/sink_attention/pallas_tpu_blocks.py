@@ -52,7 +52,7 @@ def tpu_block_sizes(
     """(queries of a step for each head, keys of a step, multiple of keys at which a step starts).
 
     These have the fewest cycles in the compiler's schedule, including masked pairs at the diagonal,
-    among the sizes that `tests/bench/tpu_blocks.py` tries. With a short window one step takes all
+    among the sizes that `benchmarks/tpu_blocks.py` tries. With a short window one step takes all
     keys that its queries see: several small steps would wait for each other.
     """
     if 0 < window <= 2 * LANES:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that a file of others may have at any place, and lines of a run folder to put them into.
 
-Next: test_hostile_files.py, tests/bench/fault_files.py.
+Next: test_hostile_files.py, benchmarks/fault_files.py.
 """
 
 import copy

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jaxmoe.envs.sandbox_tool import SandboxSession
+from jaxmoe.environments.sandbox_tool import SandboxSession
 from tests.jaxmoe import tool_runs
 
 MODULE = "tests.jaxmoe.sandbox_runs"
@@ -25,7 +25,7 @@ CHANGES: dict[str, Any] = {
     "warmup__demonstrations": "jaxmoe.configs.tiny_tool:demonstrate_calculator(share=1.0)",
 }
 PROCESSES_PER_SANDBOX = 2  # bubblewrap and what it runs
-_IN_COMMAND = b"jaxmoe.envs.sandbox.inside.worker"
+_IN_COMMAND = b"jaxmoe.sandbox.inside.worker"
 
 
 def start_run(work, **options):

@@ -19,9 +19,9 @@ import optax
 
 from jaxmoe.checkpoint.run import Position, restore_run
 from jaxmoe.cli import StopRequest
+from jaxmoe.collection.batches import make_batch
+from jaxmoe.collection.tasks import open_task
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.batches import make_batch
-from jaxmoe.envs.tasks import open_task
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.rl.state import Trained, init_state

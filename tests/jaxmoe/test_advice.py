@@ -12,9 +12,9 @@ import shlex
 import pytest
 
 from jaxmoe import cli, train
+from jaxmoe.collection import tasks
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, resolve
-from jaxmoe.envs import tasks
 
 # for the reader to fill in: nothing that a test could type
 PLACEHOLDERS = re.compile(r"DIRECTORY|FOLDER|HOST|/full/path|module:function|=…")

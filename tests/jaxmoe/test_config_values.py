@@ -11,7 +11,7 @@ from jaxmoe.config_file import load_config, override
 
 CFG = load_config("tiny.py")
 SECRET = "http://me:secret@judge/v1"
-JUDGE = f"jaxmoe.envs.judge:score_by_judge(url='{SECRET}', model='m')"
+JUDGE = f"jaxmoe.graders.judge:score_by_judge(url='{SECRET}', model='m')"
 
 
 def numbers(config, prefix=""):

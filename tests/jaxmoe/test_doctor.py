@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmoe import doctor
+from jaxmoe.collection.tasks import open_task
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
-from jaxmoe.envs.tasks import open_task
 from jaxmoe.reconcile.compare import Report
 from jaxmoe.reconcile.printed import format_verdict
 from jaxmoe.reconcile.variants import Hypothesis

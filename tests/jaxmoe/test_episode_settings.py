@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import train
+from jaxmoe.collection import tasks
+from jaxmoe.collection.demonstrations import check_targets, warm_start_target
+from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.rows import Message
-from jaxmoe.envs import tasks
-from jaxmoe.envs.demonstrations import check_targets, warm_start_target
-from jaxmoe.envs.tasks import open_task
 
 ROOT = Path(__file__).parents[2]
 CODE = "tests.jaxmoe.bad_episode_code"

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from episodes import draw_episode
 
+from jaxmoe.collection.batches import apply_overlong_penalty, make_batch
+from jaxmoe.collection.tasks import Task
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import load_tokenizer
-from jaxmoe.envs.batches import apply_overlong_penalty, make_batch
-from jaxmoe.envs.tasks import Task
 from jaxmoe.losses import group_advantages
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxmoe.collection.demonstrations import warm_start_target
+from jaxmoe.collection.reward_checks import plan_checks, score_and_check
+from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config
 from jaxmoe.configs import tiny_hack
 from jaxmoe.data.rows import Message, Row
-from jaxmoe.envs.demonstrations import warm_start_target
-from jaxmoe.envs.reward_checks import plan_checks, score_and_check
-from jaxmoe.envs.rewards import mean_part_metrics
-from jaxmoe.envs.tasks import open_task
-from jaxmoe.envs.tool_environment import ToolEnvironment
+from jaxmoe.environments.tool_environment import ToolEnvironment
 from jaxmoe.records import Rollout, StopReason
-from tests.jaxmoe.envs.sandbox.kinds import require_kind
+from jaxmoe.rewards.rewards import mean_part_metrics
+from tests.jaxmoe.sandbox.kinds import require_kind
 
 CLOSED = "jaxmoe.configs.tiny_hack:score_equal"
 N_PROMPTS = 16

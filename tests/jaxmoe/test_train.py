@@ -171,7 +171,7 @@ import json, sys
 from dataclasses import replace
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import EngineError
-from jaxmoe.envs.batches import make_batch
+from jaxmoe.collection.batches import make_batch
 from jaxmoe.run.parts import make_parts
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.train import train

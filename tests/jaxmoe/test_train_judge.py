@@ -7,13 +7,13 @@ from judge_server import run_judge
 from scripted import Run, Scripted, lines
 
 from jaxmoe.config import ConfigError
-from jaxmoe.envs import judge_client
+from jaxmoe.graders import judge_client
 from jaxmoe.run.job import Job
 
 
 def rewards(url):
     """Every answer gets 0.5 of the other function, which a judge must confirm."""
-    judge = f"jaxmoe.envs.judge:score_by_judge(url='{url}', model='m', retries=0)"
+    judge = f"jaxmoe.graders.judge:score_by_judge(url='{url}', model='m', retries=0)"
     # The judge's process has the test's path, and so this module.
     return f"data.rewards=0.5 * paid_rewards:always + 0.5 * {judge}"
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scripted import Run, Scripted, lines
 
+from benchmarks.kernel_ranking import KERNELS
 from jaxmoe import train
 from jaxmoe.data.tokenizer import load_tokenizer
-from tests.bench.kernel_ranking import KERNELS
-from tests.jaxmoe.envs.sandbox.kinds import first_kind
 from tests.jaxmoe.kernel_cheats import CHEATS
+from tests.jaxmoe.sandbox.kinds import first_kind
 
 PAGE = (Path(__file__).parents[2] / "docs/kernel_task.md").read_text()
 ROWS = [
@@ -48,7 +48,7 @@ class Programmer(Scripted):
 
 def test_a_kernel_is_paid_and_a_cheat_is_counted_in_the_metrics(tmp_path):
     first_kind()
-    reward = "data.rewards=jaxmoe.envs.kernel_scorer:score_kernel(repetitions=1)"
+    reward = "data.rewards=jaxmoe.graders.kernel_scorer:score_kernel(repetitions=1)"
     changes = (*ROWS, reward, "rollout.max_new_tokens=1024", "steps=1", "eval.every_steps=1")
     Run(tmp_path, Programmer(), changes=changes)()
     row = lines(tmp_path)[-1]

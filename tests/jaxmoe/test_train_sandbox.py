@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from process_environ import free_port, make_environ
 
+from benchmarks.sandbox import wait_gone
 from jaxmoe.observe.metrics import read_samples
-from tests.bench.sandbox import wait_gone
-from tests.jaxmoe.envs.sandbox.kinds import require_kind
+from tests.jaxmoe.sandbox.kinds import require_kind
 from tests.jaxmoe.sandbox_runs import (
     CALLS_VARIABLE,
     MODULE,

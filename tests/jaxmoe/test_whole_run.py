@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jaxmoe import train
-from jaxmoe.envs.batches import make_batch
+from jaxmoe.collection.batches import make_batch
 from jaxmoe.losses import ppo_clip
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops

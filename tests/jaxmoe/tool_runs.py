@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxmoe import train
+from jaxmoe.collection import tasks
 from jaxmoe.data.rows import Message
-from jaxmoe.envs import tasks
 from jaxmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]

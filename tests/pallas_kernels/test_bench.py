@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import kernel_peers
 from pallas_kernels.ahead_of_time import Ptxas, chip_mesh, compile_on, compiler_unavailable
 from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import compiled, growth, measure
 from pallas_kernels.bench.ops import OPS, make_cotangents, relative_error
-from tests.bench import kernel_peers
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +259,7 @@ def test_a_peer_is_a_function_of_the_case_and_its_inputs():
     op = OPS["token_logprobs"]
     case = op.cases.TEST_CASES[0]
     inputs = op.inputs(case, jnp.float32, 0)
-    runs = measure.load_side(op, case, "tests.bench.kernel_peers:cross_entropy").passes(
+    runs = measure.load_side(op, case, "benchmarks.kernel_peers:cross_entropy").passes(
         inputs, make_cotangents(op, case, inputs, 0)
     )
     ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))

@@ -18,12 +18,12 @@ import pytest
 
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Message, Row
-from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.environment_specs import detect_form, read_environment
-from jaxmoe.envs.rewards import read_rewards, score_samples
-from jaxmoe.envs.step_check import check_numbers, check_reset, check_step
-from jaxmoe.envs.tool_schema import describe_function
-from jaxmoe.envs.tool_specs import read_tools
+from jaxmoe.environments.environment_specs import detect_form, read_environment
+from jaxmoe.environments.step_check import check_numbers, check_reset, check_step
+from jaxmoe.environments.tool_schema import describe_function
+from jaxmoe.environments.tool_specs import read_tools
+from jaxmoe.rewards.conventions import Sample
+from jaxmoe.rewards.rewards import read_rewards, score_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # of the packages
 

@@ -10,6 +10,7 @@ import json
 
 import jax
 
+from benchmarks.in_turn import draw_groups
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.processes import join_processes
@@ -24,7 +25,6 @@ from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.run.programs import out_shardings_option, rl_program
-from tests.bench.in_turn import draw_groups
 
 SETTINGS = (
     "mesh.fsdp=2",

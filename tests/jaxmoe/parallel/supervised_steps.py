@@ -13,10 +13,10 @@ import sys
 import jax
 
 from jaxmoe.checkpoint.run import initial_params
+from jaxmoe.collection.demonstrations import answer_tokens
+from jaxmoe.collection.tasks import open_task
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.processes import join_processes
-from jaxmoe.envs.demonstrations import answer_tokens
-from jaxmoe.envs.tasks import open_task
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.ops import sharded_ops

@@ -4,9 +4,9 @@
 import jax
 import pytest
 
+from benchmarks.device_memory import Row, config, decoded, scoring, sizes, step
 from jaxmoe.run.memory import plan_memory
 from pallas_kernels import ahead_of_time
-from tests.bench.device_memory import Row, config, decoded, scoring, sizes, step
 
 GOALS = {  # bytes of arguments and temporaries
     Row("h100", "20b", 4096): 14.5e9,

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.in_turn import draw_groups
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.ops import make_ops
@@ -16,7 +17,6 @@ from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.sharing_from_config import MAX_FRAC, sharing_from_config
 from jaxmoe.run.parts import make_parts
 from pallas_kernels import sink_attention
-from tests.bench.in_turn import draw_groups
 
 TINY = load_config("tiny.py")  # 16 groups of 16 samples, prompts of 52 tokens, answers of 6
 

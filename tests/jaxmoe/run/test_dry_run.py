@@ -11,8 +11,8 @@ import pytest
 from jaxmoe import doctor, eval, train
 from jaxmoe.checkpoint.entries import list_entries
 from jaxmoe.checkpoint.tensor_files import encode_header, planned_bytes
+from jaxmoe.collection import tasks
 from jaxmoe.config_file import load_config
-from jaxmoe.envs import tasks
 from jaxmoe.model.config import tiny
 from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 

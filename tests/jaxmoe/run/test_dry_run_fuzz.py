@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from jaxmoe import cli, doctor, eval, train
+from jaxmoe.collection import tasks
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
-from jaxmoe.envs import tasks
 
 VALUES = [
     "",

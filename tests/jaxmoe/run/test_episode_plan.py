@@ -4,13 +4,13 @@
 import pytest
 
 from jaxmoe import train
+from jaxmoe.collection import tasks
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs import tasks
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.ops import make_ops
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.run.memory import plan_memory
-from tests.jaxmoe.envs.sandbox.kinds import first_kind
+from tests.jaxmoe.sandbox.kinds import first_kind
 
 CFG = load_config("tiny_tool.py")
 

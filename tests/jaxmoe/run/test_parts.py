@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scripted import NUMBERS, Scripted
 
+from jaxmoe.collection.batches import make_batch
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.batches import make_batch
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.run.parts import make_parts

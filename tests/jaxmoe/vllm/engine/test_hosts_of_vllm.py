@@ -52,7 +52,7 @@ REPORT_SCRIPT = """
 import json, sys
 from dataclasses import replace
 from jaxmoe.cli import ExitStatus, parse_config
-from jaxmoe.envs.batches import make_batch
+from jaxmoe.collection.batches import make_batch
 from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.run.parts import make_parts
 from jaxmoe.train import train

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collect the rollouts of a step: prompts from the stream, answers by the engine, rewards.
+
+Next: jaxmoe/rollout/dynamic_sampling.py decides how many to generate; jaxmoe/train.py trains on
+them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.collection.lost_episodes import report_lost
+from jaxmoe.collection.reward_checks import CheckedRollout, plan_checks, score_and_check
+from jaxmoe.collection.scores import print_fault, select_scored
+from jaxmoe.collection.tasks import Task
+from jaxmoe.config import Config
+from jaxmoe.data.pipeline import PromptIterator
+from jaxmoe.distributed.processes import map_shares
+from jaxmoe.records import Rollout
+from jaxmoe.rewards.rewards import (
+    BatchRewards,
+    ReportProgress,
+    check_faulty,
+    ignore_progress,
+    mean_part_metrics,
+)
+from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
+from jaxmoe.rollout.check_rollouts import (
+    check_masks,
+    check_order,
+    check_samples,
+    check_token_ids,
+)
+from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.shapes import Metrics
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """The rollouts of a step with their rewards, and the state of the prompt stream after them."""
+
+    rollouts: list[Rollout]
+    rewards: np.ndarray  # NaN if no function scores the sample
+    metrics: Metrics  # including time/rollout_s and time/reward_s
+    data: dict[str, Any]  # PromptIterator.get_state()
+
+
+def collect_rollouts(
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    data: PromptIterator,
+    step: int,
+    *,
+    report: ReportProgress = ignore_progress,
+) -> ScoredRollouts:
+    """Generate and score the rollouts of a step.
+
+    The samples depend only on (cfg.seed, step), the prompts, and the engine's weights.
+    """
+    rollout_cfg = cfg.rollout
+    parts: list[dict[str, float]] = []  # of all generated rollouts, also those dropped later
+    seconds = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
+
+    def generate(number: int) -> GenBatch:
+        start = time.perf_counter()
+        report("sampling")
+        # Derived from the step and the number of the batch, so that a resumed run samples the same
+        # answers.
+        seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
+        prompts = next(data)
+        rollouts = task.sample(
+            engine,
+            prompts,
+            replace(task.sampling, explores=True),
+            seed=seed,
+            samples=rollout_cfg.samples_per_prompt,
+        )
+        # Checked before they are scored: a reward of another prompt's answer would be trained on
+        # without an error.
+        check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)
+        check_masks(rollouts)
+        check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
+        check_token_ids(rollouts, cfg.model.vocab_size)
+        report_lost(rollouts, task.train, task.max_lost_frac)
+        answered = time.perf_counter()
+        scores = score_across_processes(
+            rollouts, task, report, rollout_cfg.samples_per_prompt, step
+        )
+        check_faulty(scores, task.max_lost_frac)
+        print_fault(scores)
+        parts.extend(scores.parts)
+        seconds["time/rollout_s"] += answered - start
+        seconds["time/reward_s"] += time.perf_counter() - answered
+        return rollouts, scores.rewards
+
+    rollouts, rewards, metrics = dynamic_sampling(
+        generate,
+        prompts=rollout_cfg.prompts_per_step,
+        samples=rollout_cfg.samples_per_prompt,
+        max_gen_batches=rollout_cfg.max_gen_batches,
+    )
+    select_scored(rewards, task)
+    metrics |= mean_part_metrics(parts) | seconds
+    metrics["data/epoch"] = data.epoch
+    if task.overlong is not None:
+        metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))
+    # The state is taken at once, because with asynchronous rollouts the stream is further ahead
+    # when this step is saved.
+    return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
+
+
+def open_rollouts(
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    step: int,
+    data_state: dict[str, Any] | None,
+    *,
+    report: ReportProgress = ignore_progress,
+    stop_signal: Callable[[], int] = lambda: 0,
+) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:
+    """Return the rollouts of the steps after `step`: in sync with training, or ahead in a thread.
+
+    `data_state` is the state of the prompt stream after `step`; None is its beginning.
+    """
+    data = task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
+    if data_state is not None:
+        data.set_state(data_state)
+    make = partial(collect_rollouts, cfg, task, engine, data, report=report)
+    if cfg.rollout.max_staleness == 0:
+        return SyncRollouts(make)
+    return AsyncRollouts(
+        make,
+        first=step + 1,
+        last=cfg.steps,
+        max_staleness=cfg.rollout.max_staleness,
+        # close() is the call that ends a generate() in another thread.
+        stop=stop_signal,
+        interrupt=engine.close,
+    )
+
+
+def score_across_processes(
+    rollouts: list[Rollout], task: Task, report: ReportProgress, samples: int, step: int
+) -> BatchRewards:
+    """Score and check training rollouts; each process scores a share of the prompts."""
+    # Planned for the complete batch, since an answer is also graded against a row of another share.
+    checked = plan_checks(rollouts, task.train, task, samples=samples)
+
+    def score_share(share: Sequence[CheckedRollout]) -> dict[str, Any]:
+        # An error on all answers of a share may be one on few answers of the batch.
+        scores = score_and_check(share, task.train, task, report, step=step, count_errors=True)
+        return {
+            "rewards": scores.rewards.tolist(),
+            "parts": scores.parts,
+            "fault": scores.first_fault,
+            "faults": scores.faults or [""] * len(share),
+        }
+
+    if jax.process_count() == 1:
+        return score_and_check(checked, task.train, task, report, step=step)
+    shares = map_shares(checked, score_share, group_size=samples)
+    rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
+    faults = [share["fault"] for share in shares if share["fault"]]
+    return BatchRewards(
+        rewards,
+        [part for share in shares for part in share["parts"]],
+        [fault for share in shares for fault in share["faults"]],
+        first_fault=faults[0] if faults else "",
+    )

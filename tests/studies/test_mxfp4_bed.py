@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The beds of the four-bit study: the released start, what each contender reads, and the tables."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
+from jaxmoe.study import Contender
+from studies import mxfp4_bed, mxfp4_trained
+from studies.__main__ import main
+from studies.bed import train_warm_start
+from studies.mxfp4_bed import (
+    MXFP4_BEDS,
+    Mxfp4Bed,
+    changed_share,
+    load_released,
+    make_mxfp4_programs,
+    mxfp4_bed_config,
+    train_on_mxfp4_bed,
+)
+from studies.mxfp4_trained import MXFP4_CONTENDERS
+from studies.reversal import Reversal
+
+# Words so short that some answers are right by chance.
+BED = Mxfp4Bed("reversal", Reversal(n_letters=3, length=2), warm_loss=0.0)
+
+
+@pytest.fixture(scope="module")
+def released():
+    cfg = mxfp4_bed_config(BED.task, 1, "quant.experts=mxfp4")
+    masters, _ = train_warm_start(cfg, BED.task, 0, steps=20, max_loss=0.0)
+    return decode_experts(round_experts(jax.tree.map(jnp.asarray, masters)), jnp.float32)
+
+
+def test_a_word_backward_is_right_and_all_else_is_wrong():
+    task = Reversal(n_letters=5, length=3)
+    prompts, answers = task.sample_prompts(np.random.default_rng(0), 4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert prompt.tokens == (5, *answer[::-1].tolist(), 6)
+        assert len(prompt.tokens) == task.prompt_tokens and task.vocab_size == 7
+
+
+def test_the_start_has_four_bit_values(released):
+    again = decode_experts(round_experts(released), jnp.float32)
+    for kind in ("sliding", "full"):
+        for name in MATRICES:
+            np.testing.assert_array_equal(
+                again["layers"][kind][name], released["layers"][kind][name]
+            )
+
+
+def test_beds_with_the_same_task_and_loss_share_their_warm_starts(tmp_path, monkeypatch, released):
+    folders = []
+
+    def load(cfg, task, seed, folder, *, max_loss):
+        folders.append(folder.name)
+        return released
+
+    monkeypatch.setattr(mxfp4_bed, "load_warm_start", load)
+    for bed in (*MXFP4_BEDS.values(), replace(MXFP4_BEDS["reversal"], name="new", warm_loss=0.5)):
+        load_released(bed, 0, tmp_path)
+    assert folders == ["automaton", "reversal", "reversal", "new"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "contender", [MXFP4_CONTENDERS[i] for i in (0, 1, 5, 6)], ids=lambda c: c.name
+)
+def test_only_a_four_bit_engine_differs_from_its_trainer(released, contender):
+    programs = make_mxfp4_programs(BED, mxfp4_bed_config(BED.task, 3, *contender.settings))
+    metrics = train_on_mxfp4_bed(programs, 0, released, rate=0.01)
+    assert (metrics["k3"] > 1e-6) == (contender.name == "four-bit engine")
+    assert (metrics["moved"] == 0) == (contender.name == "LoRA on the packed base")
+
+
+def test_the_share_of_moved_codes_of_a_lora_base_is_zero_and_of_others_is_counted(released):
+    packed = round_experts(released)
+    assert changed_share(packed, packed) == 0.0
+    other = round_experts(jax.tree.map(lambda x: -x, released))
+    matrices = [released["layers"][kind][name] for kind in ("sliding", "full") for name in MATRICES]
+    n_zeros = sum(int(jnp.sum(x == 0)) for x in matrices)
+    assert changed_share(packed, other) == 1 - n_zeros / sum(x.size for x in matrices)
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_tables_and_goes_on_where_it_stopped(
+    tmp_path, monkeypatch, capsys, released
+):
+    contenders = [Contender(c.name, c.settings, (1e-3,)) for c in MXFP4_CONTENDERS[::5]]
+    monkeypatch.setattr(mxfp4_trained, "MXFP4_CONTENDERS", contenders)
+    monkeypatch.setitem(MXFP4_BEDS, "reversal", BED)
+    monkeypatch.setattr(mxfp4_trained, "load_released", lambda bed, seed, folder: released)
+    argv = ["mxfp4", "--beds", "reversal", "--seeds", "2", "--steps", "1", "--out", str(tmp_path)]
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(argv) == 0
+        table = (tmp_path / "mxfp4.md").read_text()
+        assert "four bits on both sides" in table and (tmp_path / "mxfp4.png").stat().st_size
+        assert "reversal 4/4: four bits" in capsys.readouterr().out
+        assert main(argv) == 0
+    assert "reversal 4/4" not in capsys.readouterr().out
+    assert (tmp_path / "mxfp4.md").read_text() == table
+
+
+def test_a_study_of_one_seed_is_refused(tmp_path):
+    assert main(["mxfp4", "--seeds", "1", "--out", str(tmp_path)]) == 2
