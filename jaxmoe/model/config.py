@@ -83,7 +83,7 @@ _REQUIRED = {  # the only supported values; an absent field means this value
 }
 # Stands for gpt_oss where no program but ours has the kinds of layers: those without sinks or
 # biases, and those of several windows. Other programs, which would misread the weights, refuse it.
-OWN_TYPE = "jaxmoe"
+JAXMOE_TYPE = "jaxmoe"
 _ATTENTION = "_attention"
 _ALLOWED = {
     "layer_kinds",
@@ -137,7 +137,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     for name, required in _REQUIRED.items():
         # A missing model_type is refused, because nothing else says that this is GPT-OSS. The other
         # fields have these values where they are absent.
-        if name == "model_type" and config.get(name) == OWN_TYPE:
+        if name == "model_type" and config.get(name) == JAXMOE_TYPE:
             continue
         value = (
             config.get(name) if config.get(name) is not None or name == "model_type" else required
@@ -203,7 +203,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
 
 def _read_layer_types(config: dict[str, Any], n_layers: int) -> str:
     """Return ModelConfig.layer_types of a config.json."""
-    if config["model_type"] == OWN_TYPE:
+    if config["model_type"] == JAXMOE_TYPE:
         text = config.get("layer_kinds")
         _check_field(isinstance(text, str), "layer_kinds", "a text, as model.layer_types", text)
         return str(text)
@@ -248,9 +248,9 @@ def _check_field(holds: bool, name: str, requirement: str, value: Any) -> None:
 def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """Return the config.json that `transformers` and vLLM read for this model.
 
-    Its model_type is OWN_TYPE for kinds of layers that they do not have.
+    Its model_type is JAXMOE_TYPE for kinds of layers that they do not have.
     """
-    own = {"model_type": OWN_TYPE, "architectures": [], "layer_kinds": cfg.layer_types}
+    fields = {"model_type": JAXMOE_TYPE, "architectures": [], "layer_kinds": cfg.layer_types}
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -286,7 +286,7 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_cache": True,
         "vocab_size": cfg.vocab_size,
-        **({} if cfg.has_gpt_oss_layers else own),
+        **({} if cfg.has_gpt_oss_layers else fields),
     }
 
 

@@ -84,10 +84,10 @@ def _select_stacks(tree: Leaf, size: int) -> Leaf:
     return jax.tree.map(lambda x: x if not x.ndim or len(x) == size else None, tree)
 
 
-def _fill_absent(tree: Leaf, other: Leaf) -> Leaf:
-    """Return `tree` with the leaves of `other` where it has None."""
+def _fill_absent(tree: Leaf, leaves: Leaf) -> Leaf:
+    """Return `tree` with `leaves` where it has None."""
     return jax.tree.map(
-        lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None
+        lambda x, y: y if x is None else x, tree, leaves, is_leaf=lambda x: x is None
     )
 
 

@@ -18,7 +18,7 @@ from jaxmoe.config.layer_plan import BlockKind, LayerPlan
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import forward, init_cache, plain_ops, sequence_logprobs, tiny
 from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.config import OWN_TYPE, from_hf, to_hf
+from jaxmoe.model.config import JAXMOE_TYPE, from_hf, to_hf
 from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import abstract_params, block_specs
 from jaxmoe.parallel.ops import sharded_ops
@@ -198,7 +198,7 @@ def test_an_export_read_again_is_the_model(cfg, tmp_path):
     params = weights_of(cfg)
     save_params(params, cfg, tmp_path / "out", dtype="float32")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["model_type"] == OWN_TYPE and from_hf(config).plan == cfg.plan
+    assert config["model_type"] == JAXMOE_TYPE and from_hf(config).plan == cfg.plan
     jax.tree.map(
         np.testing.assert_array_equal, load_params(tmp_path / "out", cfg, "float32"), params
     )

@@ -128,8 +128,8 @@ def test_taken_rows_read_the_right_prompt(caches, rows):
     rows = np.asarray(rows)
     copied, shared = (read_rows(take_rows(cache, jnp.asarray(rows)), rows)[0] for cache in caches)
     np.testing.assert_allclose(shared, copied, atol=64 * EPS * max(1.0, np.abs(copied).max()))
-    taken = take_rows(caches[1], jnp.asarray(rows)).prompt
-    assert taken.kind.k.shape[1] == min(PROMPTS, len(rows))
+    taken = take_rows(caches[1], jnp.asarray(rows)).prompts["full"]
+    assert taken.stack.k.shape[1] == min(PROMPTS, len(rows))
 
 
 def test_rows_taken_twice_read_the_right_prompt(caches):
