@@ -8,7 +8,6 @@ one file for each implementation, cases.py (named shapes). dispatch.py selects t
 from pallas_kernels.decode_attention import (
     decode_attention,
     decode_attention_in_stack,
-    paged_decode_attention,
 )
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.sink_attention import sink_attention, sink_attention_backward
@@ -19,7 +18,6 @@ __all__ = [
     "decode_attention_in_stack",
     "grouped_matmul",
     "grouped_swiglu",
-    "paged_decode_attention",
     "sink_attention",
     "sink_attention_backward",
     "token_logprobs",

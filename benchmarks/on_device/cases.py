@@ -61,7 +61,6 @@ RIGHT = {
             "64x8k_window",
         )
     ),
-    *(f"paged-{case.name}-mosaic_gpu" for case in test_on_chip.decode_cases.PAGED_TEST_CASES),
     *(
         f"grouped_matmul-{case}-{impl}"
         for case in ("uneven", "gate_up_20b")
@@ -117,18 +116,10 @@ def list_cases(platform: str = "gpu") -> dict[str, Case]:
             cases[name] = Case(_group(name, impl, size), size, _compare(operation, case, impl))
     if platform == "cpu":
         return cases
-    for case in test_on_chip.decode_cases.PAGED_TEST_CASES:
-        name, run = (
-            f"paged-{case.name}-mosaic_gpu",
-            _call(test_on_chip.test_pages_are_read_as_the_formula_says, case, "mosaic_gpu"),
-        )
-        cases[name] = Case(_group(name, "mosaic_gpu", 0), 0, run)
     cases[OTHER_ROWS] = Case(
         "invariant",
         0,
-        _call(
-            test_on_chip.test_a_rows_bits_do_not_depend_on_the_other_rows, "mosaic_gpu_invariant"
-        ),
+        _call(test_on_chip.test_a_rows_bits_ignore_the_other_rows, "mosaic_gpu_invariant"),
     )
     return cases
 

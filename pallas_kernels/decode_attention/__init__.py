@@ -4,7 +4,6 @@
 from pallas_kernels.decode_attention.api import (
     decode_attention,
     decode_attention_in_stack,
-    paged_decode_attention,
 )
 from pallas_kernels.decode_attention.pages import MAX_QUERIES
 
@@ -12,5 +11,4 @@ __all__ = [
     "MAX_QUERIES",
     "decode_attention",
     "decode_attention_in_stack",
-    "paged_decode_attention",
 ]

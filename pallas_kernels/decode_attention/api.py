@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import as_floats, as_integers, resolve_scale, window_size
 from pallas_kernels.decode_attention import reference, xla
-from pallas_kernels.decode_attention.signature import PagedAttention
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
@@ -34,12 +33,6 @@ IMPLS: dict[str, Implementation[Attention]] = implementations_of(
     xla.decode_attention_xla,
     reference.decode_attention_reference,
     invariant_in="pallas_kernels.sink_attention",
-)
-_PAGED: dict[str, Implementation[PagedAttention]] = implementations_of(
-    _HERE,
-    "paged_decode_attention",
-    xla.paged_decode_attention_xla,
-    reference.paged_decode_attention_reference,
 )
 
 
@@ -149,45 +142,6 @@ def decode_attention_in_stack(
     return kernels.decode_attention_in_stack_mosaic_gpu(
         q_BTNH, k_LBSKH, v_LBSKH, layer, sink_N, layout, *statics
     )
-
-
-def paged_decode_attention(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    *,
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int | None = None,
-    scale: float | None = None,
-    impl: Impl = "auto",
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """`decode_attention` where token s of row b is token s % S of page page_table[b, s // S].
-
-    Args:
-        k_PSKH: P pages of S tokens each; rows may share pages.
-        page_table_BJ: entries past a row's last page may have any value, such as −1.
-        lengths_B: tokens of each row, including its T new ones, which are the last. The queries'
-            positions are lengths − T … lengths − 1; queries before 0 see no key.
-    Returns:
-        o in q's dtype, lse in float32; a query that sees no key has o = 0 and lse = sink.
-    All else is as in `decode_attention`. With a window only the pages of the window are listed and
-    read. On a TPU store pages as [P, S, K·H] and reshape them in the call.
-    Source: pages: arXiv:2309.06180.
-    """
-    q_BTNH, k_PSKH, v_PSKH, sink_N = _check_arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
-    page_table_BJ = as_integers("page_table_BJ", page_table_BJ)
-    B, H = q_BTNH.shape[0], q_BTNH.shape[3]
-    if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
-        raise ValueError(
-            f"page_table_BJ must list pages for each of the {B} rows, [B, J] with J ≥ 1; got "
-            f"{page_table_BJ.shape}."
-        )
-    lengths_B = as_integers("lengths_B", lengths_B, (B,))
-    statics = window_size(window), resolve_scale(scale, H)
-    run = select_implementation(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
-    return run(q_BTNH, k_PSKH, v_PSKH, sink_N, page_table_BJ, lengths_B, *statics)
 
 
 def _check_arrays(q: Any, k: Any, v: Any, sink: Any) -> tuple[Array, Array, Array, Array]:

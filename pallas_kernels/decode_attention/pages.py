@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A common view of contiguous and paged caches: pages, a page table, and visibility bits.
+"""The kernels' view of a cache: pages, a page table, and visibility bits.
 
-The kernels read only these, so windows, ring buffers, left padding and paged caches share one code
-path. The predicate `is_visible` is computed here once per token, not in a kernel per head.
+The kernels read only these, so windows, ring buffers, left padding and stacked caches share one
+code path. The predicate `is_visible` is computed here once per token, not in a kernel per head.
 Next: pallas_gpu.py or pallas_tpu.py.
 """
 
@@ -13,11 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import block_ranges
-from pallas_kernels.decode_attention.reference import newest_positions
 from pallas_kernels.masks import Layout
 
 MAX_QUERIES = 16  # maximum new tokens per row in a kernel
-BITS = 32  # bits of an element of `visible_bits_BS`, one for each query
 
 
 class Pages(NamedTuple):
@@ -67,38 +65,6 @@ def pages_from_stack(
     table = jnp.arange(B * (S // page), dtype=jnp.int32).reshape(B, S // page)
     first = layer.astype(jnp.int32) * (B * (S // page))
     return Pages(k, v, table + first, visibility_bits(layout, window))
-
-
-def pages_from_table(
-    k_PSKH: Array, v_PSKH: Array, table_BJ, lengths_B, T: int, window: int, max_page: int
-) -> Pages:
-    """A paged cache. With a window the table lists only the pages that the window can reach.
-
-    Pages of more than `max_page` tokens (a multiple of it) are split, without a copy.
-    """
-    (P, size, K, H), J = k_PSKH.shape, table_BJ.shape[1]
-    # Entries past a row's last page are arbitrary, and no kernel may address a page that does not
-    # exist.
-    table = jnp.clip(table_BJ.astype(jnp.int32), 0, P - 1)
-    lengths_B = lengths_B.astype(jnp.int32)
-    first_B1 = jnp.zeros_like(lengths_B)[:, None]
-    # So many pages at most contain window + T − 1 consecutive slots, wherever in a page they begin.
-    most_needed = -(-(window + T - 2) // size) + 1
-    if window and most_needed < J:
-        first_B1 = jnp.maximum(lengths_B[:, None] - T - window + 1, 0) // size
-        columns = jnp.minimum(first_B1 + jnp.arange(most_needed, dtype=jnp.int32)[None, :], J - 1)
-        table = jnp.take_along_axis(table, columns, axis=1)
-    k_pos = first_B1 * size + jnp.arange(table.shape[1] * size, dtype=jnp.int32)[None, :]
-    q_pos, q_seg = newest_positions(lengths_B, T)
-    # there are no keys past the table's end, even if the length is larger
-    k_seg = ((k_pos < lengths_B[:, None]) & (k_pos < J * size)).astype(jnp.int32)
-    if size > max_page:
-        parts = size // max_page
-        part_111 = jnp.arange(parts, dtype=jnp.int32)[None, None, :]
-        table = (table[:, :, None] * parts + part_111).reshape(table.shape[0], -1)
-        k_PSKH, v_PSKH = (x.reshape(P * parts, max_page, K, H) for x in (k_PSKH, v_PSKH))
-    layout = Layout(q_pos, k_pos, q_seg, k_seg)
-    return Pages(k_PSKH, v_PSKH, table, visibility_bits(layout, window))
 
 
 def visibility_bits(layout: Layout, window: int) -> Int[Array, "B S"]:

@@ -23,7 +23,6 @@ from jaxtyping import Array
 from pallas_kernels import hopper
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
-from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.pallas_gpu_blocks import arrays_unsupported
 from pallas_kernels.sink_attention.reference import UNSEEN
@@ -90,24 +89,6 @@ def decode_attention_in_stack_mosaic_gpu(
     return _attend_gpu(q_BTNH, x, sink_N, scale, interpret)
 
 
-def paged_decode_attention_mosaic_gpu(
-    q_BTNH: Queries,
-    k_PSKH: PagedKeys,
-    v_PSKH: PagedKeys,
-    sink_N: Sinks,
-    page_table_BJ: PageTable,
-    lengths_B: Lengths,
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> Result:
-    """(o, lse) on a Hopper GPU; see `paged_decode_attention_reference`."""
-    T = q_BTNH.shape[1]
-    x = pages.pages_from_table(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, max_page=KEYS)
-    return _attend_gpu(q_BTNH, x, sink_N, scale, interpret)
-
-
 def decode_attention_mosaic_gpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
     """The reason why the kernel cannot run, or None."""
     if reason := arrays_unsupported(q_BTNH, k_BSKH):
@@ -115,16 +96,6 @@ def decode_attention_mosaic_gpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: 
     if q_BTNH.shape[1] > pages.MAX_QUERIES:
         return f"{q_BTNH.shape[1]} queries per row are more than {pages.MAX_QUERIES}"
     return None
-
-
-def paged_decode_attention_mosaic_gpu_unsupported(
-    q_BTNH: Any, k_PSKH: Any, *_arrays: Any
-) -> str | None:
-    """The reason why the kernel cannot run, or None."""
-    page = k_PSKH.shape[1]
-    if page % MIN_PAGE or (KEYS % page and page % KEYS):
-        return f"page size {page} is neither {MIN_PAGE}, 16, 32 nor a multiple of {KEYS}"
-    return decode_attention_mosaic_gpu_unsupported(q_BTNH, k_PSKH)
 
 
 def decode_tiles(T: int, G: int) -> DecodeTiles:

@@ -23,7 +23,6 @@ from pallas_kernels import tpu
 from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
-from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
@@ -34,7 +33,7 @@ KEYS = 512
 # Steps in VMEM: 3 MiB if K·H = 512, 6 MiB if 1024, of at least 16 MiB. The two in flight, 2 MiB,
 # cover a latency of 0.7 µs at 2.7 TB/s (v5p).
 STAGES = 3
-# Page size of a contiguous cache: the smallest unit that is read or skipped.
+# Page size of a cache: the smallest unit that is read or skipped.
 PAGE = 128
 # A tile of two-byte numbers has 16 sublanes, and a copy moves complete tiles.
 MIN_PAGE = 16
@@ -64,24 +63,6 @@ def decode_attention_mosaic_tpu(
     return _attend_tpu(q_BTNH, x, sink_N, scale, interpret)
 
 
-def paged_decode_attention_mosaic_tpu(
-    q_BTNH: Queries,
-    k_PSKH: PagedKeys,
-    v_PSKH: PagedKeys,
-    sink_N: Sinks,
-    page_table_BJ: PageTable,
-    lengths_B: Lengths,
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> Result:
-    """(o, lse) on a TPU; see `paged_decode_attention_reference`."""
-    T = q_BTNH.shape[1]
-    x = pages.pages_from_table(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, max_page=KEYS)
-    return _attend_tpu(q_BTNH, x, sink_N, scale, interpret)
-
-
 def decode_attention_mosaic_tpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
     """The reason why the kernel cannot run, or None."""
     B, S, K, H = k_BSKH.shape
@@ -89,20 +70,6 @@ def decode_attention_mosaic_tpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: 
     return _array_unsupported(q_BTNH, K * H) or _length_unsupported(
         B, S, page if page >= MIN_PAGE else PAGE
     )
-
-
-def paged_decode_attention_mosaic_tpu_unsupported(
-    q_BTNH: Any, k_PSKH: Any, page_table_BJ: Any = None, *_arrays: Any
-) -> str | None:
-    """The reason why the kernel cannot run, or None."""
-    _, page, K, H = k_PSKH.shape
-    if page % MIN_PAGE or (KEYS % page and page % KEYS):
-        return f"page size {page} is neither {MIN_PAGE}, 32 … 256 nor a multiple of {KEYS}"
-    long = None
-    if page_table_BJ is not None:
-        B, J = page_table_BJ.shape
-        long = _length_unsupported(B, J * page, min(page, KEYS))
-    return _array_unsupported(q_BTNH, K * H) or long
 
 
 def _array_unsupported(q_BTNH: Any, width: int) -> str | None:

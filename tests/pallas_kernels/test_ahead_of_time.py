@@ -38,7 +38,7 @@ def test_the_figures_of_ptxas_are_read():
     assert parse_ptxas(PTXAS + slow).warnings == (slow,)
 
 
-def test_an_unknown_chip_is_an_error_that_names_the_known_ones():
+def test_an_unknown_chip_names_the_known_ones():
     with pytest.raises(ValueError, match="one of v5e, v5p, v6e, tpu7x, a100.*got 'v9'"):
         chip_mesh("v9")
 
@@ -55,7 +55,7 @@ def double(x, rows):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_chip_compiles_a_matmul_and_is_the_target_of_what_is_traced(chip):
+def test_every_chip_compiles_a_matmul(chip):
     skip_without_compiler(chip)
     targets = []
 
@@ -108,7 +108,7 @@ def test_the_wheels_tools_stand_first_and_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.aot
-def test_a_kernel_compiled_before_still_counts_as_a_call():
+def test_kernels_compiled_before_count_as_calls():
     skip_without_compiler("h200")
     case = cases.get_attention_case("train_4k")._replace(B=1, T=192, S=192)
     q, k, v, sink, *_ = jax.eval_shape(lambda: cases.init_attention_inputs(case, "bfloat16"))
@@ -129,7 +129,7 @@ def test_a_tile_that_interpretation_accepts_is_refused(chip):
 
 
 @pytest.mark.aot
-def test_a_block_larger_than_the_vector_memory_is_refused():
+def test_blocks_beyond_vector_memory_are_refused():
     skip_without_compiler("v5e")
     x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
     with pytest.raises(Exception, match="vmem"):

@@ -12,23 +12,18 @@ from pallas_kernels import (
     decode_attention,
     grouped_matmul,
     grouped_swiglu,
-    paged_decode_attention,
     sink_attention,
     token_logprobs,
 )
 from pallas_kernels.arguments import matmul_precision
-from pallas_kernels.decode_attention import cases as decode_cases
-from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.grouped_matmul import routing
 from pallas_kernels.sink_attention import cases
 
-attend, decode, paged, matmul, swiglu, logprobs = map(
+attend, decode, matmul, swiglu, logprobs = map(
     inspect.unwrap,  # without the type checks of the test run
     (
         sink_attention,
         decode_attention,
-        paged_decode_attention,
         grouped_matmul,
         grouped_swiglu,
         token_logprobs,
@@ -66,10 +61,6 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
         ("Multiply q by it", lambda: jax.jit(lambda s: attend(Q, K, V, SINK, scale=s))(3.0)),
         ("head size must be above 0", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
         ("-inf for no sink", lambda: decode(Q, K, V, None, **PLACES)),
-        (
-            "lengths_B must hold integers",
-            lambda: paged(Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2)),
-        ),
         ("one or more matrices", lambda: matmul(LHS, RHS[0], SIZES)),
         ("one or more matrices", lambda: matmul(LHS, RHS[:0], SIZES[:0])),
         ("one or more matrices", lambda: swiglu(LHS[..., None], RHS, SIZES)),
@@ -105,18 +96,9 @@ def compiled(call):
 def test_numpys_arrays_and_lists_are_taken(impl):
     q, k, v, sink = map(plain, INPUTS[:4])
     places = {name: np.asarray(x) for name, x in PLACES.items()}
-    table, lengths = [[0, 1], [1, 0]], [7, 12]
-    pages = dict(page_table_BJ=table, lengths_B=lengths)
     for f, arrays, args, options, expected in (
         (attend, INPUTS[:4], (q, k, v, sink), places, PLACES),
         (decode, INPUTS[:4], (q, k, v, sink), places, PLACES),
-        (
-            paged,
-            INPUTS[:4],
-            (q, k, v, sink),
-            pages,
-            jax.tree.map(jnp.array, pages, is_leaf=lambda x: isinstance(x, list)),
-        ),
         (matmul, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
         (swiglu, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
         (logprobs, (HIDDEN, HEAD, TARGETS), map(plain, (HIDDEN, HEAD, TARGETS)), {}, {}),
@@ -129,7 +111,7 @@ def test_numpys_arrays_and_lists_are_taken(impl):
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
-def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
+def test_empty_batches_and_no_keys_are_taken(impl):
     o, lse = compiled(lambda: attend(Q[:0], K[:0], V[:0], SINK, impl=impl))
     assert o.shape == Q[:0].shape and lse.shape == (0, 6, 4)
     options = dict(PLACES, k_positions_BS=K_POS[:, :0], k_segment_ids_BS=K_SEG[:, :0])
@@ -142,32 +124,19 @@ def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
     assert rows.shape == (0, 4) and not sizes.any()
 
 
-def test_a_window_longer_than_any_row_is_no_window():
+def test_a_very_long_window_is_no_window():
     o, lse = compiled(lambda: attend(Q, K, V, SINK, window=10**12))
     expected = compiled(lambda: attend(Q, K, V, SINK))
     np.testing.assert_array_equal(o, expected[0])
     np.testing.assert_array_equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("T", [32, 33, 70])
-@pytest.mark.parametrize("window", [0, 9])
-def test_pages_serve_a_prefill_of_any_length(T, window):
-    case = decode_cases.PagedCase("prefill", B=2, T=T, N=4, K=2, H=16, page=16, J=6, window=window)
-    x = decode_cases.init_paged_inputs(case, jnp.float32)
-    x = x._replace(lengths_B=jnp.array([T - 3, 6 * 16 - 5], jnp.int32))
-    actual = compiled(lambda: decode_xla.paged_decode_attention_xla(*x, window, 0.25))
-    expected = compiled(lambda: decode_reference.paged_decode_attention_reference(*x, window, 0.25))
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-
-
-def test_float32_is_multiplied_as_float32_whatever_the_surroundings_ask():
+def test_float32_products_ignore_default_precision():
     calls = (
         lambda: attend(Q, K, V, SINK)[0].sum(),
         lambda: attend(Q, K, V, SINK, impl="reference")[0].sum(),
         lambda: matmul(LHS, RHS, SIZES).sum(),
         lambda: logprobs(HIDDEN, HEAD, TARGETS)[0].sum(),
-        lambda: paged(Q, K, V, SINK, page_table_BJ=Q_POS[:, :1], lengths_B=Q_POS[:, 5])[0].sum(),
     )
     for surroundings in ("bfloat16", "highest"):
         with jax.default_matmul_precision(surroundings):

@@ -71,7 +71,7 @@ def check_results(op, case, names, dtype="float32"):
     return bench.check_results(op, case, names, jnp.dtype(dtype), bench.load_sides(op, case, names))
 
 
-def test_a_wrong_result_is_named_with_its_reason_and_nothing_is_timed(monkeypatch, capsys):
+def test_a_wrong_result_is_named_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "time_sides", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit) as stop:
         bench.main(["sink_attention", "--impl", f"{__name__}:wrong_window", "--case", "packed"])
@@ -82,7 +82,7 @@ def test_a_wrong_result_is_named_with_its_reason_and_nothing_is_timed(monkeypatc
     )
 
 
-def test_nothing_is_timed_on_a_gpu_beside_products_that_xla_has_not_tuned(monkeypatch, capsys):
+def test_untuned_gpu_products_are_not_timed(monkeypatch, capsys):
     flags = "--xla_cpu_multi_thread_eigen=false --xla_gpu_autotune_level=0"
     assert bench.find_untuned("cpu", flags) is None
     assert bench.find_untuned("gpu", flags.replace("=0", "=4")) is None
@@ -95,7 +95,7 @@ def test_nothing_is_timed_on_a_gpu_beside_products_that_xla_has_not_tuned(monkey
     assert stop.value.code == 2 and "got --xla_gpu_autotune_level=0 in XLA_FLAGS" in line
 
 
-def test_on_a_gpu_a_reference_for_its_results_is_not_tuned_and_what_is_timed_is(monkeypatch):
+def test_only_timed_programs_are_tuned(monkeypatch):
     op, case, options = OPS["token_logprobs"], OPS["token_logprobs"].cases.TEST_CASES[0], []
     monkeypatch.setattr(
         measure.jax, "jit", lambda fn, compiler_options=None: options.append(compiler_options)
@@ -121,7 +121,7 @@ def test_the_references_of_a_check_are_not_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["token_logprobs", "decode_attention"])
-def test_an_operation_that_was_compiled_ahead_compiles_nothing_in_its_passes(name, caplog):
+def test_compiled_ahead_compiles_nothing_in_passes(name, caplog):
     op, dtype = OPS[name], jnp.dtype("float32")
     case = op.cases.TEST_CASES[1]
     inputs = measure.generate_inputs(op, case, dtype, 1)
@@ -136,7 +136,7 @@ def test_an_operation_that_was_compiled_ahead_compiles_nothing_in_its_passes(nam
 
 
 @pytest.mark.aot
-def test_the_compiler_for_a_gpu_knows_the_option_that_leaves_out_tuning():
+def test_the_gpu_compiler_knows_the_tuning_option():
     if reason := compiler_unavailable("h100"):
         pytest.skip(reason)
     mesh = chip_mesh("h100")
@@ -147,9 +147,7 @@ def test_the_compiler_for_a_gpu_knows_the_option_that_leaves_out_tuning():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"sink_attention/xla/float32": 3}', "\udcff"])
-def test_saved_times_that_cannot_be_read_are_one_line_before_anything_is_run(
-    monkeypatch, capsys, tmp_path, text
-):
+def test_unreadable_saved_times_are_one_line(monkeypatch, capsys, tmp_path, text):
     path = tmp_path / f"{bench.device_name()}.json"
     path.write_text(text, errors="surrogateescape")
     monkeypatch.setattr(bench, "check_results", lambda *_: pytest.fail("run"))
@@ -192,7 +190,7 @@ def test_times_are_compared_with_the_saved_ones(capsys):
         ("sink_attention --compile h200 --rounds 3 --save", "got --rounds, --save. Leave it out"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(capsys, typed, said):
+def test_impossible_requests_are_one_line(capsys, typed, said):
     with pytest.raises(SystemExit) as stop:
         bench.main(typed.split())
     assert stop.value.code == 2
@@ -204,7 +202,7 @@ def never_packed(case, inputs, cotangents):
     raise AssertionError("only its name is read here")
 
 
-def test_a_case_that_a_peer_refuses_is_said_and_the_next_one_is_timed(capsys, monkeypatch):
+def test_a_refused_case_does_not_stop_timing(capsys, monkeypatch):
     def check(op, case, names, dtype, sides):
         if case.name == "packed":
             raise NotImplementedError("no packing\nwhatsoever")
@@ -239,7 +237,7 @@ class Built:
     temp_bytes: int = 3_000_000
 
 
-def test_a_refused_row_does_not_take_the_table_with_it(capsys, monkeypatch):
+def test_a_refused_row_leaves_the_table(capsys, monkeypatch):
     def compile_for(chip, fn, *inputs):
         if inputs[0].shape[1] == 37:
             raise RuntimeError("\nINTERNAL: too big\nwhere")
@@ -255,7 +253,7 @@ def test_a_refused_row_does_not_take_the_table_with_it(capsys, monkeypatch):
     assert bench.main([*argv, "gqa8"]) == 1
 
 
-def test_a_peer_is_a_function_of_the_case_and_its_inputs():
+def test_a_peer_takes_case_and_inputs():
     op = OPS["token_logprobs"]
     case = op.cases.TEST_CASES[0]
     inputs = op.inputs(case, jnp.float32, 0)
@@ -276,14 +274,14 @@ def test_exponents_are_fitted_to_the_longer_half():
 
 
 @pytest.mark.slow
-def test_windowed_memory_grows_with_the_length_and_no_faster(monkeypatch):
+def test_windowed_memory_grows_linearly(monkeypatch):
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (128, 256, 512))
     said = growth.format_growth("xla", jnp.float32, "cpu")
     powers = [float(line.rsplit("^", 1)[1]) for line in said.splitlines() if "memory" in line]
     assert len(powers) == 4 and all(p < 1.2 for p in powers)
 
 
-def test_a_length_that_does_not_fit_is_said_and_the_others_are_fitted(monkeypatch):
+def test_lengths_that_do_not_fit_are_named(monkeypatch):
     class Small(measure.JittedOp):
         def __init__(self, op, case, impl):
             if case.T > 32:
@@ -344,7 +342,7 @@ def test_the_experts_of_transformers_make_the_same_swiglu():
 
 
 @pytest.mark.parametrize("peer", ["cudnn", "cudnn_sink", "tokamax", "without_sink"])
-def test_peers_refuse_in_one_line_where_they_cannot_run(peer):
+def test_peers_refuse_in_one_line(peer):
     op = OPS["sink_attention"]
     case = op.cases.get_attention_case("gqa8")
     inputs = op.inputs(case, jnp.float32, 0)
@@ -371,7 +369,7 @@ def test_relative_errors_ignore_agreeing_infinities_and_nothing_else():
         ([np.inf, 1.0], [7.0, 1.0]),
     ],
 )
-def test_what_is_not_finite_on_one_side_only_is_infinitely_wrong(ours, right):
+def test_one_sided_infinities_are_infinitely_wrong(ours, right):
     assert relative_error(ours, right) == np.inf
     assert relative_error(right, right) == 0.0
 

@@ -37,7 +37,7 @@ def files(n=100):
     return "\n".join(lines), f"x\n{UNITS}\n2 2 4 1 3 3 2 2 2\n== UTILIZATION:\n{rows}\n"
 
 
-def test_loops_nest_and_their_own_cycles_are_those_outside_the_inner_ones():
+def test_loops_nest_and_count_their_cycles():
     found = schedule_tpu.parse_tpu_schedule("k", *files())
     inner = (Loop(5, 29, ()), Loop(35, 59, ()))
     assert found.body == Loop(0, 99, (Loop(2, 89, inner),))  # copies and waits are no loop
@@ -48,7 +48,7 @@ def test_loops_nest_and_their_own_cycles_are_those_outside_the_inner_ones():
     assert found.slots(inner[0], "VSTORE:SPILL") == 25
 
 
-def test_a_time_takes_exact_turns_of_the_same_loops():
+def test_a_time_takes_exact_loop_counts():
     found = schedule_tpu.parse_tpu_schedule("k", *files())
     counted = LoopCounts(
         (1, 1), (LoopCounts((10, 10, 10), (LoopCounts((70,)), LoopCounts((30,)))),)
@@ -61,7 +61,7 @@ def test_a_time_takes_exact_turns_of_the_same_loops():
     assert found.ms(None, "v6e") is None
 
 
-def test_what_a_branch_jumps_over_may_be_counted_apart():
+def test_branches_may_be_counted_apart():
     found = schedule_tpu.parse_tpu_schedule("k", *files())
     assert found.skips == ((8, 30),)  # over a loop, and so over none of its gaps
     found = found._replace(skips=((66, 69),))
@@ -115,7 +115,7 @@ def test_the_pipes_of_a_hopper_loop_are_counted():
     assert "3 computing warpgroups" in lines[0] and "1·64x128x16" in lines[2]
 
 
-def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
+def test_a_hopper_kernel_without_schedule_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must write .*sass_ctrl"):
         schedule_hopper.read_hopper_kernels(tmp_path)
 
@@ -138,7 +138,7 @@ def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
         ("sink_attention --schedule --compile v6e --case huge", "--case must be one of"),
     ],
 )
-def test_what_leaves_no_schedule_is_said_in_one_line(capsys, typed, said):
+def test_no_schedule_is_one_line(capsys, typed, said):
     with pytest.raises(SystemExit) as stop:
         bench.main(typed.split())
     assert stop.value.code == 2
@@ -146,7 +146,7 @@ def test_what_leaves_no_schedule_is_said_in_one_line(capsys, typed, said):
     assert re.search(said, line), line
 
 
-def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeypatch):
+def test_a_refused_case_leaves_the_others(capsys, monkeypatch):
     def compiled(chip, target, op, case, dtype):
         if case == "gqa8":
             raise RuntimeError("INTERNAL: too big\nwhere")
@@ -180,7 +180,7 @@ def test_a_compiler_that_dies_says_its_last_line(monkeypatch):
         schedule.compile_in_child("v6e", "a:b")
 
 
-def test_turns_come_back_from_the_child_as_they_were():
+def test_loop_counts_survive_the_child_process():
     counted = LoopCounts((1, (2.5, 0)), (LoopCounts((3,)),))
     assert schedule._counts_from_json(json.loads(json.dumps(counted))) == counted
 

@@ -39,7 +39,7 @@ def test_skipped_blocks_hide_all_and_full_ones_none(seed, window, packed, shares
 
 
 @pytest.mark.parametrize("window", [0, 128])
-def test_in_a_plain_causal_layout_the_table_is_exact(window):
+def test_the_table_is_exact_in_causal_layouts(window):
     layout = jax.tree.map(
         jnp.asarray, cases.case_layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8))
     )
@@ -54,7 +54,7 @@ RAGGED = ((211, (90, 31, 150)), (47, (1, 64, 33)), (300, (5,)))
 
 @pytest.mark.parametrize("window", [0, 24])
 @pytest.mark.parametrize("groups", [RAGGED, tuple((n, ()) for n in (150, 233, 71, 317))])
-def test_no_block_where_sequences_meet_is_visited_in_vain(groups, window):
+def test_blocks_of_two_sequences_are_not_wasted(groups, window):
     positions, segments, last = map(jnp.asarray, shared_places(1024, (groups,)))
     layout = Layout(positions, positions, segments, segments, last)
     if groups is not RAGGED:  # a packed row without shared keys
@@ -68,7 +68,7 @@ def test_no_block_where_sequences_meet_is_visited_in_vain(groups, window):
 
 
 @given(st.integers(0, 10**6))
-def test_runs_hold_every_needed_block_and_their_middle_only_whole_ones(seed):
+def test_runs_hold_every_needed_block(seed):
     rng = np.random.default_rng(seed)
     needed = rng.random((2, 5, 7)) < 0.6
     full = needed & (rng.random((2, 5, 7)) < 0.6)

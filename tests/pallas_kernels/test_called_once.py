@@ -16,7 +16,7 @@ from pallas_kernels.ahead_of_time import compile_for, compiler_unavailable
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1200)]
 
 
-def test_a_kernel_whose_result_a_scan_stores_is_called_once():
+def test_a_scan_calls_its_kernel_once():
     if reason := compiler_unavailable("h200"):
         pytest.skip(reason)
 

@@ -50,7 +50,7 @@ def test_auto_says_once_what_it_chose_and_why(caplog):
     assert plain.__module__ in message
 
 
-def test_auto_leaves_out_what_has_never_run_on_a_chip_and_says_so(caplog):
+def test_auto_leaves_out_unproven_kernels(caplog):
     dispatch._log_once.cache_clear()
     lazy = dispatch.lazy_implementation(
         __name__, "fast", ("cpu", "gpu", "tpu"), "anything", proven=False
@@ -74,7 +74,7 @@ def test_a_named_implementation_never_falls_back():
         select_implementation("elsewhere", IMPLS, 4)
 
 
-def test_of_several_names_the_first_that_can_run_is_taken_proven_or_not():
+def test_the_first_named_that_runs_is_taken():
     new = {"new": Implementation(fast, odd_is_bad, proven=False), **IMPLS}
     assert (
         select_implementation(("new", "plain"), new, 4) is fast
@@ -88,7 +88,7 @@ def test_of_several_names_the_first_that_can_run_is_taken_proven_or_not():
         select_implementation((), new, 4)
 
 
-def test_nothing_that_runs_is_an_error_with_every_reason():
+def test_no_runnable_kernel_names_every_reason():
     with pytest.raises(NotImplementedError, match="fast: the length must be even"):
         select_implementation("auto", {"fast": IMPLS["fast"]}, 5)
 
@@ -100,7 +100,7 @@ def test_an_unknown_name_asks_what_was_meant():
         select_implementation("zzz", IMPLS, 4)
 
 
-def test_the_mesh_in_context_says_what_is_compiled_for():
+def test_the_mesh_decides_the_target():
     assert dispatch.target_device().platform == jax.default_backend()
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)

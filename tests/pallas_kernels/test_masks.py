@@ -25,9 +25,7 @@ def visible(q_pos, k_pos, window, q_seg, k_seg):
 
 
 @given(row(position), row(position), st.integers(0, 9), row(segment), row(segment))
-def test_a_key_is_seen_in_the_same_segment_not_later_and_within_the_window(
-    q_pos, k_pos, window, q_seg, k_seg
-):
+def test_keys_are_visible_by_segment_order_window(q_pos, k_pos, window, q_seg, k_seg):
     actual = visible(q_pos, k_pos, window, q_seg, k_seg)
     for t in range(LENGTH):
         for s in range(LENGTH):

@@ -23,7 +23,7 @@ def moved(factor, index=(1, 3), dtype=np.float32):
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0.1, 5.0).filter(lambda x: abs(x - 2) > 0.05))
-def test_ours_may_err_twice_as_much_as_naive_and_no_more(error, factor):
+def test_ours_may_err_twice_the_naive_error(error, factor):
     oracle = np.zeros((3, 5))  # no ulps are granted at zero
     naive, actual = (np.full((3, 5), x, np.float32) for x in (error, factor * error))
     if factor < 2:
@@ -33,7 +33,7 @@ def test_ours_may_err_twice_as_much_as_naive_and_no_more(error, factor):
             three_way(actual, naive, oracle)
 
 
-def test_where_naive_is_exact_only_the_ulps_of_the_largest_value_are_left():
+def test_exact_naive_results_allow_only_ulps():
     exact = ORACLE.astype(np.float32)
     oracle = exact.astype(np.float64)
     index = (1, 2)  # the value there is 0, so adding is exact
@@ -45,7 +45,7 @@ def test_where_naive_is_exact_only_the_ulps_of_the_largest_value_are_left():
         three_way(moved(ULP, index), exact, oracle, ulps=0.0)
 
 
-def test_the_ulp_is_that_of_our_dtype_not_of_the_oracle():
+def test_the_ulp_is_of_our_dtype():
     units = np.ones((3, 5))
     close = 1.0 + float(jnp.finfo(jnp.bfloat16).eps)
     three_way(jnp.full((3, 5), close, jnp.bfloat16), units, units)
@@ -53,7 +53,7 @@ def test_the_ulp_is_that_of_our_dtype_not_of_the_oracle():
         three_way(jnp.full((3, 5), close, jnp.float32), units, units)
 
 
-def test_the_message_names_the_worst_place_and_its_three_values():
+def test_the_message_names_the_worst_coordinate():
     actual = moved(0.25, (0, 1))
     actual[2, 4] = 7.0
     with pytest.raises(AssertionError) as failed:
@@ -64,14 +64,14 @@ def test_the_message_names_the_worst_place_and_its_three_values():
 
 
 @pytest.mark.parametrize("perturbed", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_fails_where_the_oracle_is_finite(perturbed):
+def test_infinities_fail_against_a_finite_oracle(perturbed):
     for naive in (moved(0.0), moved(perturbed)):  # even where naive is no better
         with pytest.raises(AssertionError, match=r"at \(1, 3\)"):
             three_way(moved(perturbed), naive, ORACLE)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_agree_only_with_the_same(value):
+def test_infinities_agree_only_with_the_same(value):
     oracle, finite = moved(value, dtype=np.float64), moved(0.0)
     three_way(moved(value), finite, oracle)
     with pytest.raises(AssertionError):
@@ -96,7 +96,7 @@ def test_nothing_agrees_with_nothing():
     three_way(none, none, none)
 
 
-def test_the_kernels_import_nothing_of_the_model_and_no_other_framework():
+def test_kernels_import_neither_model_nor_framework():
     code = (
         "import sys, pallas_kernels, pallas_kernels.sink_attention.cases\n"
         "print(*{name.split('.')[0] for name in sys.modules})"

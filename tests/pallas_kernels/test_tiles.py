@@ -25,7 +25,7 @@ def inputs(count, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_has_the_same_bits_beside_any_others(dtype):
+def test_a_rows_bits_ignore_neighbours(dtype):
     rows, shared = inputs(70, dtype)
     all_rows, counted = tiled(rows, shared)
     assert all_rows.dtype == dtype and counted.tolist() == list(range(1, 71))
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_function():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, want)
 
 
-def test_the_compiler_does_not_know_how_often_the_loop_turns():
+def test_the_compiler_cannot_know_the_loop_count():
     """It would inline a loop of one iteration, and fuse the tile with surrounding operations."""
     text = tiled.lower(*inputs(ROWS)).compile().as_text()
     assert " while(" in text and "known_trip_count" not in text
@@ -59,7 +59,7 @@ USER_FLAGS = {
 }
 
 
-def test_a_tile_alone_has_the_bits_it_has_among_others_whatever_is_around_it():
+def test_a_tiles_bits_ignore_its_surroundings():
     """The count is hidden, as the compiler would fuse the tile of one iteration with its input."""
 
     def surroundings(x_MD, shared, scale):

@@ -29,7 +29,6 @@ Q, K, ROWS, MATRICES, HEAD = (
     [
         (attention.sink_attention_mosaic_tpu_unsupported, (Q, K)),
         (decode.decode_attention_mosaic_tpu_unsupported, (Q, K)),
-        (decode.paged_decode_attention_mosaic_tpu_unsupported, (Q, K)),
         (grouped.grouped_matmul_mosaic_tpu_unsupported, (ROWS, MATRICES)),
         (grouped.grouped_swiglu_mosaic_tpu_unsupported, (ROWS, MATRICES)),
         (logprobs.token_logprobs_mosaic_tpu_unsupported, (ROWS, HEAD)),

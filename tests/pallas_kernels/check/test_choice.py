@@ -17,7 +17,7 @@ from tests.pallas_kernels.check.made_verdicts import REFUSES, RIGHT, WRONG, judg
 DOUBLES = "tests.pallas_kernels.check.doubles"
 
 
-def test_auto_takes_the_first_right_kernel_and_asks_of_no_more():
+def test_auto_takes_the_first_right_kernel():
     asked = []
     found = choose_kernels("auto", "gpu", judged(asked, mosaic_gpu=RIGHT))
     assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
@@ -28,7 +28,7 @@ def test_auto_takes_the_first_right_kernel_and_asks_of_no_more():
     )
 
 
-def test_auto_passes_a_wrong_kernel_by_and_says_which():
+def test_auto_names_the_wrong_kernel_it_passes():
     found = choose_kernels("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
     assert found["sink_attention"] == Choice(("triton", "xla"), (("mosaic_gpu", WRONG),))
     assert found["decode_attention"] == Choice("xla", (("mosaic_gpu", WRONG),))
@@ -41,7 +41,7 @@ def test_on_a_cpu_nothing_is_asked():
     assert {c.impl for c in choose_kernels("reference", "gpu", judged()).values()} == {"reference"}
 
 
-def test_a_name_that_one_operation_has_leaves_the_others_to_auto():
+def test_operations_without_the_named_kernel_use_auto():
     found = choose_kernels("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
     assert found.pop("sink_attention").impl == "triton"
     assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
@@ -86,7 +86,7 @@ def chosen(chip, folder, name="auto"):
 
 
 @pytest.mark.parametrize("name", ["auto", "mosaic_gpu", "mosaic_gpu_invariant"])
-def test_a_gpu_checks_the_operations_at_once_and_each_verdict_is_kept(monkeypatch, tmp_path, name):
+def test_a_gpu_checks_operations_at_once(monkeypatch, tmp_path, name):
     impl = name.replace("auto", "mosaic_gpu")
     checks = Checks(monkeypatch, lambda *_: RIGHT, together=4)
     found, told = chosen(GPU, tmp_path, name)
@@ -98,7 +98,7 @@ def test_a_gpu_checks_the_operations_at_once_and_each_verdict_is_kept(monkeypatc
     assert chosen(GPU, tmp_path, name) == (found, []) and again.most == 0
 
 
-def test_a_tpu_which_admits_one_process_checks_one_operation_after_another(monkeypatch, tmp_path):
+def test_a_tpu_checks_operations_in_turn(monkeypatch, tmp_path):
     checks = Checks(monkeypatch, lambda *_: time.sleep(0.05) or RIGHT)
     found, told = chosen(GPU | {"platform": "tpu", "kind": "TPU v6 lite"}, tmp_path)
     assert checks.most == 1 and checks.asked == [(o, "mosaic_tpu") for o in PLATFORMS]
@@ -106,7 +106,7 @@ def test_a_tpu_which_admits_one_process_checks_one_operation_after_another(monke
     assert {c.name for c in found.values()} == {"mosaic_tpu"}
 
 
-def test_checks_at_once_choose_what_checks_in_turn_choose(monkeypatch, tmp_path):
+def test_checks_at_once_choose_as_in_turn(monkeypatch, tmp_path):
     def answer(operation, impl, _):
         if operation == "token_logprobs":
             raise child.NoChip("no memory, ever")
@@ -134,9 +134,7 @@ def test_checks_at_once_choose_what_checks_in_turn_choose(monkeypatch, tmp_path)
         KernelVerdict("wrong", "case ragged: the process gave no result in 600 s"),
     ],
 )
-def test_a_check_without_a_result_beside_others_is_repeated_alone(
-    monkeypatch, tmp_path, beside, alone
-):
+def test_a_check_without_result_is_repeated_alone(monkeypatch, tmp_path, beside, alone):
     def answer(operation, impl, count):
         if operation != "grouped_swiglu":
             return RIGHT
@@ -156,14 +154,14 @@ def test_a_check_without_a_result_beside_others_is_repeated_alone(
     assert len(list(tmp_path.glob("*.json"))) == len(PLATFORMS) - (alone is None)
 
 
-def test_a_wrong_number_beside_others_is_wrong_without_another_check(monkeypatch, tmp_path):
+def test_a_wrong_number_is_not_checked_again(monkeypatch, tmp_path):
     checks = Checks(monkeypatch, lambda *_: WRONG, together=4)
     with pytest.raises(KernelRefused, match="sink_attention: failed in case ragged: o: relative"):
         chosen(GPU, tmp_path, "mosaic_gpu")
     assert len(checks.asked) == len(PLATFORMS)
 
 
-def test_a_kernel_of_another_platform_is_refused_before_any_check(monkeypatch, tmp_path):
+def test_other_platforms_kernels_are_refused_before_checks(monkeypatch, tmp_path):
     Checks(monkeypatch, lambda *_: pytest.fail("checked"))
     with pytest.raises(KernelRefused, match="it needs a tpu, but this machine has a gpu"):
         chosen(GPU, tmp_path, "mosaic_tpu")
@@ -185,7 +183,7 @@ def test_an_interruption_ends_the_checks_that_run(monkeypatch, tmp_path):
     assert all(stop.is_set() for stop in stops) and not list(tmp_path.iterdir())
 
 
-def test_a_child_that_is_not_wanted_any_more_is_killed(monkeypatch):
+def test_a_superfluous_child_is_killed(monkeypatch):
     monkeypatch.setattr(child, "_START", "import time; time.sleep(60)")
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
@@ -203,7 +201,7 @@ def test_a_child_that_is_not_wanted_any_more_is_killed(monkeypatch):
         ("gpu", REFUSES, "sink_attention: unsupported: it needs a Hopper GPU"),
     ],
 )
-def test_a_named_kernel_that_cannot_be_had_is_refused_with_its_reason(platform, verdict, said):
+def test_an_unavailable_named_kernel_is_refused(platform, verdict, said):
     with pytest.raises(KernelRefused, match=said):
         choose_kernels("mosaic_gpu", platform, judged(mosaic_gpu=verdict))
 
@@ -211,7 +209,7 @@ def test_a_named_kernel_that_cannot_be_had_is_refused_with_its_reason(platform, 
 @pytest.mark.parametrize(
     "named, may", [("cpu", False), ("cpu,cuda", False), ("cuda,cpu", True), ("tpu", True)]
 )
-def test_the_platforms_that_are_asked_for_say_whether_a_chip_may_be_here(named, may):
+def test_jax_platforms_decide_if_a_chip_is_possible(named, may):
     assert choice.may_have_accelerator(named) == may
     assert choice.may_have_accelerator() == (choice.jax.config.jax_platforms != "cpu")
 
@@ -242,9 +240,7 @@ def on_a_cpu():
         ("names_the_status_of_no_memory", "token_logprobs", "wrong", "it raised ValueError"),
     ],
 )
-def test_a_fault_planted_in_a_double_is_found_by_another_process(
-    tmp_path, on_a_cpu, double, operation, kind, said
-):
+def test_another_process_finds_a_planted_fault(tmp_path, on_a_cpu, double, operation, kind, said):
     judge = make_judge(
         on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=300.0, log_line=lambda _: None
     )
@@ -254,7 +250,7 @@ def test_a_fault_planted_in_a_double_is_found_by_another_process(
 
 
 @pytest.mark.slow
-def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_path, on_a_cpu):
+def test_a_hang_costs_its_timeout_once(tmp_path, on_a_cpu):
     told = []
     judge = make_judge(
         on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=20.0, log_line=told.append
@@ -268,7 +264,7 @@ def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_p
 
 
 @pytest.mark.slow
-def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_cpu, tmp_path):
+def test_sampled_rows_show_faults_at_run_size(on_a_cpu, tmp_path):
     real = {"token_logprobs": [dict(name="run", M=1500, D=64, V=640, vocab_size=600)]}
     verdicts = {
         double: make_judge(
@@ -280,7 +276,7 @@ def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_
     assert verdicts["wrong_past_the_cases"].reason.startswith("case run: logp: relative error")
 
 
-def test_the_runs_experts_are_checked_by_the_product_that_reads_them(monkeypatch):
+def test_experts_are_checked_by_their_product(monkeypatch):
     monkeypatch.setitem(cases.HARD_CASES, "grouped_matmul", ())
     checked, find_fault = [], one.find_fault
 
@@ -304,7 +300,7 @@ def test_a_verdict_has_no_advice_for_direct_calls(monkeypatch):
     assert messages[-1]["refused"] == "it needs gpu, this is cpu"
 
 
-def test_a_check_does_not_tune_the_references_products_unless_the_user_says_so():
+def test_a_check_does_not_tune_the_reference():
     flag = "--xla_gpu_autotune_level"
     assert child.child_environ({"PATH": "/bin"})["XLA_FLAGS"] == f"{flag}=0"
     kept = child.child_environ({"XLA_FLAGS": "--xla_dump_to=d"})["XLA_FLAGS"]
@@ -312,7 +308,7 @@ def test_a_check_does_not_tune_the_references_products_unless_the_user_says_so()
     assert child.child_environ({"XLA_FLAGS": f"{flag}=4"})["XLA_FLAGS"] == f"{flag}=4"
 
 
-def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
+def test_a_device_that_fails_gives_no_verdict(monkeypatch):
     for end in ("was killed by SIGSEGV (TPU is in use)", ""):
         monkeypatch.setattr(child, "run_child", lambda *_, end=end: child.ChildReport((), end))
         with pytest.raises(child.NoChip, match="opens the device (was killed|said nothing)"):
@@ -321,7 +317,7 @@ def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
             child.find_chip()
 
 
-def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
+def test_the_runs_shape_must_be_supported(monkeypatch):
     def verdict(*refused, own):
         said = [
             {"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}

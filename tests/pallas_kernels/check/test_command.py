@@ -45,9 +45,7 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
         ),
     ],
 )
-def test_the_command_says_which_file_it_does_not_take_and_checks_again(
-    monkeypatch, capsys, tmp_path, text, said
-):
+def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, text, said):
     here = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
@@ -69,7 +67,7 @@ def test_the_command_says_which_file_it_does_not_take_and_checks_again(
         assert len(again) == (lines == 4) and all(said in x for x in again)
 
 
-def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, capsys):
+def test_the_command_fails_for_a_wrong_kernel(monkeypatch, capsys):
     monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
     here = {"platform": "gpu", "kind": "NVIDIA H200", "jax": "0.12"}
     monkeypatch.setattr(child, "find_chip", lambda: here)

@@ -17,7 +17,7 @@ from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
 
-def test_a_wrong_tile_among_a_thousand_counts_as_much_as_one_of_two():
+def test_a_wrong_tile_counts_at_any_size():
     right = np.random.default_rng(0).normal(size=(2048, 64))
     wrong = right.copy()
     wrong[-2:] *= 1.5
@@ -27,7 +27,7 @@ def test_a_wrong_tile_among_a_thousand_counts_as_much_as_one_of_two():
     )
 
 
-def test_a_small_row_is_measured_by_itself_and_a_row_of_zeros_by_all():
+def test_small_rows_are_measured_by_themselves():
     right = np.full((4, 8), 100.0)
     right[0], right[1] = 1.0, 0.0
     ours = right.copy()
@@ -46,7 +46,7 @@ def test_infinities_agree_with_themselves_and_with_nothing_else():
     assert compare.max_row_error(np.zeros((2, 2)), np.zeros((2, 3))) == np.inf
 
 
-def test_a_fault_names_the_first_result_beyond_its_limit():
+def test_a_fault_names_the_first_wrong_result():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
     names, good = ("o", "lse", "dq"), [x, x, x]
     assert (
@@ -61,7 +61,7 @@ def test_a_fault_names_the_first_result_beyond_its_limit():
     assert nan is not None and nan.startswith("dq: relative error inf")
 
 
-def test_results_that_stay_in_float32_have_no_room_for_a_rounding_to_16_bits():
+def test_float32_results_allow_no_16_bit_rounding():
     x = jnp.ones(8, jnp.float32)
     tight = compare.error_limit(0.0, x, "bfloat16", output=True)
     loose = compare.error_limit(0.0, x, "bfloat16", output=False)
@@ -80,9 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("operation", CASES)
-def test_sampled_rows_have_the_values_and_gradients_of_the_whole_in_several_pieces(
-    monkeypatch, operation
-):
+def test_sampled_rows_equal_the_complete_result(monkeypatch, operation):
     monkeypatch.setattr(sampled, "MAX_SCORES", 200)
     op, case = OPS[operation], CASES[operation]
     op = replace(op, rows=replace(op.rows, compared=LESS))
@@ -107,7 +105,7 @@ LESS = {"dk": (1, 7), "dv": (1, 7), "drhs": (1, 5), "dw_head": (0, 5)}
 
 
 @pytest.mark.parametrize("n, most", [(131_072, 2048), (1331, 300), (9, 9)])
-def test_every_stripe_has_a_row_in_the_sample_and_so_has_every_tile_of_two(n, most):
+def test_the_sample_has_rows_of_every_tile(n, most):
     at = sampled.sample_stripes(n, most)
     width = -(-n // most)
     assert at[-1] == n - 1 and len(at) == min(n, most)
@@ -116,14 +114,14 @@ def test_every_stripe_has_a_row_in_the_sample_and_so_has_every_tile_of_two(n, mo
     assert np.array_equal(at, other) == (n == most)
 
 
-def test_every_group_has_its_first_and_last_row_in_the_sample():
+def test_the_sample_has_each_groups_ends():
     op, case = OPS["grouped_matmul"], MatmulCase("x", 4001, 2, 3, (7, 0, 1, 1500, 2000, 3))
     at = set(sampled.sample_rows(op, op.inputs(case, jnp.float32, 0), 50))
     assert {0, 6, 7, 8, 1507, 1508, 3507, 3508, 3510, 3511, 4000} <= at
 
 
 @pytest.mark.parametrize("operation", OPS)
-def test_the_pieces_of_a_long_case_fit_a_small_memory(operation):
+def test_pieces_of_a_long_case_fit_memory(operation):
     """Shapes alone: nothing of that size is made."""
     op = OPS[operation]
     long = op.cases.LONG_CASES[0]

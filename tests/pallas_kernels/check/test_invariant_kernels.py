@@ -30,7 +30,7 @@ def find_fault(operation, double):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", CASES)
-def test_one_wrong_tile_of_an_invariant_kernel_is_a_fault_of_that_implementation(operation):
+def test_a_wrong_tile_is_the_invariant_kernels_fault(operation):
     fault = find_fault(operation, "planted_mosaic_tpu_invariant")
     assert fault is not None and fault.startswith(f"{OPS[operation].results[0]}: relative error")
 
@@ -43,11 +43,11 @@ def test_without_it_the_invariant_kernel_is_correct(operation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["decode_attention", "token_logprobs"])
-def test_the_check_of_the_fast_kernel_cannot_see_it(operation):
+def test_the_fast_kernels_check_misses_it(operation):
     assert find_fault(operation, "planted_mosaic_tpu") is None
 
 
-def test_every_operation_has_the_invariant_implementations_and_auto_selects_none():
+def test_auto_selects_no_invariant_implementation():
     x = jnp.zeros((4, 4, 4, 4))
     for table in TABLES:
         invariant = [name for name in table if name.endswith("_invariant")]

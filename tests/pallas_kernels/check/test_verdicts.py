@@ -50,9 +50,7 @@ def test_another_chip_version_or_question_has_another_verdict(tmp_path, told, na
         ),
     ],
 )
-def test_a_file_that_is_corrupt_or_of_another_chip_is_one_line_and_no_verdict(
-    tmp_path, told, text, said
-):
+def test_a_corrupt_verdict_file_is_one_line(tmp_path, told, text, said):
     path = verdicts.verdict_path(tmp_path, KEY)
     path.write_text(text, errors="surrogateescape")
     assert verdicts.load_verdict(tmp_path, KEY, told.append) is None
@@ -61,7 +59,7 @@ def test_a_file_that_is_corrupt_or_of_another_chip_is_one_line_and_no_verdict(
     assert verdicts.load_verdict(tmp_path, KEY, told.append) == ("right", "5 cases")
 
 
-def test_a_folder_that_takes_no_file_is_one_line(tmp_path, told):
+def test_an_unwritable_folder_is_one_line(tmp_path, told):
     (tmp_path / "file").touch()
     verdicts.save_verdict(
         tmp_path / "file" / "folder", KEY, KernelVerdict("right", ""), told.append

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every implementation of decoding: a float64 oracle and four properties."""
+"""Checks of every implementation of decoding: a float64 oracle and two properties."""
 
 from functools import partial
 
@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.decode_attention import cases
-from pallas_kernels.decode_attention.cases import PagedCase
 from tests.pallas_kernels.three_way import three_way
 
 SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
 
 
 def inputs_of(case, dtype=jnp.bfloat16):
-    if isinstance(case, PagedCase):
-        return cases.init_paged_inputs(case, dtype)
     return cases.init_attention_inputs(case, dtype)
 
 
@@ -33,22 +30,10 @@ def wide(inputs, dtype=np.float64):
     return [np.asarray(x.astype(jnp.float32)).astype(dtype) for x in inputs]
 
 
-def in_order(case, inputs):
-    """A paged call as a contiguous one, by plain indexing: q, k, v, sink and the four places."""
-    q, k, v, sink, table, lengths = map(np.asarray, inputs)
-    B, T, S = case.B, case.T, case.J * case.page
-    page_ids = np.where(table < 0, 0, table)
-    k, v = (x[page_ids].reshape(B, S, case.K, case.H) for x in (k, v))
-    q_pos = lengths[:, None] - T + np.arange(T)
-    k_pos = np.broadcast_to(np.arange(S), (B, S))
-    return q, k, v, sink, q_pos, k_pos, (q_pos >= 0) * 1, (k_pos < lengths[:, None]) * 1
-
-
 def formula(case, inputs, rounded=lambda x: x):
     """(o, lse) in float64 with numpy; `rounded` after each product, as a plain program has it."""
-    args = in_order(case, inputs) if isinstance(case, PagedCase) else inputs
-    q, k, v, sink = (np.asarray(x).astype(np.float32).astype(np.float64) for x in args[:4])
-    q_pos, k_pos, q_seg, k_seg = map(np.asarray, args[4:])
+    q, k, v, sink = (np.asarray(x).astype(np.float32).astype(np.float64) for x in inputs[:4])
+    q_pos, k_pos, q_seg, k_seg = map(np.asarray, inputs[4:])
     k, v = (np.repeat(x, case.N // case.K, axis=2) for x in (k, v))
     distance = q_pos[:, :, None] - k_pos[:, None, :]
     visible = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0) & (distance >= 0)
@@ -97,22 +82,6 @@ def check_rows_alone(f, case=SHORT):
     k_pos, k_seg = longer(x.k_positions_BS, 0), longer(x.k_segment_ids_BS, 0)
     roomy = x._replace(k_BSKH=k, v_BSKH=v, k_positions_BS=k_pos, k_segment_ids_BS=k_seg)
     for a, b in zip((o, lse), run(f, case, roomy), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def check_pages_anywhere(f, case):
-    """Check that a permutation of pages, with their table, changes no bit."""
-    x = cases.init_paged_inputs(case, jnp.bfloat16)
-    padded_length = np.random.default_rng(3).permutation(x.k_PSKH.shape[0])
-    distance = np.argsort(padded_length)
-    table = np.where(np.asarray(x.page_table_BJ) < 0, 0, padded_length[np.asarray(x.page_table_BJ)])
-    moved = x._replace(
-        k_PSKH=x.k_PSKH[distance],
-        v_PSKH=x.v_PSKH[distance],
-        page_table_BJ=jnp.asarray(table, jnp.int32),
-    )
-    assert (table != np.asarray(x.page_table_BJ)).any()
-    for a, b in zip(run(f, case, x), run(f, case, moved), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

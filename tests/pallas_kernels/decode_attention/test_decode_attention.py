@@ -13,11 +13,8 @@ from pallas_kernels.decode_attention import (
     cases,
     decode_attention,
     decode_attention_in_stack,
-    paged_decode_attention,
     pages,
-    pallas_gpu,
     pallas_tpu,
-    reference,
     xla,
 )
 from pallas_kernels.masks import is_visible
@@ -25,72 +22,22 @@ from pallas_kernels.sink_attention import sink_attention
 from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.interpreted import TPU, interpreted
 
-PAGED = cases.get_decode_case("pages_16_window")
-
-
-@pytest.mark.parametrize("case", cases.PAGED_TEST_CASES, ids=lambda case: case.name)
-def test_pages_through_xla_are_as_good_as_the_plain_formula(case):
-    checks.check(xla.paged_decode_attention_xla, case, jnp.float32)
-
-
-@pytest.mark.parametrize("name", ["pages_16_window", "pages_64"])
-def test_pages_through_xla_in_half_precision(name):
-    checks.check(xla.paged_decode_attention_xla, cases.get_decode_case(name), jnp.bfloat16)
-
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_a_cache_through_xla_is_as_good_as_the_plain_formula(case):
+def test_xla_decodes_as_the_plain_formula(case):
     checks.check(xla.decode_attention_xla, case, jnp.float32)
 
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_a_cache_through_batch_invariant_decoding_is_as_good_as_the_plain_formula(case):
+def test_xla_invariant_decodes_as_the_plain_formula(case):
     """One case has keys of other segments than the queries'."""
     checks.check(api.IMPLS["xla_invariant"].run, case, jnp.float32)
 
 
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_so_is_one_through_the_batch_invariant_tpu_kernel(case):
+def test_the_invariant_tpu_kernel_decodes_as_the_formula(case):
     with interpreted(TPU):
         checks.check(api.IMPLS[TPU].run, case, jnp.float32)
-
-
-@pytest.mark.parametrize("name", ["pages_16", "pages_16_window"])
-def test_the_reference_of_pages_is_the_formula(name):
-    checks.check(
-        reference.paged_decode_attention_reference, cases.get_decode_case(name), jnp.float32
-    )
-
-
-def test_a_short_gather_sees_the_same(monkeypatch):
-    monkeypatch.setattr(xla, "TOKENS", 32)
-    checks.check(
-        lambda *args: xla.paged_decode_attention_xla(*args),
-        cases.get_decode_case("pages_16"),
-        jnp.float32,
-    )
-
-
-def test_pages_may_lie_anywhere():
-    checks.check_pages_anywhere(xla.paged_decode_attention_xla, PAGED)
-
-
-def test_a_row_without_tokens_gives_zero_and_its_sink():
-    x = cases.init_paged_inputs(cases.get_decode_case("pages_16"))
-    o, lse = checks.run(xla.paged_decode_attention_xla, cases.get_decode_case("pages_16"), x)
-    assert x.lengths_B[0] == 0
-    np.testing.assert_array_equal(o[0], 0)
-    np.testing.assert_allclose(lse[0, 0], x.sink_N, rtol=1e-6)
-
-
-def test_slots_nobody_sees_may_hold_nan():
-    x = cases.init_paged_inputs(PAGED)
-    nan = [jnp.where(y == 1e4, jnp.nan, y) for y in (x.k_PSKH, x.v_PSKH)]
-    assert np.isnan(nan[0]).any()
-    poisoned = x._replace(k_PSKH=nan[0], v_PSKH=nan[1])
-    for f in (xla.paged_decode_attention_xla, reference.paged_decode_attention_reference):
-        for a, b in zip(checks.run(f, PAGED, poisoned), checks.run(f, PAGED, x), strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_bits_say_who_sees_each_slot():
@@ -107,23 +54,13 @@ def test_bits_say_who_sees_each_slot():
     assert len(np.unique(bits)) > 3
 
 
-def test_a_window_lists_its_own_pages_only():
-    x = cases.init_paged_inputs(PAGED)
-    listed = pages.pages_from_table(
-        x.k_PSKH, x.v_PSKH, x.page_table_BJ, x.lengths_B, PAGED.T, PAGED.window, 64
-    )
-    assert listed.table_BJ.shape == (PAGED.B, 4)  # 37 + 2 slots lie in 4 pages of 16 at most
-    visible_slots = np.minimum(x.lengths_B, PAGED.window + PAGED.T - 1)
-    np.testing.assert_array_equal((listed.visible_bits_BS != 0).sum(1), visible_slots)
-
-
-@pytest.mark.parametrize("window", [1, 14, 15, 16, 31])
-def test_the_list_of_a_window_is_long_enough(window):
-    length, T = jnp.arange(1, 145, dtype=jnp.int32), 3
-    kv, table = jnp.zeros((9, 16, 1, 1)), jnp.zeros((144, 9), jnp.int32)
-    listed = pages.pages_from_table(kv, kv, table, length, T, window, 64)
-    visible = (listed.visible_bits_BS != 0).sum(1)
-    np.testing.assert_array_equal(visible, np.minimum(length, window + T - 1))
+def test_a_row_without_keys_gives_its_sink():
+    case = cases.get_decode_case("uneven")
+    x = cases.init_attention_inputs(case)
+    x = x._replace(k_segment_ids_BS=x.k_segment_ids_BS.at[0].set(0))
+    o, lse = checks.run(xla.decode_attention_xla, case, x)
+    np.testing.assert_array_equal(o[0], 0)
+    np.testing.assert_allclose(lse[0, 0], x.sink_N, rtol=1e-6)
 
 
 def call(x, case, f=decode_attention, **padding):
@@ -151,20 +88,6 @@ def test_it_stands_in_for_sink_attention():
     assert list(inspect.signature(decode_attention).parameters) == expected
 
 
-def test_pages_and_a_cache_agree():
-    case = cases.get_decode_case("pages_64")
-    x = cases.init_paged_inputs(case)
-    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
-    q, k, v, sink, *places = checks.in_order(case, x)
-    places = {n: jnp.asarray(p, jnp.int32) for n, p in zip(names, places, strict=True)}
-    flat = decode_attention(*map(jnp.asarray, (q, k, v, sink)), **places, impl="reference")
-    paged = paged_decode_attention(
-        *x[:4], page_table_BJ=x.page_table_BJ, lengths_B=x.lengths_B, impl="reference"
-    )
-    for a, b in zip(flat, paged, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
 def test_differentiating_is_refused_in_words():
     case = cases.get_decode_case("ring")
     x = cases.init_attention_inputs(case)
@@ -177,23 +100,6 @@ def test_a_named_kernel_does_not_fall_back(impl):
     case = cases.get_decode_case("ring")
     with pytest.raises(NotImplementedError, match="this is cpu"):
         call(cases.init_attention_inputs(case), case, impl=impl)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"lengths_B": jnp.zeros(3, jnp.int32)}, r"lengths_B must have the shape \(4,\)"),
-        ({"page_table_BJ": jnp.zeros((4, 0), jnp.int32)}, "J ≥ 1"),
-        ({"window": -1}, "window must be a Python integer of at least 1 .* got -1"),
-        ({"window": 0}, "Pass None for no window"),
-        ({"impl": "mosaic_gp"}, "Did you mean 'mosaic_gpu'"),
-    ],
-)
-def test_pages_that_do_not_fit_are_refused(change, message):
-    x = cases.init_paged_inputs(PAGED)
-    places = {"page_table_BJ": x.page_table_BJ, "lengths_B": x.lengths_B}
-    with pytest.raises(ValueError, match=message):
-        inspect.unwrap(paged_decode_attention)(*x[:4], **(places | change))
 
 
 @pytest.mark.parametrize(
@@ -220,10 +126,6 @@ def test_the_kernels_take_what_the_model_has():
             pallas_tpu.decode_attention_mosaic_tpu_unsupported(*cases.decode_shapes(case)[:2])
             is None
         )
-    for case in cases.PAGED_REAL_CASES:
-        q, k, _, _, table, _ = cases.decode_shapes(case)
-        assert pallas_tpu.paged_decode_attention_mosaic_tpu_unsupported(q, k, table) is None
-        assert "Hopper" in pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(q, k)
 
 
 def stacked(x, layer, n_layers=3):
@@ -232,7 +134,7 @@ def stacked(x, layer, n_layers=3):
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_layer_of_a_stack_is_decoded_as_the_layer_itself(layer):
+def test_a_stacks_layer_decodes_as_the_layer(layer):
     q, k, v, sink, *places = cases.init_attention_inputs(checks.SHORT, jnp.float32)
     names = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
     options = dict(zip(names, places, strict=True)) | {"window": 40, "impl": "xla"}

@@ -16,26 +16,20 @@ COMPILED = (
     "64_ring",
     "8x32k_new4",
     "head_128",
-    "64x8k_pages_64_window",
-    "8x32k_pages_16_new4",
 )
 
 
 def compiled(case):
     skip_without_compiler("h200")
-    paged = isinstance(case, cases.PagedCase)
-    f = (
-        pallas_gpu.paged_decode_attention_mosaic_gpu
-        if paged
-        else pallas_gpu.decode_attention_mosaic_gpu
-    )
-    return ahead_of_time.compile_for(
-        "h200", lambda *x: f(*x, case.window, case.H**-0.5), *cases.decode_shapes(case)
-    )
+
+    def decode(*x):
+        return pallas_gpu.decode_attention_mosaic_gpu(*x, case.window, case.H**-0.5)
+
+    return ahead_of_time.compile_for("h200", decode, *cases.decode_shapes(case))
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copied(name):
+def test_no_spills_and_no_copy_of_the_cache(name):
     case = cases.get_decode_case(name)
     compiled_case = compiled(case)
     assert (

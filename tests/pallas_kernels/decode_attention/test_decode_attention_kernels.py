@@ -14,18 +14,11 @@ KERNELS = {
     "mosaic_gpu": pallas_gpu.decode_attention_mosaic_gpu,
     "mosaic_tpu": pallas_tpu.decode_attention_mosaic_tpu,
 }
-PAGED = {
-    "mosaic_gpu": pallas_gpu.paged_decode_attention_mosaic_gpu,
-    "mosaic_tpu": pallas_tpu.paged_decode_attention_mosaic_tpu,
-}
 # One function for each, so that tests share what is compiled for it.
-KERNELS, PAGED = (
-    {chip: partial(f, interpret=True) for chip, f in kernels.items()}
-    for kernels in (KERNELS, PAGED)
-)
+KERNELS = {chip: partial(f, interpret=True) for chip, f in KERNELS.items()}
 FAST = {
-    "mosaic_gpu": ("window_left", "pages_16_window"),
-    "mosaic_tpu": ("uneven", "several_new", "window_left", "pages_16_window", "pages_64"),
+    "mosaic_gpu": ("window_left",),
+    "mosaic_tpu": ("uneven", "several_new", "window_left"),
 }
 SLOW_GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.slow), "mosaic_tpu"]
 
@@ -38,10 +31,6 @@ def several_steps_per_row():
         yield
 
 
-def kernel_of(chip, case):
-    return (PAGED if isinstance(case, cases.PagedCase) else KERNELS)[chip]
-
-
 @pytest.mark.parametrize(
     "chip, case",
     [
@@ -52,11 +41,11 @@ def kernel_of(chip, case):
             marks=() if case.name in fast else pytest.mark.slow,
         )
         for chip, fast in FAST.items()
-        for case in cases.TEST_CASES + cases.PAGED_TEST_CASES
+        for case in cases.TEST_CASES
     ],
 )
 def test_values_are_as_good_as_the_plain_formula(chip, case):
-    checks.check(kernel_of(chip, case), case)
+    checks.check(KERNELS[chip], case)
 
 
 @pytest.mark.slow
@@ -64,29 +53,19 @@ def test_float16_is_as_good_on_a_gpu():
     checks.check(KERNELS["mosaic_gpu"], cases.get_decode_case("uneven"), jnp.float16)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "uneven",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("packed_none", "pages_16", "pages_32_window")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["uneven", pytest.param("packed_none", marks=pytest.mark.slow)])
 def test_float32_keeps_float32_on_a_tpu(name):
-    case = cases.get_decode_case(name)
-    checks.check(kernel_of("mosaic_tpu", case), case, jnp.float32)
+    checks.check(KERNELS["mosaic_tpu"], cases.get_decode_case(name), jnp.float32)
 
 
-def test_more_rows_than_a_tile_of_a_gpu_take_several():
+def test_more_rows_than_a_tile_take_several():
     case = cases.AttentionCase("tiles", 1, 13, 72, 12, 2, 64, 33)
     assert pallas_gpu.decode_tiles(13, 6) == (2, 64)
     checks.check(KERNELS["mosaic_gpu"], case)
 
 
 @pytest.mark.slow
-def test_one_large_step_of_a_tpu_gives_the_same_numbers(monkeypatch):
+def test_one_large_tpu_step_changes_nothing(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "KEYS", 512)
     checks.check(lambda *args: KERNELS["mosaic_tpu"](*args), cases.get_decode_case("uneven"))
 
@@ -100,11 +79,6 @@ def test_a_row_depends_on_its_own_slots_only(chip, monkeypatch):
         run = jax.jit(checks._run.__wrapped__, static_argnums=(0, 2), compiler_options=optimised)
         monkeypatch.setattr(checks, "_run", run)
     checks.check_rows_alone(KERNELS[chip])
-
-
-@pytest.mark.parametrize("chip", SLOW_GPU)
-def test_pages_may_lie_anywhere(chip):
-    checks.check_pages_anywhere(PAGED[chip], cases.get_decode_case("pages_16_window"))
 
 
 @pytest.mark.slow

@@ -66,16 +66,3 @@ def matmul(rng, sizes, dtype, halves=1):
     shapes = (M, D), (E, D, F), (E, F)
     inputs = *(array(rng, x, dtype) for x in shapes), jnp.asarray(groups, jnp.int32)
     return inputs, (array(rng, (M, F // halves), dtype),)
-
-
-def paged(rng, sizes, dtype):
-    """The arguments of a paged call, and the same call in order: as `attention` gives it."""
-    B, T, J, page, N, K, H = sizes
-    lengths = rng.integers(0, J * page + 1, B)
-    table = rng.permutation(B * J).reshape(B, J)
-    pages = [array(rng, (B * J, page, K, H), dtype) for _ in range(2)]
-    q, sink = array(rng, (B, T, N, H), dtype), jnp.asarray(rng.choice(SINKS, N), jnp.float32)
-    q_pos, k_pos = lengths[:, None] - T + np.arange(T), np.tile(np.arange(J * page), (B, 1))
-    places = q_pos, k_pos, (q_pos >= 0) * 1, (k_pos < lengths[:, None]) * 1
-    in_order = (q, *(x[table].reshape(B, J * page, K, H) for x in pages), sink, *places)
-    return (q, *pages, sink, *(jnp.asarray(x, jnp.int32) for x in (table, lengths))), in_order

@@ -14,7 +14,6 @@ import numpy as np
 
 from pallas_kernels.decode_attention import pallas_gpu as decode_gpu
 from pallas_kernels.decode_attention import pallas_tpu as decode_tpu
-from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import xla as decode_xla
 from pallas_kernels.grouped_matmul import pallas_gpu as matmul_gpu
 from pallas_kernels.grouped_matmul import pallas_tpu as matmul_tpu
@@ -99,21 +98,6 @@ def decoding(sizes, **implementations):
     return side._replace(run={k: run(f) for k, f in implementations.items()})
 
 
-def paged(sizes, **implementations):
-    def run(f):
-        return jax.jit(lambda _, *x: f(*x, WINDOW, sizes[-1] ** -0.5))
-
-    def draw(rng, dtype):  # in place of cotangents, which nobody asks for
-        inputs, in_order = drawn.paged(rng, sizes, dtype)
-        return inputs, in_order
-
-    def right(_, in_order, eps):
-        q = in_order[0]
-        return exact.attention(WINDOW, in_order, (0 * q, jnp.zeros(q.shape[:3])), eps)
-
-    return Side({k: run(f) for k, f in implementations.items()}, draw, right)
-
-
 def logprobs(sizes, **implementations):
     def run(f):
         return differentiated(lambda h, w, t: f(h, w, t, jnp.float32(TEMPERATURE), WORDS), 2)
@@ -159,11 +143,6 @@ PLAIN = {
         xla=xla.sink_attention_xla,
     ),
     "decode_attention": lambda: decoding((3, 2, 61, 6, 2, 16), xla=decode_xla.decode_attention_xla),
-    "paged_decode_attention": lambda: paged(
-        (3, 2, 5, 16, 6, 2, 16),
-        reference=decode_reference.paged_decode_attention_reference,
-        xla=decode_xla.paged_decode_attention_xla,
-    ),
     "token_logprobs": lambda: logprobs(
         (29, 16, 300),
         reference=logprobs_reference.token_logprobs_reference,
@@ -189,10 +168,6 @@ TPU = {
         (2, 3, 72, 10, 2, 64),
         mosaic_tpu=partial(decode_tpu.decode_attention_mosaic_tpu, interpret=True),
     ),
-    "paged_decode_attention": lambda: paged(
-        (2, 3, 5, 16, 10, 2, 64),
-        mosaic_tpu=partial(decode_tpu.paged_decode_attention_mosaic_tpu, interpret=True),
-    ),
     "token_logprobs": lambda: logprobs(
         (29, 16, 300),
         mosaic_tpu=partial(logprobs_tpu.token_logprobs_mosaic_tpu, interpret=True),
@@ -212,10 +187,6 @@ GPU = {
     "decode_attention": lambda: decoding(
         (2, 3, 72, 10, 2, 64),
         mosaic_gpu=partial(decode_gpu.decode_attention_mosaic_gpu, interpret=True),
-    ),
-    "paged_decode_attention": lambda: paged(
-        (2, 3, 5, 16, 10, 2, 64),
-        mosaic_gpu=partial(decode_gpu.paged_decode_attention_mosaic_gpu, interpret=True),
     ),
     "token_logprobs": lambda: logprobs(
         (29, 64, 384), mosaic_gpu=partial(logprobs_gpu.token_logprobs_mosaic_gpu, interpret=True)

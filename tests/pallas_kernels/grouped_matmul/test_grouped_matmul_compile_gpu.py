@@ -75,21 +75,21 @@ def small(case):
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_out_and_every_gradient_fit_registers_and_need_no_memory(case):
+def test_output_and_gradients_fit_registers(case):
     compiled = compile_training(with_gradients(matmul), case, cases.matmul_shapes(case), case.F)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * small(case)  # dbias in float32 too
 
 
 @pytest.mark.parametrize("case", GATE_UP)
-def test_the_fused_activation_fits_registers_and_needs_no_memory(case):
+def test_the_fused_activation_fits_registers(case):
     compiled = ahead_of_time.compile_for(CHIP, swiglu, *cases.matmul_shapes(case))
     check(compiled, 1)
     assert compiled.temp_bytes <= small(case)
 
 
 @pytest.mark.parametrize("case", GATE_UP)
-def test_gradients_of_the_fused_activation_keep_the_product_and_its_gradient(case):
+def test_swiglu_gradients_keep_product_and_its_gradient(case):
     compiled = compile_training(
         with_gradients(swiglu), case, cases.matmul_shapes(case), case.F // 2
     )
@@ -153,7 +153,7 @@ def limits(case):
 
 
 @pytest.mark.parametrize("case", REAL)
-def test_four_bit_weights_with_masters_train_without_a_dense_copy(case):
+def test_four_bit_training_makes_no_dense_copy(case):
     compiled = compile_training(with_gradient_of_masters(matmul), case, with_masters(case), case.F)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * small(case) + limits(case)
@@ -169,7 +169,7 @@ def test_so_do_they_before_the_fused_activation(case):
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case) + limits(case)
 
 
-def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():
+def test_four_bit_bias_gradients_take_little_memory():
     case = cases.REAL_CASES[0]
 
     def run(lhs, rhs, sizes, bias, dout):
@@ -181,7 +181,7 @@ def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():
     assert compiled.temp_bytes <= thrown_away + 2 * small(case)
 
 
-def test_a_tile_too_many_for_shared_memory_is_refused(monkeypatch):
+def test_tiles_beyond_shared_memory_are_refused(monkeypatch):
     from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles
 
     monkeypatch.setattr(pallas_gpu_tiles, "STAGES", 5)

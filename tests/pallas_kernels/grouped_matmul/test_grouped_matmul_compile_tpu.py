@@ -151,7 +151,7 @@ def test_four_bit_weights_train_what_stands_before_them(chip, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("fn, case", [(masters, DOWN_20B), (masters_swiglu, GATE_UP_20B)])
-def test_four_bit_weights_with_masters_train_without_a_dense_copy(chip, fn, case):
+def test_four_bit_training_makes_no_dense_copy(chip, fn, case):
     compile_case(chip, fn, case, packed=True)
 
 

@@ -58,12 +58,12 @@ def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
 @pytest.mark.parametrize(
     "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
 )
-def test_values_and_every_gradient_are_as_good_as_the_naive_masks(name):
+def test_values_and_gradients_match_naive_masks(name):
     check_all(hopper, naive, exact, make(SIZES[name]), name)
 
 
 @pytest.mark.parametrize("name", mark_slow(SIZES, "a tile and more, tails, none"))
-def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(monkeypatch, name):
+def test_the_fused_activation_matches_naive_masks(monkeypatch, name):
     monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", (64,))  # two column tiles
     lhs, rhs, sizes, bias, _ = make(SIZES[name], width=256)
     got = forward(hopper_swiglu, sizes, lhs, rhs, bias)
@@ -87,7 +87,7 @@ def test_every_gradient_of_the_fused_activation():
 
 
 @knows_transposes
-def test_a_nan_stays_in_its_own_group_and_one_past_the_sum_goes_nowhere():
+def test_a_nan_stays_in_its_group():
     sizes = SIZES["rows past the sum"]
     lhs, rhs, sizes_E, bias, dout = make(sizes)
     group, used = 3, sum(sizes)
@@ -108,7 +108,7 @@ def test_a_nan_stays_in_its_own_group_and_one_past_the_sum_goes_nowhere():
         assert np.isnan(np.asarray(x, np.float32)).any(axis=axes).nonzero()[0].tolist() == [group]
 
 
-def test_fewer_rows_than_a_tile_no_bias_and_float16():
+def test_fewer_rows_than_a_tile_in_float16():
     lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), jnp.float16, 9)
     got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.float16
@@ -135,7 +135,7 @@ def test_other_tiles_give_the_same_bits(monkeypatch, widths, stages, chunk):
 @pytest.mark.slow
 @knows_transposes
 @pytest.mark.parametrize("name", SIZES)
-def test_every_gradient_in_float16_and_of_the_fused_activation(name):
+def test_float16_gradients_of_the_fused_activation(name):
     check_all(hopper, naive, exact, make(SIZES[name], jnp.float16), name)
     *args, _ = make(SIZES[name], jnp.float16, width=384)
     dout = jax.random.normal(jax.random.key(8), (M, 192)).astype(jnp.float16)
@@ -160,7 +160,7 @@ def test_no_copy_races_with_the_tile_after_it(races, monkeypatch, transposed):
 
 @pytest.mark.slow
 @knows_transposes
-def test_no_copy_of_a_gradient_races_with_the_one_after_it(races, monkeypatch):
+def test_gradient_copies_have_no_races(races, monkeypatch):
     monkeypatch.setattr(pallas_gpu_weights, "count_gpu_cores", lambda: 1)
     lhs, rhs, sizes, _, dout = make((70, 0, 5, 0, 130), n_rows=330, width=192)
     lhs = lhs[:, :192]  # whole tiles: two that overlap would write the same there
@@ -174,7 +174,7 @@ row_tiles = partial(jax.jit, static_argnums=(1, 2, 3))(pallas_gpu_tiles.row_tile
 
 
 @given(st.lists(st.integers(0, 500), min_size=9, max_size=9), st.sampled_from([128, 192]))
-def test_tiles_cover_every_row_once_at_places_a_copy_can_start(sizes, size):
+def test_tiles_cover_every_row_once_aligned(sizes, size):
     n_rows, padded = 4511, 4512
     table, count = row_tiles(jnp.asarray(sizes, jnp.int32), n_rows, padded, size)
     assert count[0] <= table.shape[0]
@@ -187,7 +187,7 @@ def test_tiles_cover_every_row_once_at_places_a_copy_can_start(sizes, size):
     np.testing.assert_array_equal(owner, np.repeat(np.arange(10), [*sizes, n_rows - sum(sizes)]))
 
 
-def test_the_walk_over_tiles_meets_each_once_and_stays_near():
+def test_the_walk_meets_each_tile_once():
     walk = jax.vmap(lambda i: jnp.stack(pallas_gpu_tiles.split_tile_index(i, jnp.int32(21), 5)))
     places = np.asarray(walk(jnp.arange(21 * 5, dtype=jnp.int32)))
     assert len({tuple(x) for x in places}) == 21 * 5
@@ -228,7 +228,7 @@ def test_what_the_kernel_cannot_do_has_a_reason(lhs, rhs, dtype, reason):
         select_implementation("mosaic_gpu", impls, *arrays)
 
 
-def test_a_half_that_is_no_multiple_of_64_four_bits_and_other_chips_have_reasons_too():
+def test_unsupported_halves_bits_and_chips_have_reasons():
     arrays = zeros((300, 256), (7, 256, 320))
     four = Mxfp4(*zeros((7, 128, 320), (7, 8, 320), dtype=jnp.uint8))
     (half,) = zeros((300, 256), dtype=jnp.float16)

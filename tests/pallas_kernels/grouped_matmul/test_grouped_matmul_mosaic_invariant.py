@@ -53,7 +53,7 @@ def differing(fn, arrays, impl, lora=False):
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("fn", FUNCTIONS)
 @pytest.mark.parametrize("impl", INVARIANT)
-def test_a_rows_bits_do_not_depend_on_the_others(arrays, impl, fn, lora):
+def test_a_rows_bits_ignore_other_rows(arrays, impl, fn, lora):
     if "gpu" in impl and lora:
         pytest.skip("interpreting it takes a quarter of a minute; test_on_chip.py has it on a chip")
     with interpreted(impl):
@@ -66,7 +66,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(arrays, impl, fn, lora):
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_where_a_group_with_more_rows_has_larger_products_they_do(arrays, undone, monkeypatch):
+def test_larger_products_change_a_rows_bits(arrays, undone, monkeypatch):
     """Small ones, whose sums XLA for CPU orders by their rows."""
     tiles, wide = pallas_tpu_rows.tiles, [x.astype(jnp.float32) for x in arrays]
     counts = tiles.count_products

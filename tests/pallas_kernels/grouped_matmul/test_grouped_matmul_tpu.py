@@ -80,16 +80,16 @@ def check(swiglu, dout, sizes, *args):
 
 # Sizes are data: one compiled kernel for all of them is part of what is tested.
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_values_and_every_gradient_are_as_good_as_the_dense_formula(sizes):
+def test_values_and_gradients_match_the_dense_formula(sizes):
     check(False, *inputs(MATMUL, sizes, jnp.float32, False))
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_the_fused_swiglu_and_its_gradients_are_as_good_as_the_dense_formula(sizes):
+def test_fused_swiglu_matches_the_dense_formula(sizes):
     check(True, *inputs(SWIGLU, sizes, jnp.float32, True))
 
 
-def test_gate_and_up_in_tiles_that_products_do_not_divide_are_as_good_as_the_dense_formula(
+def test_undivided_tiles_match_the_dense_formula(
     monkeypatch,
 ):
     """Half of 1152 columns in tiles of 384, products of 256; the second tile is half empty."""
@@ -122,7 +122,7 @@ def test_bfloat16_uneven_groups():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_shapes_of_a_single_tile_that_ends_inside_a_register(case):
+def test_a_single_tile_may_end_inside_a_register(case):
     shape = case.M, case.D, case.F
     check(False, *inputs(shape, case.group_sizes, jnp.float32, False))
 
@@ -146,7 +146,7 @@ def random_mxfp4(n_groups, width, columns):
 
 
 @pytest.mark.parametrize("swiglu", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_four_bit_weights_give_what_their_decoded_values_give(swiglu):
+def test_four_bit_weights_equal_their_decoded_values(swiglu):
     dout, sizes, lhs, _, bias = inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, swiglu)
     packed = random_mxfp4(7, 192, 384)
     got = values_and_gradients(KERNEL[swiglu], dout, sizes, lhs, packed, bias)
@@ -159,7 +159,7 @@ def test_four_bit_weights_give_what_their_decoded_values_give(swiglu):
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
-def test_a_nan_stays_in_its_own_group_and_past_the_sum_it_goes_nowhere(swiglu):
+def test_a_nan_stays_in_its_group(swiglu):
     sizes = SIZES["rows_past_the_sum"]
     used, group = sum(sizes), 2
     begin = sum(sizes[:group])
@@ -193,7 +193,7 @@ def test_fewer_rows_than_a_tile_and_no_bias():
 
 @pytest.mark.parametrize("mib", [64, 128])
 @pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
-def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
+def test_real_matrices_are_cut_at_copyable_places(case, mib, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(tiles, "COLUMNS", 256)
     monkeypatch.setattr(tiles, "window_bytes", lambda _: mib << 18)

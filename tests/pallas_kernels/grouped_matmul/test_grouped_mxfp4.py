@@ -22,7 +22,7 @@ def random_release(seed=0, highest=255, depth=D):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_code_under_every_scale_decodes_to_the_released_bits(dtype):
+def test_every_code_and_scale_decodes_as_released(dtype):
     blocks = np.broadcast_to(np.arange(16, dtype=np.uint8) * 0x11, (1, 255, 2, 16))
     scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 2, axis=2)
     word = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
@@ -33,7 +33,7 @@ def test_every_code_under_every_scale_decodes_to_the_released_bits(dtype):
         np.testing.assert_array_equal(np.asarray(ours).view(word), theirs.view(word))
 
 
-def test_a_byte_holds_a_row_and_the_row_half_the_matrix_below():
+def test_a_byte_holds_rows_half_apart():
     blocks, scales = random_release()
     x = mxfp4.mxfp4_from_released(jnp.asarray(blocks), jnp.asarray(scales))
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, F, D)
@@ -53,7 +53,7 @@ def test_a_nan_scale_stays_nan():
     # Of 96 rows each half of a byte has one group and a half.
     [(grouped_matmul, D), (grouped_swiglu, D), (grouped_matmul, 96)],
 )
-def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, depth, impl):
+def test_four_bit_products_equal_decoded_products(op, depth, impl):
     case = cases.MatmulCase("", 61, depth, F, (29, 0, 23))
     lhs, _, sizes, bias = cases.init_matmul_inputs(case)
     release = random_release(highest=128, depth=depth)
@@ -70,7 +70,7 @@ def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, depth
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_only_one_four_bit_matrix_is_decoded_at_a_time():
+def test_one_four_bit_matrix_is_decoded_at_once():
     lhs, _, sizes, bias = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
     packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release()))
     text = str(jax.make_jaxpr(xla.grouped_matmul_xla)(lhs, packed, sizes, bias))
@@ -111,7 +111,7 @@ def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
         np.testing.assert_array_equal(a, b)
 
 
-def test_misshaped_four_bit_weights_and_odd_halves_are_named():
+def test_misshaped_four_bit_weights_are_named():
     raw, raw_swiglu = inspect.unwrap(grouped_matmul), inspect.unwrap(grouped_swiglu)
     blocks, scales = map(jnp.asarray, random_release())
     lhs, rhs, sizes, _ = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
@@ -126,7 +126,7 @@ def test_misshaped_four_bit_weights_and_odd_halves_are_named():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("lowest", [0, 2], ids=["subnormals", "normal"])
-def test_xla_decodes_every_code_under_every_scale_to_the_bit(lowest, dtype):
+def test_xla_decodes_every_code_and_scale_exactly(lowest, dtype):
     """Scales of subnormals take another way than those without."""
     nibbles = np.repeat(np.arange(16, dtype=np.uint8) * 0x11, 2)[:, None]
     scales = np.arange(lowest, 256)[None, :].astype(np.uint8)

@@ -56,13 +56,13 @@ def make(sizes, n_rows=M, width=F, out_width=None):
 @pytest.mark.parametrize(
     "name", mark_slow(SIZES, "a tile and more, tails, none", "rows past the sum")
 )
-def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_weights(name):
+def test_values_and_gradients_match_decoded_weights(name):
     check_all(hopper, naive, exact, make(SIZES[name]), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
-def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
+def test_the_fused_activation_matches_naive_masks(name):
     lhs, rhs, sizes, bias, _ = make(SIZES[name])
     got, simple = (forward(f, sizes, lhs, rhs, bias) for f in (hopper_swiglu, naive_swiglu))
     up = lhs.astype(jnp.float32), rhs, bias.astype(jnp.float32)
@@ -78,7 +78,7 @@ def test_both_gradients_of_the_fused_activation(name):
 
 
 @knows_transposes
-def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
+def test_a_nan_stays_in_its_group():
     sizes = SIZES["rows past the sum"]
     lhs, rhs, sizes_E, bias, dout = make(sizes)
     used, row, group, column = sum(sizes), 30, 3, 7

@@ -58,7 +58,7 @@ def results_of(name, swiglu, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("swiglu", [False, True], ids=["matmul", "swiglu"])
 @pytest.mark.parametrize("name", ["reference", "xla", "xla_invariant", "mosaic_tpu"])
-def test_values_and_gradients_are_as_good_as_those_of_the_decoded_matrices(name, swiglu, dtype):
+def test_values_and_gradients_match_decoded_matrices(name, swiglu, dtype):
     check(results_of(name, swiglu, dtype), dtype, swiglu)
 
 
@@ -70,7 +70,7 @@ def test_masters_in_bfloat16_have_a_gradient_in_bfloat16(name):
 
 
 @pytest.mark.parametrize("name", ["xla", "xla_invariant", "mosaic_tpu"])
-def test_a_part_of_a_stack_is_its_matrices_by_themselves(name):
+def test_a_part_of_a_stack_equals_its_matrices(name):
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
     ours = found(implementation(name, True), dout, sizes, lhs, alone, bias)
@@ -79,7 +79,7 @@ def test_a_part_of_a_stack_is_its_matrices_by_themselves(name):
 
 
 @pytest.mark.parametrize("name", ["xla", "xla_invariant", "mosaic_tpu"])
-def test_the_values_are_those_of_frozen_matrices_to_the_bit(name):
+def test_values_equal_frozen_matrices_bitwise(name):
     """An engine reads packed matrices without masters."""
     _, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
     frozen = jax.jit(implementation(name, True))(sizes, lhs, rhs.packed, bias)
@@ -88,7 +88,7 @@ def test_the_values_are_those_of_frozen_matrices_to_the_bit(name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
-def test_a_master_trains_up_to_the_largest_value_of_its_group_and_not_above(dtype):
+def test_masters_train_up_to_their_groups_largest(dtype):
     limit = 6.0 * 2.0 ** np.array([0, -20, -126])  # 2^e of a column; the last is of subnormals
     up = np.float32(1 + float(jnp.finfo(dtype).eps))
     column = np.zeros((64, 3), np.float32)
@@ -107,7 +107,7 @@ def test_a_master_trains_up_to_the_largest_value_of_its_group_and_not_above(dtyp
 
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu"])
-def test_no_dense_copy_of_the_experts_is_made_or_saved(name):
+def test_no_dense_copy_of_experts_is_made(name):
     """The masters are float32, and all else in bfloat16 would be a copy."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
     run = implementation(name, True)
@@ -122,7 +122,7 @@ def test_no_dense_copy_of_the_experts_is_made_or_saved(name):
     assert f"bf16[{','.join(map(str, experts))}]" not in text
 
 
-def test_a_change_of_low_rank_trains_beside_the_masters():
+def test_adapters_train_together_with_masters():
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
     keys = jax.random.split(jax.random.key(5))
     a = jax.random.normal(keys[0], (len(SIZES), 3, D)) / D**0.5
@@ -145,7 +145,7 @@ def test_a_change_of_low_rank_trains_beside_the_masters():
 
 
 @pytest.mark.parametrize("name", ["xla", "mosaic_tpu"])
-def test_a_master_that_is_not_finite_is_seen_in_the_rows_of_its_expert_and_nowhere_else(name):
+def test_an_infinite_master_shows_in_its_expert(name):
     """An expert without rows has one too."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
     master = rhs.master_EDF.at[1, 40, 5].set(jnp.nan).at[IDLE, 70, 9].set(-jnp.inf)

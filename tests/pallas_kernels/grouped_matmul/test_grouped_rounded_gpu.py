@@ -27,14 +27,14 @@ def swiglu(sizes, lhs, rhs, bias):
 
 @knows_transposes
 @pytest.mark.parametrize("op", [matmul, pytest.param(swiglu, marks=pytest.mark.slow)])
-def test_values_and_gradients_are_as_good_as_those_of_the_decoded_matrices(op):
+def test_values_and_gradients_match_decoded_matrices(op):
     ours = found(op, *draw_inputs(jnp.bfloat16, op is swiglu))
     check(ours, jnp.bfloat16, op is swiglu)
 
 
 @pytest.mark.slow
 @knows_transposes
-def test_a_part_of_a_stack_is_its_matrices_by_themselves():
+def test_a_part_of_a_stack_equals_its_matrices():
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
     alone = Rounded(own_matrices(rhs), rhs.master_EDF)
     part, whole = (found(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))

@@ -80,7 +80,7 @@ def merged(lhs, rhs, bias, a, b, dout):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [True, False], ids=["four bits", "dense"])
-def test_values_and_gradients_are_as_good_as_of_the_merged_matrices(dtype, packed):
+def test_values_and_gradients_match_merged_matrices(dtype, packed):
     given = arrays(dtype)
     ours = found(*given, impl="xla", packed=packed)
     assert [x.dtype for x in ours] == [dtype, dtype, jnp.float32, jnp.float32]
@@ -95,7 +95,7 @@ def test_the_reference_is_the_formula():
         np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-4)
 
 
-def test_nothing_is_added_by_b_of_zero_and_the_activation_comes_after():
+def test_b_of_zero_adds_nothing():
     lhs, rhs, bias, a, b, _ = arrays()
     change, none = LowRank(a, b, SCALE), LowRank(a, jnp.zeros_like(b), SCALE)
     same = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=none, impl="xla")
@@ -115,7 +115,7 @@ def test_a_change_that_does_not_fit_is_refused():
             grouped_matmul(lhs, rhs, SIZES, bias_EF=bias, low_rank=wrong)
 
 
-def test_of_frozen_matrices_no_gradient_is_in_the_program():
+def test_frozen_matrices_have_no_gradient_program():
     lhs, rhs, bias, a, b, dout = arrays()
     text = (
         jax.jit(partial(found, impl="xla", packed=False))

@@ -120,7 +120,7 @@ def check(ours, swiglu, rank=R):
         pytest.param("tpu", True, marks=pytest.mark.slow, id="tpu-swiglu"),
     ],
 )
-def test_values_and_gradients_are_as_good_as_of_the_merged_matrices(chip, swiglu):
+def test_values_and_gradients_match_merged_matrices(chip, swiglu):
     ours = on_chip(chip, swiglu)
     assert [x.dtype for x in ours] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
     check(ours, swiglu)
@@ -129,7 +129,7 @@ def test_values_and_gradients_are_as_good_as_of_the_merged_matrices(chip, swiglu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", [GPU, "tpu"])
-def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
+def test_ranks_of_several_steps_with_dense_matrices(chip):
     sizes, lhs, part, *others = given(False, 70)
     check(found(kernel(chip, False), False, sizes, lhs, part, *others), False, 70)
     dense = mxfp4_to_dense(alone(part), jnp.bfloat16)
@@ -142,7 +142,7 @@ def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
 
 
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
-def test_a_part_of_a_stack_is_its_matrices_by_themselves(chip):
+def test_a_part_of_a_stack_equals_its_matrices(chip):
     sizes, lhs, part, *others = given(False)
     run, ours = grouped_matmul_low_rank_xla, None
     if chip != "xla":
@@ -153,7 +153,7 @@ def test_a_part_of_a_stack_is_its_matrices_by_themselves(chip):
 
 
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu"])
-def test_b_of_zero_changes_no_bit_of_the_base(chip):
+def test_b_of_zero_changes_no_bit(chip):
     """A run begins at its base, and the change is added before anything is rounded."""
     sizes, lhs, part, bias, a, b, _ = given(True)
     none = jax.jit(partial(kernel(chip, True), scale=SCALE, alpha=ALPHA, limit=LIMIT))(

@@ -41,7 +41,7 @@ def agree(got, scale, code):
 
 
 @pytest.mark.parametrize("row", [32, 64])
-def test_the_interpreter_gives_every_code_under_every_scale_its_value(row):
+def test_the_interpreter_decodes_every_code_and_scale(row):
     other = (SCALE.astype(int) + 77).astype(np.uint8)  # of the high half
 
     def piece(codes, low, high):
@@ -153,7 +153,7 @@ def test_registers_decode_every_code_under_every_scale(dialects, row):
 
 
 @pytest.mark.parametrize("row", [32, 64])
-def test_sixteen_threads_that_store_at_once_write_128_bytes_in_a_row(row):
+def test_sixteen_threads_store_128_bytes_in_order(row):
     """Without bank conflicts, whatever the swizzle does within them; tiles are 8 rows high."""
     rows, columns = np.divmod(registers_of(row), COLUMNS)
     tile = rows // 8 * (COLUMNS // row) + columns // row

@@ -82,13 +82,13 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, form):
     assert not races()
 
 
-def test_few_rows_a_group_have_a_form_of_their_own():
+def test_few_rows_a_group_have_their_form():
     assert mxfp4_forms.choose_form(256, 32) == mxfp4_forms.choose_form(2048, 32)
     assert mxfp4_forms.choose_form(256, 32).consumers == 1
     assert mxfp4_forms.choose_form(2049, 32) == mxfp4_forms.choose_form(98304, 32)
 
 
-def test_every_form_fits_a_cores_registers_and_its_slots_their_decoders():
+def test_every_form_fits_registers_and_decoders():
     for form in (ONE, *CHOSEN.values(), *OTHERS.values()):
         warpgroups = form.consumers + form.decoders + 1
         at_launch = 65536 // (128 * warpgroups) // 8 * 8

@@ -51,7 +51,7 @@ def test_no_other_scale_has_a_smaller_error(w_DF):
     assert (actual <= expected + 32 * 2.0**-8 * unit + 1e-30).all()
 
 
-def test_a_group_that_saturates_gets_a_larger_scale_and_one_large_value_a_smaller_one():
+def test_least_error_scales_follow_saturation():
     w_DF = np.zeros((64, 2), np.float32)
     w_DF[:32, 0] = 7.9  # 6 by the OCP rule
     w_DF[:32, 1], w_DF[0, 1] = 0.25, 4.0  # 0.25 is a code of the smaller scale
@@ -64,14 +64,14 @@ def test_a_group_that_saturates_gets_a_larger_scale_and_one_large_value_a_smalle
 
 @settings(max_examples=100, deadline=None)
 @given(arrays.arrays(np.float32, (64, 2), elements=NORMAL))
-def test_values_are_encoded_to_the_same_bytes_again_and_by_the_ocp_rule(w_DF):
+def test_values_are_encoded_by_the_ocp_rule(w_DF):
     packed = encode(w_DF)
     for again in (encode(decode(packed)), encode_mxfp4(decode(packed))):
         assert all(np.array_equal(a, b) for a, b in zip(packed, again, strict=True))
 
 
 @pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 3.0e-38, 1.0, 3.0e38])
-def test_the_smallest_and_largest_floats_keep_a_scale_that_exists(size):
+def test_extreme_floats_have_existing_scales(size):
     w_DF = np.full((64, 2), size, np.float32) * np.array([1, -1], np.float32)
     packed = encode(w_DF)
     assert int(packed.scales_EDF.max()) <= 254
@@ -80,7 +80,7 @@ def test_the_smallest_and_largest_floats_keep_a_scale_that_exists(size):
     assert np.square(actual - w_DF).sum() <= np.square(plain - w_DF.astype(np.float64)).sum()
 
 
-def test_normal_weights_err_less_than_by_the_ocp_rule():
+def test_least_error_scales_beat_the_ocp_rule():
     w_DF = jax.random.normal(jax.random.key(0), (640, 50))
     errors = [float(jnp.linalg.norm(decode(f(w_DF)) - w_DF)) for f in (encode_mxfp4, encode)]
     assert 0.9 * errors[0] < errors[1] < 0.98 * errors[0]

@@ -43,7 +43,7 @@ def test_the_mean_over_draws_is_the_value(scale):
 
 
 @pytest.mark.parametrize(("draw", "rounds_up"), [(0, True), (2**32 - 1, False)])
-def test_no_draw_moves_a_code_or_leaves_its_neighbours(monkeypatch, draw, rounds_up):
+def test_draws_stay_between_neighbouring_codes(monkeypatch, draw, rounds_up):
     """The smallest draw takes every value between two codes up, the largest none."""
     monkeypatch.setattr(
         mxfp4_stochastic, "draw_from_bits", lambda size: jnp.full(size.shape, draw, jnp.uint32)
@@ -78,7 +78,7 @@ def test_saturated_values_take_a_hundredth_of_the_mean():
     assert (values[groups > largest] < groups[groups > largest]).all()
 
 
-def test_equal_weights_are_rounded_equally_by_every_program_and_others_anew():
+def test_equal_weights_are_rounded_equally():
     w_EDF = jax.random.normal(jax.random.key(2), (3, 64, 20))
     jitted = encode(w_EDF)
     for e in range(3):

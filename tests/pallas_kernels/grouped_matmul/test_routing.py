@@ -49,7 +49,7 @@ def test_both_sorts_are_the_stable_sort_by_expert(limit, monkeypatch):
 
 
 @given(indices_lists)
-def test_sorting_leaves_pairs_without_an_expert_to_the_end(indices):
+def test_pairs_without_expert_are_sorted_last(indices):
     check_sort(np.asarray(indices, np.int32), E)
 
 
@@ -61,7 +61,7 @@ def inputs(dtype, rows, cols):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_permute_copies_rows_and_its_gradient_sums_the_copies(dtype):
+def test_permute_copies_rows_and_sums_gradients(dtype):
     order, inverse, _ = routing.sort_by_expert(chosen_experts(), E)
     x, _, _ = inputs(dtype, M, D)
     dy, _, _ = inputs(dtype, M * A, D)
@@ -76,7 +76,7 @@ def test_permute_copies_rows_and_its_gradient_sums_the_copies(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_combine_is_the_weighted_sum_and_its_gradients_are_exact(dtype):
+def test_combine_is_the_weighted_sum(dtype):
     _, inverse, _ = routing.sort_by_expert(chosen_experts(), E)
     y, weights, dout = inputs(dtype, M * A, D)
 
@@ -129,7 +129,7 @@ def gradients(f, indices, dout, *args):
 
 
 @pytest.mark.parametrize("n_owned", [E, 3])
-def test_a_whole_block_agrees_with_every_token_through_every_expert(n_owned):
+def test_a_block_equals_all_tokens_through_experts(n_owned):
     """Experts from n_owned on belong to someone else: their share is 0 in values and gradients."""
     x, weights, gate, down, dout = block_inputs()
     indices = chosen_experts()

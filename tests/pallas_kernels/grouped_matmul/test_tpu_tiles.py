@@ -16,7 +16,7 @@ ROWS = 8
     n_rows=st.sampled_from((9, 37, 90)),  # of each a program
     ends=st.tuples(*[st.integers(0, 100)] * 4),
 )
-def test_every_row_is_visited_once_and_cores_share_the_rows_that_are_there(parts, n_rows, ends):
+def test_cores_visit_every_row_once(parts, n_rows, ends):
     sizes = np.diff(sorted(min(end, n_rows) for end in ends), prepend=0)
     table, length = row_visits(jnp.asarray(sizes, jnp.int32), n_rows, ROWS, parts)
     group_V, tile_V, low_V, high_V = (np.asarray(x) for x in table[:4])

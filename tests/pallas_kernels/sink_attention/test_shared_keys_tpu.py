@@ -234,7 +234,7 @@ def test_few_blocks_beyond_those_needed_are_visited(queries, keys):
     print(f"\n{queries} x {keys}: {n_visited} visited, {needed} needed, {full} of them whole")
 
 
-def test_unshared_keys_take_four_scalars_a_block_of_queries():
+def test_unshared_keys_take_four_scalars_a_block():
     layout = Layout(*map(jnp.asarray, shared_places(4096, (((2048, (128,) * 16),),))[[0, 0, 1, 1]]))
     x = blocks.Sizes(1, 4096, 4096, 8, 8, 1, 64, 512, 1024, 1024)
     assert blocks.block_layout(x, layout, 0).q_runs.shape == (4 * x.n,)

@@ -42,7 +42,7 @@ forward = jax.jit(attend, static_argnums=0)
     + [(cases.get_attention_case("many_blocks_packed"), jnp.bfloat16)],
     ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+def test_values_and_gradients_match_the_plain_formula(case, dtype):
     check_values_and_gradients(attend, case, dtype)
 
 
@@ -89,7 +89,7 @@ def test_padding_changes_nothing():
     compare(case, inside, inputs, ct, simple=actual)
 
 
-def test_parts_of_the_keys_merge_by_lse_and_take_the_sink_once():
+def test_key_parts_merge_with_one_sink():
     """The computation of sequence parallelism, with gradients through both outputs of a part."""
 
     def in_two_parts(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):

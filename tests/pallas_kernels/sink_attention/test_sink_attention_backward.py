@@ -63,7 +63,7 @@ def gradients(side, case, inputs, dout, lse, delta, keys=slice(None)):
 
 
 @pytest.mark.parametrize("layout, sinks", [("packed", "big"), ("left", "none")])
-def test_parts_of_the_keys_give_their_parts_of_every_gradient(side, layout, sinks):
+def test_key_parts_give_their_gradient_parts(side, layout, sinks):
     case = case_of(side, layout, sinks)
     inputs, ct = cases.init_attention_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
     o, lse, *expected = oracle.formula(case, *ct, *inputs)
@@ -81,7 +81,7 @@ def test_parts_of_the_keys_give_their_parts_of_every_gradient(side, layout, sink
 
 # JAX differentiates the reference
 @pytest.mark.parametrize("side", [side_param(name) for name in BACKWARD][1:], indirect=True)
-def test_of_all_keys_it_is_the_backward_pass_to_the_bit(side):
+def test_all_keys_give_the_backward_pass_bitwise(side):
     case = case_of(side)
     inputs, ct = cases.init_attention_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
     o, lse, *expected = side.run(*ct, *inputs)
@@ -90,7 +90,7 @@ def test_of_all_keys_it_is_the_backward_pass_to_the_bit(side):
         np.testing.assert_array_equal(a.astype(side.dtype), b)
 
 
-def test_a_row_without_keys_and_without_a_sink_has_no_weights():
+def test_no_keys_and_no_sink_give_no_weights():
     q, kv = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 3, 1, 8))
     places = {"q_positions_BT": jnp.arange(2)[None], "k_positions_BS": jnp.arange(3)[None] + 1}
     lse = jnp.array([-jnp.inf, 8.0**0.5])[None, :, None] * jnp.ones((1, 1, 2))

@@ -62,7 +62,7 @@ def test_nothing_is_as_large_as_the_scores(window):
     ],
     ids=lambda case: case.name,
 )
-def test_small_shapes_and_decode_steps_run_without_a_loop(case):
+def test_small_shapes_run_without_a_loop(case):
     names = {eqn.primitive.name for eqn in program(case)}
     assert "dot_general" in names and not names & {"while", "scan", "cond"}
 
@@ -102,7 +102,7 @@ def test_other_episodes_are_skipped():
 
 
 @pytest.mark.parametrize("window", [0, 10])
-def test_no_visible_key_is_skipped_at_any_alignment_of_the_blocks(window, monkeypatch):
+def test_no_visible_key_is_skipped(window, monkeypatch):
     monkeypatch.setattr(xla, "xla_block_sizes", lambda *_: (8, 8))
     zeros, segments = jnp.zeros((1, 32, 1, 8)), jnp.ones((1, 32), jnp.int32)
     run = jax.jit(partial(attend, window))
@@ -124,7 +124,7 @@ def test_left_padding_is_skipped():
 
 
 @pytest.mark.parametrize("case", cases.BENCH_CASES[:3], ids=lambda case: case.name)
-def test_a_query_block_reads_few_blocks_more_than_it_must(case):
+def test_a_query_block_reads_few_extra_blocks(case):
     sizes = (case.B, case.T, case.S, case.K, case.N // case.K, case.window)
     bt, bs = xla.xla_block_sizes(*sizes)
     inputs = jax.eval_shape(partial(cases.init_attention_inputs, case))

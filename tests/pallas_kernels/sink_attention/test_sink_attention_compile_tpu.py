@@ -81,7 +81,7 @@ def _compiled(chip, case, dtype, vmem, shares):
         for chip in CHIPS[name]
     ],
 )
-def test_the_compiler_takes_both_passes_within_the_chips_vmem(chip, name):
+def test_both_passes_compile_within_vmem(chip, name):
     case = cases.get_attention_case(name)
     text = compiled(chip, case).executable.as_text()
     for kernel in ("forward", "backward"):
@@ -140,7 +140,7 @@ def test_temporary_memory_is_linear_in_length():
 
 
 @pytest.mark.slow
-def test_rows_whose_dk_and_dv_vmem_cannot_hold_are_taken_in_parts_of_one_dq():
+def test_rows_beyond_vmem_are_taken_in_parts():
     case = cases.AttentionCase("long", 1, 49152, 49152, 16, 2, 64)
     results = compiled("tpu7x", case)
     assert len(results.vmem_bytes) == 1 + 3  # 16,384 keys each

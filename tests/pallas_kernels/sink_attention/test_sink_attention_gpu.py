@@ -81,9 +81,7 @@ def compare(case, dtype, scale=None):
 
 @fast
 @pytest.mark.parametrize("case, dtype, cores", SMALL, ids=lambda x: getattr(x, "name", ""))
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(
-    case, dtype, cores, monkeypatch
-):
+def test_values_and_gradients_match_the_plain_formula(case, dtype, cores, monkeypatch):
     on_cores(monkeypatch, cores)
     compare(case, dtype)
 
@@ -115,7 +113,7 @@ def test_segments_read_the_keys_of_their_prompt(case, monkeypatch):
     oracle.compare(case, actual, inputs, ct)
 
 
-def test_few_blocks_of_keys_beyond_those_needed_are_visited(monkeypatch):
+def test_few_unneeded_key_blocks_are_visited(monkeypatch):
     """A prompt of 2,048 tokens and 16 answers of 128, with the tiles of the real thing."""
     monkeypatch.undo()
     answers = np.repeat(np.arange(2, 18), 128)
@@ -135,12 +133,12 @@ def test_few_blocks_of_keys_beyond_those_needed_are_visited(monkeypatch):
         assert masked < 0.2 * needed
 
 
-def test_one_block_is_right_in_every_version_and_a_scale_may_be_negative():
+def test_one_block_with_any_scale_is_right():
     compare(AttentionCase("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
 
 
 @fast
-def test_tiles_of_queries_that_see_nothing_leave_the_others_right(monkeypatch):
+def test_unseeing_query_tiles_change_no_others(monkeypatch):
     """A core's next tile has its first scores from the last step of the one before."""
     on_cores(monkeypatch, 1)
     case = AttentionCase("blind", 1, 250, 90, 2, 1, 64, 9, "chunk")
@@ -159,7 +157,7 @@ def test_tiles_of_queries_that_see_nothing_leave_the_others_right(monkeypatch):
 @fast
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("H", [64, 128])
-def test_every_case_with_the_tiles_of_the_real_thing(case, H, monkeypatch):
+def test_every_case_with_real_tiles(case, H, monkeypatch):
     monkeypatch.undo()
     K = min(case.K, 2)
     compare(case._replace(N=2 * K, K=K, H=H), jnp.bfloat16)
@@ -204,7 +202,7 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
     assert not races()
 
 
-def test_every_needed_block_is_visited_once_and_those_without_tests_last():
+def test_needed_blocks_are_visited_once():
     needed_Bnm = np.array([[[1, 1, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     whole_Bnm = np.array([[[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     single_Bm = np.array([[0, 1, 1, 1, 1, 0]], bool)
@@ -217,7 +215,7 @@ def test_every_needed_block_is_visited_once_and_those_without_tests_last():
         assert [*visit[:3]] == ends and [visit.block(n) for n in range(len(order))] == order
 
 
-def test_a_block_is_of_one_segment_where_no_other_and_no_padding_is_in_it():
+def test_a_block_of_one_segment_has_no_padding():
     """Rows of other segments are told by that segment's number alone."""
     segments_BS = jnp.array([[2, 2, 2, 2, 5, 5, 5, 0, 0]])
     layout = Layout(*[jnp.zeros_like(segments_BS)] * 2, *[segments_BS] * 2)

@@ -86,7 +86,7 @@ def compositions(q, k, v, sink, impl, window, queries):
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("impl", INVARIANT)
-def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arrays, impl, window):
+def test_a_querys_bits_ignore_rows_and_cache_order(arrays, impl, window):
     with interpreted(impl):
         n_differing, (o, lse) = compositions(*arrays, impl, window, (1, 299))
     assert n_differing == {"alone": 0, 1: 0, 299: 0}
@@ -106,7 +106,7 @@ def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arra
     assert np.abs(lse - expected[1])[real].max() < 1e-4
 
 
-def test_whether_a_kernel_can_run_is_asked_of_the_shapes_that_it_would_get():
+def test_unsupported_sees_the_shapes_of_the_call():
     """A cache is padded, so that its keys are shapes and no arrays."""
     queries, keys = (jax.ShapeDtypeStruct((1, size, 4, H), jnp.bfloat16) for size in (3, 300))
     ask = mosaic_invariant.sink_attention_mosaic_invariant_unsupported
@@ -114,7 +114,7 @@ def test_whether_a_kernel_can_run_is_asked_of_the_shapes_that_it_would_get():
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_with_keys_where_the_cache_has_them_it_differs(arrays, window, monkeypatch):
+def test_keys_in_cache_order_change_bits(arrays, window, monkeypatch):
     monkeypatch.setattr(
         mosaic_invariant, "order_by_position", lambda k, v, layout, window: (k, v, layout)
     )
@@ -125,7 +125,7 @@ def test_with_keys_where_the_cache_has_them_it_differs(arrays, window, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
-def test_with_the_kernels_own_order_of_a_gpu_it_differs(arrays, monkeypatch):
+def test_the_fast_kernels_order_changes_bits(arrays, monkeypatch):
     """Masked blocks come before full ones: the order depends on the other queries of a tile."""
     padded = pallas_gpu_blocks.Padded
     monkeypatch.setattr(padded, "invariant_key_block_table", padded.nonempty_key_block_table)
@@ -140,7 +140,7 @@ def test_with_the_kernels_own_order_of_a_gpu_it_differs(arrays, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_keys_of_a_cache_come_to_the_columns_of_their_positions(window):
+def test_cache_keys_move_to_their_positions(window):
     """The cache is a ring of 128 slots; one row has one key, and empty slots hold NaN."""
     S, start = 128, np.array([0, 127, 500])
     cached_length = np.stack([np.roll(np.arange(a - S + 1, a + 1), a) for a in start])

@@ -147,7 +147,7 @@ def compare(side):
     [fault_param(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) not in NOT_TRIED],
     indirect=["side"],
 )
-def test_a_planted_fault_is_seen_and_without_one_all_is_well(side, fault):
+def test_planted_faults_are_seen(side, fault):
     if fault == "none":
         compare(side)
         return

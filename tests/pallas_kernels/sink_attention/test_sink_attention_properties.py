@@ -59,7 +59,7 @@ def drawn_inputs(side, seed):
     )
 
 
-def test_values_and_every_gradient_agree_with_the_oracle_in_any_layout(side):
+def test_any_layout_matches_the_oracle(side):
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         oracle.compare(side.case, side.run(*ct, *inputs), inputs, ct)
@@ -67,7 +67,7 @@ def test_values_and_every_gradient_agree_with_the_oracle_in_any_layout(side):
     for_each_side(side, check)
 
 
-def test_scores_far_below_zero_are_above_what_is_not_seen(side):
+def test_low_scores_stay_above_unseen_keys(side):
     """It fails if invisible scores, or the initial maximum, are −1,000."""
 
     def check(side, seed):
@@ -79,7 +79,7 @@ def test_scores_far_below_zero_are_above_what_is_not_seen(side):
     for_each_side(side, check)
 
 
-def test_probabilities_of_the_keys_sum_to_one_less_that_of_the_sink(side):
+def test_key_and_sink_probabilities_sum_to_one(side):
     def check(side, seed):
         inputs = drawn_inputs(side, seed)
         o, lse = side.forward(*inputs._replace(v_BSKH=jnp.ones_like(inputs.v_BSKH)))
@@ -108,7 +108,7 @@ def test_a_row_counts_its_keys_and_no_others(side):
     for_each_side(side, check)
 
 
-def test_a_window_of_128_holds_128_keys_the_query_itself_included(side):
+def test_a_window_of_128_holds_128_keys(side):
     case = side.case._replace(B=1, T=140, S=140, N=side.case.K, window=128)
 
     def check(side, seed, offset):
@@ -123,7 +123,7 @@ def test_a_window_of_128_holds_128_keys_the_query_itself_included(side):
     for_each_side(side, check, seed=st.just(0), offset=st.integers(0, 10**6))
 
 
-def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(side):
+def test_a_query_without_keys_has_finite_gradients(side):
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         isolated = np.asarray(~oracle.visible(side.case, inputs).any(2))
@@ -138,7 +138,7 @@ def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(side):
     for_each_side(side, check)
 
 
-def test_what_a_sink_gets_of_queries_without_keys_is_their_lse_alone(side):
+def test_sink_gradients_without_keys_are_lse_alone(side):
     """dlse/dsink is 1 there, whatever the output is asked to do; without a sink it is nothing."""
 
     def check(side, seed):
@@ -164,7 +164,7 @@ def test_the_order_of_the_batch_changes_no_bit(side):
     for_each_side(side, check)
 
 
-def test_a_segment_depends_on_itself_alone_to_the_bit(side):
+def test_a_segments_bits_ignore_other_segments(side):
     """Neither on what padding holds nor on the other episodes, in values and in gradients."""
 
     def check(side, seed, segment):

@@ -53,11 +53,11 @@ def compares(case, dtype):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(name):
+def test_values_and_gradients_match_the_plain_formula(name):
     compares(cases.get_attention_case(name), jnp.float32)
 
 
-def test_half_precision_is_as_good_as_the_plain_formula_in_it():
+def test_half_precision_matches_the_plain_formula():
     for name in ("packed", "big_sinks"):
         compares(cases.get_attention_case(name), jnp.bfloat16)
 
@@ -65,7 +65,7 @@ def test_half_precision_is_as_good_as_the_plain_formula_in_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
-def test_every_case_is_as_good_as_the_plain_formula(case, dtype):
+def test_every_case_matches_the_plain_formula(case, dtype):
     compares(case, dtype)
 
 
@@ -110,7 +110,7 @@ def steps_of_two_blocks_in_parts(monkeypatch):
 @pytest.mark.parametrize(
     "parts", [False, pytest.param(True, marks=pytest.mark.slow, id="races-in-parts")]
 )
-def test_copies_that_arrive_as_late_as_they_may_change_nothing(parts, monkeypatch, capsys):
+def test_late_copies_change_nothing(parts, monkeypatch, capsys):
     """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
     if parts:
         steps_of_two_blocks_in_parts(monkeypatch)
@@ -128,7 +128,7 @@ def test_copies_that_arrive_as_late_as_they_may_change_nothing(parts, monkeypatc
     oracle.compare(case, actual, inputs, ct)
 
 
-def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(monkeypatch):
+def test_keys_beyond_vmem_change_no_bit(monkeypatch):
     inputs, ct = (
         cases.init_attention_inputs(PACKED),
         oracle.cotangents(PACKED),
@@ -149,7 +149,7 @@ def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(mon
         np.testing.assert_array_equal(single, split, err_msg=name)
 
 
-def test_a_part_of_the_keys_has_its_part_of_each_run_and_one_block_where_there_is_none():
+def test_a_key_part_has_its_runs():
     runs = jnp.array([0, 0, 1, 2, 1, 3, 5, 6, 5, 6, 7, 8])  # ends of three runs
     part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).slice_runs(2, 5).reshape(3, 4)
     assert [tuple(x) for x in part[:, [0, 3]].tolist()] == [(0, 1), (0, 3), (0, 1)]

@@ -56,7 +56,7 @@ SLOW = [case for case in cases.TEST_CASES if case not in QUICK]
     ],
     ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(attend, case, dtype):
+def test_values_and_gradients_match_the_plain_formula(attend, case, dtype):
     inputs, ct = cases.init_attention_inputs(case, dtype), oracle.cotangents(case, dtype)
     actual = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
     assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
@@ -140,7 +140,7 @@ def tables(attend, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [0, 9])
-def test_a_token_has_the_same_bits_in_prefill_in_any_chunk_and_in_decode(attend, tables, window):
+def test_prefill_chunks_and_decode_have_equal_bits(attend, tables, window):
     q, k, v, sink = sequence(0)
     full = extended(attend, window, q, k, v, sink, 0, 0)
     assert tables[0][1].any() == (window == 0)  # blocks without a mask; a decode step has none
@@ -151,7 +151,7 @@ def test_a_token_has_the_same_bits_in_prefill_in_any_chunk_and_in_decode(attend,
             np.testing.assert_array_equal(a[:, start:end], b, err_msg=f"{name} {end} {start}")
 
 
-def test_a_token_has_the_same_bits_in_any_batch(attend):
+def test_a_tokens_bits_ignore_the_batch(attend):
     single, two = sequence(0), sequence(1, 2)
     pair = [jnp.concatenate([b, a]) for a, b in zip(single[:3], two[:3], strict=True)]
     single_row, among = (extended(attend, 9, *x[:3], single[3], 30, 20) for x in (single, pair))
@@ -159,7 +159,7 @@ def test_a_token_has_the_same_bits_in_any_batch(attend):
         np.testing.assert_array_equal(a[0], b[2])
 
 
-def test_visiting_a_block_that_nobody_sees_changes_no_bit(attend, tables, monkeypatch):
+def test_visiting_an_unseen_block_changes_no_bit(attend, tables, monkeypatch):
     """Nor does masking a block that everybody sees whole."""
     q, k, v, sink = sequence(2)
     expected = extended(attend, 30, q, k, v, sink, 0, 20)

@@ -37,7 +37,7 @@ PACKED = cases.AttentionCase("packed", 2, 75, 75, 6, 2, 8, layout="packed")
     [(SMALL, jnp.float32), (SMALL, jnp.bfloat16), (PACKED, jnp.float32)],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+def test_values_and_gradients_match_the_plain_formula(case, dtype):
     inputs, ct = cases.init_attention_inputs(case, dtype), cotangents(case, dtype)
     actual = values_and_gradients(attend, case.window, *ct, *inputs)
     compare(case, actual, inputs, ct)
@@ -51,7 +51,7 @@ def one_row(length, heads=(4, 2), size=8):
 
 
 @pytest.mark.parametrize("window", [None, 1, 9, KEYS + 5])
-def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_in(window):
+def test_a_querys_bits_ignore_slots(window):
     length, slots = 2 * KEYS + 7, 3 * KEYS
     q, k, v, sink = one_row(length)
     place = jnp.arange(length)[None]
@@ -97,7 +97,7 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
 
 @pytest.mark.parametrize("window", [None, 9, KEYS + 5])
 @pytest.mark.parametrize("slots", [1, 2, KEYS, KEYS + 1, 2 * KEYS])
-def test_a_full_ring_has_a_place_for_every_key_wherever_its_first_block_begins(slots, window):
+def test_a_full_ring_places_every_key(slots, window):
     """So many keys touch one block more where the first lies at a block's end."""
     for oldest in (0, 1, KEYS - 1, KEYS, 5 * KEYS - 2):
         positions = oldest + (np.arange(slots) + 3) % slots  # each where a cache has it
@@ -155,7 +155,7 @@ def test_positions_may_have_gaps(window):
 
 
 @pytest.mark.parametrize("cached_length", [0, 2])
-def test_a_cache_without_keys_of_the_query_is_not_read(cached_length):
+def test_caches_of_other_segments_are_not_read(cached_length):
     q, _, _, sink = one_row(1)
     nothing = jnp.full((1, 40, 2, 8), jnp.nan)
     place, segment = jnp.full((1, 1), 7, jnp.int32), jnp.ones((1, 1), jnp.int32)

@@ -95,7 +95,7 @@ def simple_results(hidden, words, targets, ct):
 
 
 @pytest.mark.parametrize("impl, dtype", IMPLS)
-def test_slices_put_together_are_as_good_as_the_plain_formula_of_the_whole(impl, dtype):
+def test_joined_slices_match_the_plain_formula(impl, dtype):
     hidden, w_head, targets = inputs(dtype)
     ct, words = cotangents(CASE.M), w_head[:, : CASE.vocab_size]
     results = jax.jit(partial(merge_slices, impl))(hidden, w_head, targets, *ct)
@@ -111,7 +111,7 @@ def test_slices_put_together_are_as_good_as_the_plain_formula_of_the_whole(impl,
 
 
 @pytest.mark.parametrize("impl, dtype", IMPLS)
-def test_a_target_of_another_slice_is_none_of_this_one_wherever_it_is(impl, dtype):
+def test_targets_of_other_slices_are_ignored(impl, dtype):
     """Past the words a kernel may still have a column, of padding."""
     hidden, w_head, _ = inputs(dtype)
     first, w_slice, words = list(cut(w_head))[2]
@@ -138,7 +138,7 @@ def test_a_target_of_another_slice_is_none_of_this_one_wherever_it_is(impl, dtyp
     np.testing.assert_array_equal(inside[2], entropy)
 
 
-def test_logits_of_thousands_leave_the_entropy_all_its_digits():
+def test_large_logits_leave_entropy_its_digits():
     """The difference of an lse and a mean logit of 3,000 would have three."""
     high = jnp.asarray([[3000.0], [3000.0 - 2.0**-4], [2999.0]])
     logp, entropy, lse = merge_statistics(
@@ -184,7 +184,7 @@ def test_no_tokens_give_empty_statistics_and_zero_gradients():
 
 
 @pytest.mark.parametrize("words", [0, 449])
-def test_a_slice_has_words_and_no_more_than_columns(words):
+def test_a_slice_has_at_most_its_columns(words):
     hidden, w_head, targets = inputs(jnp.float32)
     per_token = jnp.zeros(CASE.M)
     for f, extra in ((token_statistics, ()), (token_gradients, (per_token,) * 4)):

@@ -51,7 +51,7 @@ def implementation(case, targets, impl="xla"):
     + [(case, jnp.bfloat16) for case in cases.TEST_CASES[1:3]],
     ids=lambda x: x.name if isinstance(x, cases.LogprobsCase) else x.__name__,
 )
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+def test_values_and_gradients_match_the_plain_formula(case, dtype):
     hidden, w_head, targets = cases.init_logprobs_inputs(case, dtype)
     ct = cotangents(case.M)
     expected = padded_oracle(hidden, w_head, targets, case, ct)
@@ -95,7 +95,7 @@ def test_padding_columns_never_matter(planted):
     assert not np.any(dirty[3][:, case.vocab_size :])
 
 
-def test_targets_on_both_sides_of_a_block_border_are_found():
+def test_targets_at_block_borders_are_right():
     case = cases.TEST_CASES[3]
     hidden, w_head, _ = cases.init_logprobs_inputs(case)
     size, count = even_blocks(case.vocab_size, VOCAB_BLOCK)
@@ -114,7 +114,7 @@ def test_targets_on_both_sides_of_a_block_border_are_found():
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
-def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
+def test_no_log_prob_is_above_zero(impl):
     """A multiply-add that divides by the temperature leaves a peak of 30 above itself by 2e-6."""
     temperature = 0.7
     keys = jax.random.split(jax.random.key(3), 3)
@@ -147,7 +147,7 @@ def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
         )  # e^{z − lse} is as exact as z
 
 
-def test_slices_whose_peak_is_above_itself_merge_into_no_log_prob_above_zero():
+def test_merged_slices_have_no_positive_log_prob():
     """Hopper's exponents are multiply-adds at every temperature: e^0 there may be 1 − 2e-6."""
     peak, total = jnp.array([[30.0], [2.0]]), jnp.array([[1.0 - 2e-6], [1.5]])
     chosen = jnp.array([[30.0], [0.0]])
@@ -155,7 +155,7 @@ def test_slices_whose_peak_is_above_itself_merge_into_no_log_prob_above_zero():
     assert logp == 0.0 and lse < 30.0
 
 
-def test_a_traced_temperature_gives_the_same_and_its_derivative_is_an_error():
+def test_traced_temperatures_have_no_derivative():
     case = cases.TEST_CASES[1]
     hidden, w_head, targets = cases.init_logprobs_inputs(case)
 
@@ -195,9 +195,7 @@ ULP = float(np.finfo(np.float32).eps)
 
 
 @given(seeds, scales, temperatures)
-def test_probabilities_of_all_targets_sum_to_one_and_entropy_is_their_mean_surprise(
-    seed, scale, temperature
-):
+def test_probabilities_sum_to_one_and_give_entropy(seed, scale, temperature):
     hidden, w_head = draw(seed, scale)
     V = w_head.shape[1]
     all_results = np.tile(np.arange(V, dtype=np.int32), 5)
@@ -213,7 +211,7 @@ def test_probabilities_of_all_targets_sum_to_one_and_entropy_is_their_mean_surpr
 
 
 @given(seeds, scales, temperatures)
-def test_a_vector_added_to_every_column_of_the_head_changes_nothing(seed, scale, temperature):
+def test_a_vector_added_to_the_head_changes_nothing(seed, scale, temperature):
     hidden, w_head = draw(seed, scale)
     shift = jax.random.normal(jax.random.key(3), (hidden.shape[1],))[:, None]
     targets = jnp.arange(5, dtype=jnp.int32)
@@ -226,7 +224,7 @@ def test_a_vector_added_to_every_column_of_the_head_changes_nothing(seed, scale,
 
 
 @given(seeds, scales, temperatures)
-def test_a_temperature_is_a_division_of_the_hidden_states(seed, scale, temperature):
+def test_a_temperature_divides_the_hidden_states(seed, scale, temperature):
     hidden, w_head = draw(seed, scale)
     targets = jnp.arange(5, dtype=jnp.int32)
     tempered = drawn(hidden, w_head, targets, temperature)

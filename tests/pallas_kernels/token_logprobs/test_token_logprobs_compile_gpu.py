@@ -24,7 +24,7 @@ def check_kernels(compiled, minimum):
 
 
 @pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
-def test_the_forward_spills_nothing_and_takes_a_third_of_a_gigabyte(case):
+def test_the_forward_takes_a_third_of_a_gigabyte(case):
     skip_without_compiler("h200")
     compiled = compile_for("h200", forward(case, "mosaic_gpu"), *arrays(case))
     check_kernels(compiled, 1)
@@ -32,14 +32,14 @@ def test_the_forward_spills_nothing_and_takes_a_third_of_a_gigabyte(case):
     assert compiled.temp_bytes <= partials + 64 * case.M
 
 
-def test_the_backward_spills_nothing_and_takes_less_than_a_gigabyte():
+def test_the_backward_takes_less_than_a_gigabyte():
     skip_without_compiler("h200")
     compiled = compile_for("h200", gradients(LARGEST, "mosaic_gpu"), *arrays(LARGEST))
     check_kernels(compiled, 2)  # dz of a chunk and of what is left; and the forward
     assert compiled.temp_bytes <= 10**9
 
 
-def test_the_kernel_runs_on_hopper_for_those_who_name_it():
+def test_hopper_runs_the_named_kernel():
     skip_without_compiler("h200")
     case = cases.LogprobsCase("small", 200, 128, 704, 650)
     compiled = compile_for("h200", forward(case, "mosaic_gpu"), *arrays(case))

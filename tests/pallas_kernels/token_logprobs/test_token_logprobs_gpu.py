@@ -50,20 +50,20 @@ def check(case):
 
 
 @needs_interpreter
-def test_values_and_gradients_are_right_over_tiles_chunks_and_what_does_not_fill_them(small):
+def test_values_and_gradients_over_unfilled_tiles(small):
     check(RAGGED)
 
 
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [FULL, SINGLE_TILE], ids=lambda case: case.name)
-def test_values_and_gradients_are_right_where_tiles_are_full_and_where_there_is_one(small, case):
+def test_values_and_gradients_over_full_tiles(small, case):
     check(case)
 
 
 @needs_interpreter
 @pytest.mark.slow
-def test_the_order_of_the_tiles_and_the_stages_change_no_bit(small, monkeypatch):
+def test_tile_order_and_stages_change_no_bit(small, monkeypatch):
     before = results_of(RAGGED)
     monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 1)
     for name, value in dict(STAGES=4, GROUP=2).items():
@@ -101,13 +101,13 @@ def array(*shape, dtype=jnp.bfloat16):
         ("h200", array(29, 2880), array(2880, 201_000), "201000 columns are not a multiple of 64"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, chip, hidden, head, reason):
+def test_unsupported_shapes_are_one_phrase(monkeypatch, chip, hidden, head, reason):
     monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", GPUS[chip].name))
     message = pallas_gpu.token_logprobs_mosaic_gpu_unsupported(hidden, head)
     assert message is None if reason is None else reason in message
 
 
-def test_named_on_a_machine_without_a_gpu_it_refuses_with_the_reason():
+def test_without_a_gpu_the_name_is_refused():
     hidden, w_head, targets = inputs(SINGLE_TILE, planted=0)
     with pytest.raises(NotImplementedError, match="mosaic_gpu.* needs gpu, this is cpu"):
         token_logprobs(hidden, w_head, targets, impl="mosaic_gpu")

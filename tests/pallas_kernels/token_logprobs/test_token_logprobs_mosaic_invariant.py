@@ -38,7 +38,7 @@ def differing(arrays, impl):
 
 
 @pytest.mark.parametrize("impl", INVARIANT)
-def test_a_tokens_bits_do_not_depend_on_the_others(arrays, impl):
+def test_a_tokens_bits_ignore_other_tokens(arrays, impl):
     with interpreted(impl):
         n_differing, (logp, entropy) = differing(arrays, impl)
     assert n_differing == 0
@@ -56,7 +56,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(arrays, impl):
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_where_parts_are_merged_in_no_tiles_they_do(arrays, undone, monkeypatch):
+def test_untiled_merges_change_a_tokens_bits(arrays, undone, monkeypatch):
     """For 8 and 304 tokens XLA for CPU orders sums differently; for 256 and 512 it does not."""
     monkeypatch.setattr(mosaic_invariant, "ROWS", 8)
     if undone:

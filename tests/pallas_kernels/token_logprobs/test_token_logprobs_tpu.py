@@ -40,7 +40,7 @@ def results_of(case, dtype, planted=float("nan")):
     [RAGGED, PADDED, WIDE, pytest.param(TALL, marks=pytest.mark.slow)],
     ids=lambda case: case.name,
 )
-def test_values_and_gradients_are_right_over_blocks_chunks_and_what_does_not_fill_them(case, dtype):
+def test_values_and_gradients_over_unfilled_blocks(case, dtype):
     # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.
     ulps = 8.0 if dtype == jnp.float32 else 2.0
     check_kernel(token_logprobs_mosaic_tpu, case, *inputs(case, dtype), ulps=ulps)
@@ -74,7 +74,7 @@ def array(*shape, dtype=jnp.bfloat16):
         (array(29, 2**17), array(2**17, 97), "262144 bytes exceed"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, hidden, head, reason):
+def test_unsupported_shapes_are_one_phrase(monkeypatch, hidden, head, reason):
     monkeypatch.undo()  # the blocks as they are
     message = pallas_tpu.token_logprobs_mosaic_tpu_unsupported(hidden, head)
     assert message is None if reason is None else reason in message
@@ -84,14 +84,12 @@ def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, hidden, he
     "n_tokens, row_bytes, blocks",
     [(24576, 5760, (1024, 512)), (29, 5760, (32, 512)), (24576, 11520, (512, 256))],
 )
-def test_blocks_shrink_with_the_width_and_never_exceed_the_tokens(
-    monkeypatch, n_tokens, row_bytes, blocks
-):
+def test_blocks_shrink_with_the_width(monkeypatch, n_tokens, row_bytes, blocks):
     monkeypatch.undo()
     assert pallas_tpu._block_sizes(n_tokens, row_bytes) == blocks
 
 
-def test_named_on_a_machine_without_a_tpu_it_refuses_with_the_reason():
+def test_without_a_tpu_the_name_is_refused():
     hidden, w_head, targets = inputs(PADDED, jnp.float32, planted=0)
     with pytest.raises(NotImplementedError, match="mosaic_tpu.* needs tpu, this is cpu"):
         token_logprobs(hidden, w_head, targets, impl="mosaic_tpu")

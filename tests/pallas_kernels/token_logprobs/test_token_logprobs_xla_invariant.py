@@ -20,7 +20,7 @@ def total(hidden, head, fn):
     return jnp.sum(logp * jnp.cos(jnp.arange(M))) + jnp.sum(entropy**2)
 
 
-def test_values_and_gradients_are_those_of_the_plain_ones():
+def test_values_and_gradients_equal_the_plain_ones():
     actual, want = (
         jax.jit(jax.value_and_grad(partial(total, fn=fn), (0, 1)))(HIDDEN, HEAD)
         for fn in (invariant, token_logprobs)
@@ -28,7 +28,7 @@ def test_values_and_gradients_are_those_of_the_plain_ones():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, want)
 
 
-def test_a_constant_temperature_and_an_arrays_give_the_same_bits_to_one_token_and_many():
+def test_constant_and_traced_temperatures_have_equal_bits():
     expected = jax.jit(partial(invariant, temperature=0.7, vocab_size=V))(HIDDEN, HEAD, TARGETS)
     single = jax.jit(
         lambda h, t, temperature: invariant(h, HEAD, t, temperature=temperature, vocab_size=V)
