@@ -50,6 +50,13 @@ def check_lora(cfg: "Config") -> None:
         f"{cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
         "init.checkpoint=DIRECTORY --set warmup.steps=0.",
     )
+    for name in ("sinks", "biases"):
+        require(
+            name not in cfg.lora.modules_to_save.split(",")
+            or any(getattr(kind, name) for kind in cfg.model.plan.kinds),
+            f"lora.modules_to_save={cfg.lora.modules_to_save} needs layers with {name}, got "
+            f"model.layer_types={cfg.model.layer_types}. Try --set lora.modules_to_save=.",
+        )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

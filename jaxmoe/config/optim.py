@@ -35,9 +35,11 @@ class OptimConfig:
     microbatches: int = 1  # number of gradient-accumulation microbatches
     tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
     share_prompts: str = "auto"  # compute a prompt once for its samples: auto, on or off
-    remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
-    remat_keeps: str = ""  # saved in addition to a pair's input: "attention", its outputs, or ""
-    remat_inputs: str = "device"  # memory of the saved inputs of layer pairs: device or "host"
+    remat: bool = False  # recompute layers in the backward pass: less memory, a third slower
+    remat_keeps: str = ""  # saved in addition to a period's input: "attention", its outputs, or ""
+    remat_inputs: str = (
+        "device"  # memory of the saved inputs of periods of layers: device or "host"
+    )
     expert_tokens: int = 0  # tokens that the experts compute, and recompute, at a time; 0: all
     moments: str = "device"  # memory of the moments between updates: device or "host"
     trainable: str = ".*"  # regex of the paths of parameters that train, as "(?!.*router).*"

@@ -29,8 +29,8 @@ def make_optimizer(
     """
     tx = make_named_optimizer(cfg, learning_rate_schedule(cfg, steps=steps, lr=lr))
     # Clipping needs the norm of all gradients, so it stays outside of `stream_state`, which updates
-    # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
-    # not change the structure of a checkpoint.
+    # one layer of each stack at a time. identity() has the same empty state, so that
+    # optim.clip_norm does not change the structure of a checkpoint.
     clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
     if router_lr_scale != 1.0:
         tx = _scale_updates_of_routers(tx, router_lr_scale)

@@ -168,8 +168,8 @@ def _format_recomputation(cfg: Config) -> str:
     share = recomputed / (3 * flops.linear + 3.5 * flops.attention)
     scope = "all but attention" if cfg.optim.remat_keeps else "all"
     return (
-        f"{scope} of a layer pair: {recomputed * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
-        f"{share:.0%} of forward and backward"
+        f"{scope} of a period of layers: {recomputed * 1e-12:.3g} TFLOP for "
+        f"{cfg.context:,} tokens, {share:.0%} of forward and backward"
     )
 
 

@@ -43,14 +43,16 @@ class Memory:
     optimizer: int  # what the optimizer keeps, unless it is on the host
     reference: int  # trained weights as they were before RL, for the KL term
     engine_copy: int  # the engine's copy of the policy's weights
-    gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
+    gathered: (
+        int  # gathered weights of a period of layers, except experts; their gradients in float32
+    )
     gradients: int  # with microbatches including their float32 sum
     update: int  # the optimizer's updates; of Muon also what it computes them from
     activations: int  # of one microbatch, forward and backward
     routing: int  # what the router did, for all tokens of a batch
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
-    host: int  # in host memory: moments, inputs of layer pairs, an embedding
+    host: int  # in host memory: moments, inputs of periods of layers, an embedding
 
     def bytes_by_part(self, stage: str) -> dict[str, int]:
         """Return the parts in memory during a stage: training, sampling or syncing."""
@@ -90,17 +92,17 @@ def plan_memory(cfg: Config) -> Memory:
     """Return bytes per device: exact except for activations, of which live arrays are counted.
 
     Weights are cast and gathered one layer at a time, forward and backward. XLA gathers the other
-    layer of a pair concurrently, and holds the gradients of both in float32 until they are
+    layers of a period concurrently, and holds the gradients of all in float32 until they are
     reduce-scattered. For 20B and 120B on H200s XLA reports 4 to 12 % more for the step.
 
     Activations are those of the microbatch's tokens on one device, with a prompt for each sample:
     rows with shared prompts hold no more, and the warm start has none. With remat they are the
-    input of each layer pair, with optim.remat_keeps=attention also (o, lse) of each layer, and the
-    working set of one pair; without remat, the working set of every layer. The gradient of a
-    working set is as large. A layer's working set is its norm outputs, q, k, v, the attention's
-    output and lse, and per active expert one row of input, gate, up, hidden and output; with
-    optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a pair has
-    gradients at a time.
+    input of each period of layers, with optim.remat_keeps=attention also (o, lse) of each layer,
+    and the working set of one period; without remat, the working set of every layer. The gradient
+    of a working set is as large. A layer's working set is its norm outputs, q, k, v, the
+    attention's output and lse, and per active expert one row of input, gate, up, hidden and output;
+    with optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a
+    period has gradients at a time.
     A critic's own backbone saves as much for the backward pass as the policy, at the same time.
     For a CPU in float32 XLA reports up to 2 % more with remat, up to two fifths more without.
     """
@@ -131,7 +133,8 @@ def plan_memory(cfg: Config) -> Memory:
     rows = 2 * expert_tokens * compute_bytes * routed  # and their gradient
     arrays = tokens * (compute_bytes * (4 * m.d_model + heads) + 4 * (m.n_q_heads + m.n_experts))
     layer = 2 * arrays + rows
-    inputs = m.n_layers // 2 * tokens * m.d_model * compute_bytes
+    period = len(m.plan.blocks[0])  # layers that one step of the scan runs
+    inputs = sum(block[0].size for block in m.plan.blocks) * tokens * m.d_model * compute_bytes
     inputs_on_host = cfg.optim.remat_inputs == "host"
     saved_activations = (0 if inputs_on_host else inputs) if cfg.optim.remat else m.n_layers * layer
     # Even without remat the backward pass recomputes the rows of a chunk.
@@ -163,11 +166,11 @@ def plan_memory(cfg: Config) -> Memory:
         optimizer=moments - host_moments,
         reference=local_trained * weight_bytes if has_reference else 0,
         engine_copy=engine.weights,
-        gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
+        gathered=period * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
         update=trained * weight_bytes + (muon_work_bytes(cfg) if cfg.optim.is_muon else 0),
         activations=saved_activations * (2 if own_backbone else 1)
-        + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
+        + ((period * layer - ((period - 1) * arrays if lora else 0)) if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
         cache=engine.cache,
         ahead=engine.cache + engine.weights + (table if has_host_table else 0)
@@ -225,12 +228,11 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
     m, T = cfg.model, cfg.context if tokens is None else tokens
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
     weights = m.d_model * (heads + m.n_experts + 3 * cfg.computed_experts * m.d_expert)
-    window = min(m.sliding_window, T)
-    # Of one full and one sliding layer, whose window grows up to its size and then stays.
-    pairs = T * (T + 1) // 2 + window * (window + 1) // 2 + (T - window) * window
-    half = m.n_layers // 2
+    windows = [min(kind.window or T, T) for kind in m.plan.kinds]
+    # A window grows up to its size and then stays.
+    pairs = sum(w * (w + 1) // 2 + (T - w) * w for w in windows)
     return LayerFlops(
-        linear=m.n_layers * 2 * T * weights, attention=half * 4 * m.n_q_heads * m.head_dim * pairs
+        linear=m.n_layers * 2 * T * weights, attention=4 * m.n_q_heads * m.head_dim * pairs
     )
 
 

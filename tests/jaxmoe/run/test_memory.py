@@ -122,7 +122,7 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     for name in ("engine_copy", "gathered", "reference", "cache"):
         assert getattr(with_critic, name) == getattr(plain, name)
     assert with_critic.sampling - plain.sampling == 12 * extra
-    # the inputs of its layer pairs wait for the backward pass, at the same time as the policy's
+    # the inputs of its layers wait for the backward pass, at the same time as the policy's
     inputs = BIG.model.n_layers // 2 * 8 * BIG.context * width * 2
     assert with_critic.activations - plain.activations == inputs
     every_layer = override(single, "optim.remat=False")
@@ -224,7 +224,7 @@ def test_a_mesh_of_two_halves_what_it_cuts(axis):
     two = override(single, f"mesh.{axis}=2")
     logical = {name for name, axes in RULES.items() if axis in axes}
     specs = jax.tree.leaves(param_specs(BIG.model), is_leaf=lambda x: hasattr(x, "axes"))
-    matrices = [s for s in specs if len(s.axes) - ("pair" in s.axes) > 1 or axis == "tensor"]
+    matrices = [s for s in specs if len(s.axes) - s.is_stacked > 1 or axis == "tensor"]
     cut = sum(4 * math.prod(s.shape) for s in matrices if logical & set(s.axes))
     before, after = plan_memory(single), plan_memory(two)
     assert before.weights - after.weights == cut // 2
@@ -246,7 +246,7 @@ def test_what_recomputation_keeps_of_attention_is_counted():
     extra = plan_memory(keeping).activations - plan_memory(BIG).activations
     assert extra == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
     line, kept_line = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
-    assert line.startswith("all of a layer pair") and "all but attention" in kept_line
+    assert line.startswith("all of a period of layers") and "all but attention" in kept_line
     assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
 
 
