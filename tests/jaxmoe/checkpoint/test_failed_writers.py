@@ -19,22 +19,22 @@ import jax.numpy as jnp
 from jaxmoe.checkpoint.store import CheckpointError, save_checkpoint
 
 folder = Path(sys.argv[1])
-state = {f"array {i}": jnp.full((3, 3), i) for i in range(60)}
-save_checkpoint(folder, 1, state, {}, keep=3)
+parts = {"policy": {f"array {i}": jnp.full((3, 3), i) for i in range(60)}}
+save_checkpoint(folder, 1, parts, {}, keep=3)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:
-    save_checkpoint(folder, 2, state, {}, keep=3)
+    save_checkpoint(folder, 2, parts, {}, keep=3)
 except CheckpointError as error:
     print(error)
 else:
     raise SystemExit("the save must fail")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-save_checkpoint(folder, 2, state, {}, keep=3)
+save_checkpoint(folder, 2, parts, {}, keep=3)
 """
 
 
 @pytest.mark.parametrize("limit_bytes", [300, 3000])
-def test_a_failed_save_is_one_line_and_the_next_one_is_complete(tmp_path: Path, limit_bytes: int):
+def test_a_failed_save_is_one_line_before_another(tmp_path: Path, limit_bytes: int):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(limit_bytes)]
     completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert completed.returncode == 0, completed.stdout
@@ -57,7 +57,7 @@ def test_threads_of_a_failed_block_have_ended():
     assert ended.is_set()
 
 
-def test_a_thread_that_hangs_does_not_hang_the_run():
+def test_a_hanging_thread_does_not_hang_the_run():
     release = threading.Event()
     with pytest.raises(OSError, match="full"), join_failed_writers(timeout_s=0.1):
         threading.Thread(target=release.wait).start()

@@ -127,7 +127,7 @@ def test_the_files_hold_the_checkpoint_layout(exported):
     assert sum(t.size for t in tensors.values()) == count_params(CFG)[0]
 
 
-def test_the_index_and_the_shards_agree_and_stay_under_the_limit(exported):
+def test_index_and_shards_agree_under_the_limit(exported):
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     tensors = stored_tensors(exported)
     assert set(index["weight_map"]) == set(tensors)
@@ -160,7 +160,7 @@ def test_float16_files_load(damaged):
     assert same_bits(load_params(damaged, CFG, "float32"), want)
 
 
-def test_a_packed_export_holds_the_nearest_four_bit_values_and_comes_back_exactly(tmp_path):
+def test_packed_exports_have_nearest_values_and_load_exactly(tmp_path):
     params = random_params(CFG, "bfloat16")
     save_params(params, CFG, tmp_path / "first", dtype="mxfp4", max_shard_bytes=300_000)
     first = load_params(tmp_path / "first", CFG, "bfloat16")
@@ -183,7 +183,7 @@ def test_the_packed_gate_up_has_the_released_shape():
     assert shapes[experts + "down_proj_scales"] == (7, 96, 2)
 
 
-def test_the_stream_goes_from_the_embedding_through_the_layers_to_the_head():
+def test_the_stream_is_embedding_then_layers_then_head():
     names = [name for name, _ in iter_hf(random_params(CFG), CFG)]
     assert names == [entry.name for entry in list_entries(CFG)]
     assert names[0] == "model.embed_tokens.weight" and names[-1] == "lm_head.weight"
@@ -203,9 +203,7 @@ def test_progress_counts_every_byte(exported):
 @pytest.mark.parametrize(
     ("stored", "vocab", "n_experts"), [("bfloat16", 50_011, 1), ("mxfp4", 1003, 16)]
 )
-def test_a_load_needs_less_than_a_third_more_memory_than_its_result(
-    tmp_path, stored, vocab, n_experts
-):
+def test_a_load_needs_under_a_third_extra_memory(tmp_path, stored, vocab, n_experts):
     cfg = ModelConfig(
         vocab_size=vocab,
         d_model=512,
@@ -253,7 +251,7 @@ SINKS = "model.layers.2.self_attn.sinks"
     ],
     ids=["missing", "extra", "misshapen", "integer", "bytes"],
 )
-def test_a_wrong_tensor_is_named_before_any_data_is_read(damaged, change, message):
+def test_a_wrong_tensor_is_named_before_reading_data(damaged, change, message):
     rewrite(damaged, change)
     calls = []
     with pytest.raises(ConfigError, match=message) as error:
@@ -342,7 +340,7 @@ def test_an_export_never_writes_over_something(exported):
         save_params(random_params(CFG), CFG, exported)
 
 
-def test_an_export_that_breaks_halfway_leaves_no_directory_and_the_next_one_works(tmp_path):
+def test_a_broken_export_leaves_no_directory(tmp_path):
     params = random_params(CFG)
     broken = jax.tree.map(lambda x: x, params)
     broken["head"] = np.zeros((96, 97), np.float32)
@@ -353,13 +351,13 @@ def test_an_export_that_breaks_halfway_leaves_no_directory_and_the_next_one_work
     assert same_bits(load_params(tmp_path / "out", CFG, "float32"), params)
 
 
-def test_four_bits_need_sizes_that_divide_by_their_group(tmp_path):
+def test_four_bits_need_sizes_divisible_by_the_group(tmp_path):
     cfg = ModelConfig(**{**vars(CFG), "d_expert": 40})
     with pytest.raises(ConfigError, match=r"model.d_expert \(40\).*multiples of 32"):
         save_params(random_params(cfg), cfg, tmp_path / "out", dtype="mxfp4")
 
 
-def test_an_unknown_dtype_is_refused_before_anything_is_written(tmp_path):
+def test_an_unknown_dtype_is_refused_before_writing(tmp_path):
     with pytest.raises(ConfigError, match="dtype must be one of .*, got 'float8'"):
         save_params(random_params(CFG), CFG, tmp_path / "out", dtype="float8")
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ WIDE = replace(CFG, n_layers=12, d_model=256, d_expert=320, n_experts=16)
 
 
 @pytest.mark.slow  # 130 MB of weights
-def test_host_memory_holds_one_tensor_and_not_the_model(tmp_path):
+def test_host_memory_has_one_tensor_at_once(tmp_path):
     params = map_specs(lambda spec: np.ones(spec.shape, np.float32), WIDE)
     save_params(params, WIDE, tmp_path / "model", dtype="float32")
     mesh = make_mesh(MeshConfig(fsdp=8))
@@ -84,7 +84,7 @@ def test_host_memory_holds_one_tensor_and_not_the_model(tmp_path):
     assert largest < peak_bytes < 2 * largest + 4 * piece < model / 3, (peak_bytes, largest, model)
 
 
-def test_a_missing_tensor_is_named_as_on_one_device(exported, tmp_path):
+def test_missing_tensors_are_named_on_a_mesh(exported, tmp_path):
     mesh = make_mesh(MeshConfig(fsdp=8))
     assert mesh is not None
     with pytest.raises(ConfigError, match="is missing"):

@@ -31,7 +31,7 @@ def weights(cfg, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("put", [lambda x: x, jnp.asarray], ids=["numpy", "jax"])
-def test_each_adapted_matrix_gains_its_delta_and_no_other_leaf_changes(dtype, put):
+def test_merging_adds_deltas_to_adapted_matrices_only(dtype, put):
     base = jax.tree.map(put, weights(CFG, jnp.dtype(dtype)))
     adapters = random_adapters(CFG, RANKS)
     result = merge_adapters(base, jax.tree.map(put, adapters), SCALES)
@@ -49,7 +49,7 @@ def test_each_adapted_matrix_gains_its_delta_and_no_other_leaf_changes(dtype, pu
     assert result["head"] is base["head"]
 
 
-def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_loss(tmp_path):
+def test_packed_experts_are_merged_and_repacked_with_loss(tmp_path):
     packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
     is_packed = lambda x: isinstance(x, Mxfp4)  # noqa: E731
     dense = jax.tree.map(
@@ -67,7 +67,7 @@ def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_lo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_merges_a_layer_at_a_time_and_rounds_once(tmp_path, dtype):
+def test_an_export_merges_by_layer_and_rounds_once(tmp_path, dtype):
     packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
     adapters = random_adapters(PACKABLE, RANKS)
     adapted = with_adapters(jax.tree.map(jnp.asarray, packed), adapters, SCALES)
@@ -97,7 +97,7 @@ def swapped(adapters):
         (lambda _: None, {}, "layers/.*/w_q must have a scale"),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused_by_name(change, scales, message):
+def test_adapters_that_do_not_fit_are_refused(change, scales, message):
     adapters = random_adapters(CFG, {"w_q": 3})
     change(adapters)
     with pytest.raises(ValueError, match=message):

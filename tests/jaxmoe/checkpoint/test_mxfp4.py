@@ -18,7 +18,7 @@ def random_packed(seed: int, *, highest: int = 250) -> tuple[np.ndarray, np.ndar
     return blocks, rng.integers(0, highest, (3, 5, 2), np.uint8)
 
 
-def test_the_low_half_of_a_byte_is_the_earlier_value():
+def test_the_low_nibble_is_the_earlier_value():
     blocks = np.zeros((1, 16), np.uint8)
     blocks[0, 0] = 0x52  # codes 2 then 5
     values = mxfp4.decode_blocks(blocks, np.array([127], np.uint8))
@@ -33,7 +33,7 @@ def test_every_code_has_its_value_and_its_sign():
     assert np.signbit(values[8])
 
 
-def test_a_scale_is_a_power_of_two_down_to_the_subnormals():
+def test_scales_are_powers_of_two_down_to_subnormals():
     blocks = np.full((255, 1, 16), 0x12, np.uint8)  # 1.0 then 0.5
     values = mxfp4.decode_blocks(blocks, np.arange(255, dtype=np.uint8)[:, None])
     want = np.exp2(np.arange(255, dtype=np.float64) - 127)
@@ -59,7 +59,7 @@ def test_decoded_values_come_back_in_every_bit(seed):
     assert (round_trip.view(np.uint32) == values.view(np.uint32)).all()
 
 
-def test_rounding_goes_to_the_nearest_code_and_ties_to_the_even_one():
+def test_rounding_is_to_nearest_and_ties_to_even():
     fine = np.linspace(-6, 6, 96 * 31, dtype=np.float32).reshape(-1, 31)
     x = np.concatenate([np.full((len(fine), 1), 6.0, np.float32), fine], axis=1)
     actual = mxfp4.decode_blocks(*mxfp4.encode_blocks(x))
@@ -101,7 +101,7 @@ def test_the_bound_is_nearly_reached():
     assert actual[0] == 6.0 and (x[0] - actual[0]) / x[0] > 0.2499
 
 
-def test_a_group_of_zeros_and_the_smallest_floats_encode_without_a_warning():
+def test_zeros_and_smallest_floats_encode_without_a_warning():
     x = np.zeros((2, 32), np.float32)
     x[1] = np.float32(1e-45)
     assert (mxfp4.decode_blocks(*mxfp4.encode_blocks(x)) == 0).all()

@@ -74,7 +74,7 @@ def dense(released):
     return load_params(released, CFG)
 
 
-def test_packed_leaves_hold_the_values_of_a_dense_load(loaded, dense):
+def test_packed_leaves_have_a_dense_loads_values(loaded, dense):
     leaves = [leaf for leaf in jax.tree.leaves(loaded, is_leaf=is_packed) if is_packed(leaf)]
     assert [leaf.shape for leaf in leaves] == [(2, 3, 128, 64), (2, 3, 64, 256)] * 2
     decode = jax.jit(lambda leaf: decode_in_jax(leaf, jnp.bfloat16))
@@ -89,7 +89,7 @@ def test_packed_leaves_hold_the_values_of_a_dense_load(loaded, dense):
     d_model=st.sampled_from([64, 128, 192]),
     d_expert=st.sampled_from([64, 128, 320]),
 )
-def test_what_is_loaded_packed_is_exported_byte_for_byte(seed, n_experts, d_model, d_expert):
+def test_packed_loads_are_exported_byte_for_byte(seed, n_experts, d_model, d_expert):
     cfg = dataclasses.replace(
         CFG,
         n_layers=2,
@@ -111,7 +111,7 @@ def test_what_is_loaded_packed_is_exported_byte_for_byte(seed, n_experts, d_mode
         assert config["quantization_config"]["quant_method"] == "mxfp4"
 
 
-def test_every_scale_with_every_code_in_every_place_of_a_group_comes_back():
+def test_every_scale_and_code_returns_in_every_place():
     scales = np.repeat(np.arange(255, dtype=np.uint8), 2).reshape(1, 255, 2)
     for turn in range(16):
         codes = (np.arange(64, dtype=np.uint8) + turn).reshape(2, 32) & 15
@@ -125,14 +125,14 @@ def test_every_scale_with_every_code_in_every_place_of_a_group_comes_back():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_dense_export_of_packed_leaves_is_that_of_their_values(loaded, dense, dtype):
+def test_dense_exports_of_packed_leaves_have_their_values(loaded, dense, dtype):
     for (name, actual), (expected_name, want) in zip(
         iter_hf(loaded, CFG, dtype), iter_hf(dense, CFG, dtype), strict=True
     ):
         assert name == expected_name and bits(actual) == bits(want), name
 
 
-def test_a_load_as_read_is_what_the_forward_reads_of_float32(released, loaded):
+def test_a_load_as_read_matches_the_forwards_float32(released, loaded):
     packed_params = load_params(released, CFG, "as_read", experts="packed")
     wide = load_params(released, CFG, "float32", experts="packed")
     assert bits(packed_params) == bits(cast_for_forward(jax.tree.map(jnp.asarray, wide), CFG))
@@ -159,10 +159,10 @@ def test_jax_arrays_are_exported_like_numpy_ones(loaded, tensors):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_device_decodes_one_layers_matrices_for_an_engine(loaded, dense, dtype):
+def test_a_device_decodes_one_layer_for_an_engine(loaded, dense, dtype):
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts.down_proj"):
         entry = next(entry for entry in list_entries(CFG) if entry.name == name)
-        args = entry.pair, entry.layout, entry.shape, dtype, jax.devices()[0]
+        args = entry.index, entry.layout, entry.shape, dtype, jax.devices()[0]
         actual, expected = (device_tensor(leaf_of(x, entry), *args) for x in (loaded, dense))
         assert bits(actual) == bits(expected)
 
@@ -171,7 +171,7 @@ def changed(tensors, tmp_path, **new):
     return write(tmp_path / "changed", {**tensors, **new})
 
 
-def test_a_scale_of_255_is_refused_in_one_line(tensors, tmp_path):
+def test_a_scale_of_255_is_refused(tensors, tmp_path):
     scales = tensors[DOWN + "_scales"].copy()
     scales[1, 5, 0] = 255
     with pytest.raises(ConfigError, match=f"{DOWN}_scales must be at most 254") as error:
@@ -180,9 +180,7 @@ def test_a_scale_of_255_is_refused_in_one_line(tensors, tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "code"), [*itertools.product([253, 254], [4, 6])])
-def test_values_past_the_largest_float_are_refused_as_in_a_dense_load(
-    tensors, tmp_path, scale, code
-):
+def test_values_beyond_the_largest_float_are_refused(tensors, tmp_path, scale, code):
     blocks, scales = (tensors[DOWN + end].copy() for end in ("_blocks", "_scales"))
     scales[2, 3, 1], blocks[2, 3, 1] = scale, 0
     blocks[2, 3, 1, 7] = 16 * code
@@ -264,7 +262,7 @@ def test_checks_know_packed_leaves_and_name_broken_ones(loaded):
             check_model_params(params, CFG)
 
 
-def test_a_copy_as_read_keeps_the_bytes_and_shares_packed_experts(loaded):
+def test_a_copy_as_read_shares_packed_experts(loaded):
     """No step donates packed experts, so an engine needs no copy of them."""
     params = jax.tree.map(jnp.asarray, loaded)
     copy = cast_for_forward(params, CFG)
@@ -275,7 +273,7 @@ def test_a_copy_as_read_keeps_the_bytes_and_shares_packed_experts(loaded):
     assert copied.unsafe_buffer_pointer() != original.unsafe_buffer_pointer()
 
 
-def test_each_array_of_a_packed_leaf_has_a_digest_that_sees_a_bit(loaded):
+def test_each_packed_array_has_a_sensitive_digest(loaded):
     before = array_digests(loaded)
     nibbles = loaded["layers"]["full"]["w_down"].nibbles_EDF.copy()
     nibbles[1, 2, 3, 4] ^= 128
@@ -296,7 +294,7 @@ def random_dense(seed=0, dtype=np.float32):
     )
 
 
-def test_packing_is_what_an_export_does_and_tells_each_matrixs_error(tmp_path):
+def test_packing_equals_an_export_and_reports_its_error(tmp_path):
     params = random_dense()
     packed_params, errors = pack_experts(params, CFG)
     save_params(params, CFG, tmp_path / "packed", dtype="mxfp4")
@@ -308,7 +306,7 @@ def test_packing_is_what_an_export_does_and_tells_each_matrixs_error(tmp_path):
             assert leaf_of(packed_params, entry) is leaf_of(params, entry)
             continue
         assert bits(leaf_of(packed_params, entry)) == bits(leaf_of(exported, entry))
-        before, after = (leaf_of(t, entry)[entry.pair].astype(float) for t in (params, values))
+        before, after = (leaf_of(t, entry)[entry.index].astype(float) for t in (params, values))
         relative = np.linalg.norm(after - before) / np.linalg.norm(before)
         assert errors[entry.name].relative == pytest.approx(relative, rel=1e-5)
         assert errors[entry.name].largest == pytest.approx(np.abs(after - before).max(), rel=1e-6)
@@ -318,7 +316,7 @@ def test_packing_is_what_an_export_does_and_tells_each_matrixs_error(tmp_path):
     assert "\n" not in text and f"{errors[worst].relative:.2%} ({worst})" in text
 
 
-def test_what_four_bits_can_hold_is_packed_without_error(tmp_path):
+def test_representable_values_are_packed_without_error(tmp_path):
     codes = jax.tree.map(lambda x: np.round(np.clip(x, -3, 3)), random_dense(1))
     packed_params, errors = pack_experts(jax.tree.map(jnp.asarray, codes), CFG)
     assert set(errors.values()) == {(0.0, 0.0)}
@@ -358,7 +356,7 @@ print(loaded, held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(para
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_a_process_that_loads_packed_experts_holds_little_more_than_them(tmp_path):
+def test_loading_packed_experts_needs_little_extra_memory(tmp_path):
     folder = write(tmp_path / "large", random_tensors(LARGE))
     result_of_run = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder)],

@@ -76,7 +76,7 @@ def test_the_files_hold_the_matrices_under_pefts_names(tmp_path):
             assert (column[1::2] == gate_up_b[1, e, r, 40:]).all()  # up
 
 
-def test_modules_that_were_trained_whole_lie_beside_as_in_a_checkpoint(tmp_path):
+def test_completely_trained_modules_are_stored_as_in_checkpoints(tmp_path):
     lora = dataclasses.replace(LORA, modules_to_save="router,norms,embedding,head")
     rng, adapters = np.random.default_rng(4), random_adapters(CFG, RANKS)
     draw = lambda x: rng.standard_normal(x.shape, np.float32)  # noqa: E731
@@ -134,7 +134,7 @@ def test_the_config_says_ranks_alphas_and_targets(tmp_path):
     "names", [NAMES, NAMES[:4], NAMES[4:], ("w_q", "w_v"), ("w_gate_up",), ("w_down",)]
 )
 @pytest.mark.parametrize("stabilized", [False, True])
-def test_an_adapter_comes_back_in_every_bit_with_its_scales(tmp_path, names, stabilized):
+def test_an_adapter_returns_bitwise_with_its_scales(tmp_path, names, stabilized):
     ranks = {name: RANKS[name] for name in names}
     adapters, folder = save_random(
         tmp_path, ranks, attention_alpha=6.0, expert_alpha=8.0, rank_stabilized=stabilized
@@ -147,7 +147,7 @@ def test_an_adapter_comes_back_in_every_bit_with_its_scales(tmp_path, names, sta
     assert loaded.expert_axis == ("in" if set(names) & set(NAMES[4:]) else None)
 
 
-def test_the_experts_of_peft_0_19_0_are_read_by_their_shapes(tmp_path):
+def test_peft_0_19_experts_are_read_by_shape(tmp_path):
     adapters, folder = save_random(tmp_path)
     loaded = read_adapter(change_file(folder, transposed), CFG)
     assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == "out"
@@ -155,7 +155,7 @@ def test_the_experts_of_peft_0_19_0_are_read_by_their_shapes(tmp_path):
         read_adapter(folder, CFG, expert_axis="in")
 
 
-def test_gate_up_tells_the_layout_where_d_equals_f(tmp_path):
+def test_gate_up_shows_the_layout_of_square_matrices(tmp_path):
     adapters, folder = save_random(tmp_path, cfg=SQUARE)
     loaded = read_adapter(change_file(folder, transposed), SQUARE)
     assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == "out"
@@ -165,7 +165,7 @@ def test_gate_up_tells_the_layout_where_d_equals_f(tmp_path):
     ("version", "axis"),
     [("0.18.1", "in"), ("0.19.0", "out"), ("0.19.1", None), ("0.21.2", None), (None, None)],
 )
-def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, version, axis):
+def test_square_w_down_needs_a_peft_version(tmp_path, version, axis):
     adapters, folder = save_random(tmp_path, {"w_down": 2}, cfg=SQUARE)
     assert read_adapter(folder, SQUARE).expert_axis == "in"  # the digests say that it is ours
     config(
@@ -183,7 +183,7 @@ def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, vers
         assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == (axis or "in")
 
 
-def test_bfloat16_adapters_are_written_as_they_are_and_read_as_float32(tmp_path):
+def test_bfloat16_adapters_are_stored_unchanged(tmp_path):
     adapters = random_adapters(CFG, {"w_v": 5})
     for leaves in adapters["layers"].values():
         leaves["w_v"] = Pair(*(jnp.asarray(x, jnp.bfloat16) for x in leaves["w_v"]))
@@ -223,7 +223,7 @@ BROKEN_ADAPTERS = {
 
 
 @pytest.mark.parametrize("change", BROKEN_ADAPTERS.values(), ids=BROKEN_ADAPTERS.keys())
-def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, change):
+def test_other_trees_than_the_models_are_refused(tmp_path, change):
     adapters = random_adapters(CFG, RANKS)
     change[0](adapters)
     with pytest.raises(ValueError, match=change[1]):
@@ -265,7 +265,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD.keys())
-def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
+def test_a_config_with_unread_fields_is_refused(tmp_path, case):
     _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match=case[1]) as error:
         read_adapter(config(folder, **case[0]), CFG)
@@ -275,7 +275,7 @@ def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
 @pytest.mark.parametrize(
     "init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga", "mystery", 1]
 )
-def test_an_adapter_whose_first_matrices_came_out_of_the_base_is_refused(tmp_path, init):
+def test_adapters_initialised_from_the_base_are_refused(tmp_path, init):
     """PEFT takes them off the base as it loads: the files alone are another model."""
     _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match="init_lora_weights must be True or False or .*gaussian"):
@@ -294,7 +294,7 @@ def test_an_adapter_that_began_at_random_is_read(tmp_path, init):
     "pattern",
     [r".*self_attn\.(q|k|v|o)_proj", r"layers\.\d+\.self_attn.[a-z]+_proj", "(?:q|k|v|o)_proj"],
 )
-def test_patterns_of_names_are_read_as_peft_reads_them(tmp_path, pattern):
+def test_name_patterns_are_read_as_in_peft(tmp_path, pattern):
     ranks = dict.fromkeys(NAMES[:4], 5)
     _, folder = save_random(tmp_path, ranks, attention_alpha=6.0)
     read = read_adapter(config(folder, r=7, rank_pattern={pattern: 5}, alpha_pattern={}), CFG)
@@ -335,7 +335,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES.values(), ids=FILES.keys())
-def test_a_file_of_another_model_or_layout_is_refused_by_name(tmp_path, case):
+def test_a_file_of_another_model_is_refused(tmp_path, case):
     _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match=case[1]) as error:
         read_adapter(change_file(folder, case[0]), CFG)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.checkpoint import run
@@ -20,6 +21,7 @@ from jaxmoe.checkpoint.run import (
     initial_params,
     lock_run_folder,
     record_config,
+    restore_policy,
     restore_run,
     save_run,
 )
@@ -81,7 +83,7 @@ def test_a_position_comes_back_whole(tmp_path, capfd, kl):
     assert output.err == "" and "after rl step 3" in output.out
 
 
-def test_moments_may_move_between_the_host_and_the_device(tmp_path):
+def test_moments_may_move_between_host_and_device(tmp_path):
     host_cfg = override(CFG, "optim.moments=host")
     shapes, state = stage_shapes(host_cfg, TX, TX), init_state(Trained(initial_params(CFG)), TX)
     moved = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes["warmup"]))
@@ -97,13 +99,37 @@ def test_moments_may_move_between_the_host_and_the_device(tmp_path):
         assert memory_kinds == {kind}
 
 
-def test_a_checkpoint_without_digests_is_restored_and_told_of(tmp_path, capsys):
+def test_a_checkpoint_of_one_part_is_refused(tmp_path):
     saved(tmp_path)
-    assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert "has no digests" not in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "checkpoints" / "1000003" / "digests")
-    assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert capsys.readouterr().out.count("has no digests: damage cannot be detected\n") == 1
+    (tmp_path / "checkpoints" / "1000003" / "policy").rename(
+        tmp_path / "checkpoints" / "1000003" / "state"
+    )
+    for restore in (lambda: restore_run(tmp_path, CFG, SHAPES), lambda: used(tmp_path, CFG)):
+        with pytest.raises(ConfigError, match="an earlier version of jaxmoe. Try a new --workdir"):
+            restore()
+
+
+def test_another_optimizer_is_blamed_by_its_name(tmp_path):
+    saved(tmp_path)
+    shapes = stage_shapes(CFG, optax.sgd(0.1), optax.sgd(0.1))
+    with pytest.raises(ConfigError) as error:
+        restore_run(tmp_path, CFG, shapes)
+    message = str(error.value)
+    assert "must fit the run's optimizer: optimizer/state/1/0/count" in message
+    assert "--set optim.name=MODULE:FUNCTION" in message and "\n" not in message
+    assert bits_of(used(tmp_path, CFG).params) == bits_of(initial_params(CFG))
+
+
+def test_the_policy_is_read_without_the_other_parts(tmp_path):
+    cfg = override(CFG, "optim.trainable=(?!.*router).*")
+    state = init_state(Trained(initial_params(cfg)), TX, trainable=cfg.trainable)
+    save_run(tmp_path, cfg, Position("warmup", 3, state, {}))
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "optimizer")
+    policy = used(tmp_path, CFG)  # which parameters train is no matter
+    assert policy is not None and (policy.stage, policy.step, policy.rl_step) == ("warmup", 3, 0)
+    assert bits_of(policy.params) == bits_of(initial_params(cfg))
+    with pytest.raises(ConfigError, match="optimizer is missing"):
+        restore_run(tmp_path, cfg, stage_shapes(cfg, TX, TX))
 
 
 def test_rl_comes_after_the_warm_start(tmp_path):
@@ -115,13 +141,18 @@ def test_rl_comes_after_the_warm_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
+    "change",
+    ["optim.name=muon", "optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"],
 )
-def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
+def test_a_config_that_changes_numbers_is_refused(tmp_path, change):
     state = init_state(Trained(initial_params(CFG)), TX)
     save_run(tmp_path, CFG, Position("rl", 3, state, {}))
     with pytest.raises(ConfigError, match=change.split("=")[0]):
         restore_run(tmp_path, override(CFG, change), SHAPES)
+
+
+def used(work, cfg, contents=None):
+    return restore_policy(work, cfg, None, contents=contents)
 
 
 def saved(work, cfg=CFG):
@@ -141,7 +172,7 @@ def test_what_may_change_is_told(tmp_path, capsys):
         assert change in output
 
 
-def test_the_number_of_steps_stands_where_the_rate_decays_over_them(tmp_path):
+def test_the_number_of_steps_is_fixed_under_decay(tmp_path):
     decays = override(CFG, "optim.lr_end_fraction=0.1")
     saved(tmp_path, decays)
     with pytest.raises(ConfigError, match=r"steps=5; .* decays over them\). Try --set steps=5,"):
@@ -160,7 +191,7 @@ def test_the_advice_can_be_typed_into_a_shell(tmp_path, change):
     assert restore_run(tmp_path, override(CFG, typed), SHAPES) is not None
 
 
-def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkeypatch):
+def test_a_field_absent_from_checkpoints_has_its_default(tmp_path, monkeypatch):
     record = json.loads(to_json(CFG))
     del record["rollout"]["max_staleness"]
     record["rollout"]["gone_since"] = 3
@@ -172,16 +203,16 @@ def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkey
         restore_run(tmp_path, ahead, SHAPES)
 
 
-def test_a_run_that_drops_long_prompts_keeps_what_says_which_these_are(tmp_path):
+def test_a_run_that_drops_prompts_fixes_their_limit(tmp_path):
     """Else other rows would be trained on, and some of these would count as held out."""
     drops = override(CFG, "data.overlong_prompts=drop")
     saved(tmp_path, drops)
     shorter = override(drops, "data.max_prompt_tokens=50")
-    for train in (True, False):
+    for read in (used, lambda work, cfg: restore_run(work, cfg, SHAPES)):
         with pytest.raises(ConfigError, match="data.max_prompt_tokens=512"):
-            restore_run(tmp_path, shorter, SHAPES, to_train=train)
+            read(tmp_path, shorter)
         with pytest.raises(ConfigError, match="data.overlong_prompts=drop"):
-            restore_run(tmp_path, CFG, SHAPES, to_train=train)
+            read(tmp_path, CFG)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +228,14 @@ def test_a_run_that_drops_long_prompts_keeps_what_says_which_these_are(tmp_path)
         ("data.task=reasoning_gym:other", False),
     ],
 )
-def test_a_checkpoint_is_scored_on_rows_it_did_not_train_on(tmp_path, change, refused):
+def test_a_checkpoint_is_scored_on_untrained_rows(tmp_path, change, refused):
     saved(tmp_path)
     cfg = override(CFG, change)
     if not refused:
-        assert restore_run(tmp_path, cfg, SHAPES, to_train=False) is not None
+        assert used(tmp_path, cfg) is not None
         return
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
-        restore_run(tmp_path, cfg, SHAPES, to_train=False)
+        used(tmp_path, cfg)
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
@@ -221,7 +252,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
                 pass
         with pytest.raises(ConfigError, match="another process trains in it"):
             restore_run(tmp_path, CFG, SHAPES)
-        restore_run(tmp_path, CFG, SHAPES, to_train=False)  # it may be scored meanwhile
+        used(tmp_path, CFG)  # it may be scored meanwhile
         process.kill()
         process.wait()
     with lock_run_folder(tmp_path):  # what a killed one leaves is nothing
@@ -274,7 +305,7 @@ KEYS = ["data.task", "init.tokenizer", "init.checkpoint"]
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_of_files_the_content_decides_and_not_the_path(tmp_path, capsys, key):
+def test_file_contents_decide_and_not_paths(tmp_path, capsys, key):
     saved_cfg, moved = override(CFG, f"{key}=here"), override(CFG, f"{key}=there")
     state = init_state(Trained(initial_params(CFG)), TX)
     save_run(tmp_path, saved_cfg, Position("rl", 3, state, {}), {key: "c0ffee"})
@@ -287,13 +318,13 @@ def test_of_files_the_content_decides_and_not_the_path(tmp_path, capsys, key):
         restore_run(tmp_path, moved, SHAPES)  # nobody can tell
 
 
-def test_a_moved_file_is_the_same_task_whose_rows_were_trained_on(tmp_path):
+def test_a_moved_file_is_the_same_task(tmp_path):
     saved_cfg, key = override(CFG, "data.task=here"), "data.task"
     state = init_state(Trained(initial_params(CFG)), TX)
     save_run(tmp_path, saved_cfg, Position("rl", 3, state, {}), {key: "c0ffee"})
 
     def scored(cfg, digest):
-        return restore_run(tmp_path, cfg, SHAPES, to_train=False, contents={key: digest})
+        return used(tmp_path, cfg, {key: digest})
 
     moved = override(CFG, "data.task=there")
     assert scored(moved, "c0ffee") is not None and scored(moved, "decaf") is not None
@@ -303,7 +334,7 @@ def test_a_moved_file_is_the_same_task_whose_rows_were_trained_on(tmp_path):
         scored(saved_cfg, "decaf")
 
 
-def test_weights_are_told_apart_by_a_few_of_their_bytes(tmp_path):
+def test_a_few_bytes_distinguish_weights(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(3 * BLOCK_BYTES))
     first = weights_digest(tmp_path)

@@ -43,7 +43,7 @@ def test_checkpoints_from_before_the_setting_go_on():
     assert check_resume(WORK, saved, PLAIN) == []
 
 
-def test_rows_of_a_run_with_an_environment_are_split_otherwise():
+def test_environments_split_their_rows_by_complete_contents():
     """Complete rows are compared with one, and questions without."""
     played = override(
         PLAIN, "data.environment=my_env:Game", "rollout.max_turns=2", "rollout.max_context=200"

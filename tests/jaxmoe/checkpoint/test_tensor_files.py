@@ -118,7 +118,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("fault", HEADERS)
-def test_a_header_that_cannot_be_is_refused_by_name(exported, tmp_path, fault):
+def test_an_impossible_header_is_refused_by_name(exported, tmp_path, fault):
     change, spelt, match = HEADERS[fault]
     bad = shutil.copytree(exported / "one", tmp_path / "bad")
     header, data = parts(bad / "model.safetensors")
@@ -154,7 +154,7 @@ def test_an_index_that_cannot_be_is_refused(exported, tmp_path, fault):
     refused(bad, match)
 
 
-def test_two_sets_of_weights_in_one_folder_are_refused(exported, tmp_path):
+def test_two_sets_of_weights_are_refused(exported, tmp_path):
     """transformers would read model.safetensors, we the index."""
     bad = shutil.copytree(exported / "shards", tmp_path / "bad")
     (first_shard,) = list(bad.glob("model-00001-*"))
@@ -162,7 +162,7 @@ def test_two_sets_of_weights_in_one_folder_are_refused(exported, tmp_path):
     refused(bad, r"must hold one set of weights; model.safetensors and .*index.json are two")
 
 
-def test_an_index_of_one_file_alone_is_the_same_set(exported, tmp_path):
+def test_an_index_of_one_file_is_accepted(exported, tmp_path):
     folder = shutil.copytree(exported / "shards", tmp_path / "same")
     for path in folder.glob("model*"):
         path.unlink()
@@ -183,7 +183,7 @@ def foreign(path, change=lambda header, data: None):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", [SINKS, DOWN])
-def test_weights_that_are_not_finite_are_named_and_counted(exported, tmp_path, name, value):
+def test_nonfinite_weights_are_named_and_counted(exported, tmp_path, name, value):
     def change(header, data):
         offset = header[name]["data_offsets"][0]
         data[offset : offset + 8] = np.array([value, value], np.float32).tobytes()
@@ -195,7 +195,7 @@ def test_weights_that_are_not_finite_are_named_and_counted(exported, tmp_path, n
     refused(bad, f"{name} must be finite in float32, got 2 NaN or infinite")
 
 
-def test_a_weight_too_large_for_the_dtype_it_is_loaded_in_is_no_infinity(exported, tmp_path):
+def test_weights_too_large_for_their_dtype_are_refused(exported, tmp_path):
     def change(header, data):
         offset = header[SINKS]["data_offsets"][0]
         data[offset : offset + 4] = np.array([3.4e38], np.float32).tobytes()
@@ -226,14 +226,14 @@ def test_scales_that_make_no_numbers_are_named(exported, tmp_path, scale, match)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
-def test_what_is_not_finite_is_counted_from_the_bits(dtype):
+def test_nonfinite_values_are_counted_from_the_bits(dtype):
     values = [0.0, -0.0, 1.0, np.nan, -np.nan, np.inf, -np.inf, np.finfo(np.float16).max]
     array = np.array([*values, ml_dtypes.finfo(dtype).smallest_subnormal], np.float32).astype(dtype)
     assert count_not_finite(array) == np.count_nonzero(~np.isfinite(array.astype(np.float32))) == 4
 
 
 @pytest.mark.parametrize("dtype", ["shards", "packed"])
-def test_no_random_damage_of_our_own_export_is_silent(exported, tmp_path, dtype, faults=200):
+def test_random_damage_of_our_export_is_always_detected(exported, tmp_path, dtype, faults=200):
     draw, n_found = random.Random(0), 0
     want = bits_of(load_params(exported / dtype, CFG, "float32"))
     files = sorted(p.name for p in (exported / dtype).glob("model*"))
@@ -259,7 +259,7 @@ def test_no_random_damage_of_our_own_export_is_silent(exported, tmp_path, dtype,
     assert n_found > faults / 2
 
 
-def test_a_bit_that_flips_in_a_file_of_others_is_not_seen_and_in_ours_is(exported, tmp_path):
+def test_bit_flips_are_detected_in_our_files_only(exported, tmp_path):
     def flip(header, data):
         data[header[SINKS]["data_offsets"][0]] ^= 1
 

@@ -18,7 +18,7 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from pallas_kernels import sink_attention, token_logprobs
 
 TOKENS = jnp.asarray(make_batch().tokens_BT)
@@ -57,7 +57,7 @@ def trace_forward(ops):
 
 
 @pytest.mark.parametrize("router", [swap_experts, one_expert_less])
-def test_a_router_whose_arrays_do_not_fit_is_named_when_traced(router):
+def test_a_routers_wrong_shapes_are_named_when_traced(router):
     with pytest.raises(
         ConfigError, match=rf"ops.router: {router.__name__} must return .indices, w"
     ):
@@ -72,11 +72,11 @@ def test_a_router_whose_arrays_do_not_fit_is_named_when_traced(router):
         (not_finite, "finite weights"),
     ],
 )
-def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, message):
+def test_a_routers_impossible_experts_are_named_before_training(router, message):
     with pytest.raises(ConfigError, match=rf"ops.router: {router.__name__} must return {message}"):
         check_router(router, CFG)
     a, scorer = Algorithm(), Scorer(CFG, replace(OPS, router=router))
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
+    step = jit_step(tx=SGD, algorithm=a, scorer=scorer)
     with pytest.raises(ConfigError, match=router.__name__):
         step(start(a, params=MODEL), make_batch())
 
@@ -89,7 +89,7 @@ def test_routers_that_keep_the_contract_pass():
         check_router(router, CFG)
 
 
-def test_of_a_router_for_a_mesh_one_devices_piece_is_tried():
+def test_a_mesh_router_is_tried_on_one_piece():
     mesh = make_mesh(MeshConfig(fsdp=2))
     check_router(sharded_ops(OPS, mesh, CFG).router, CFG)  # tries one row, which no two share
     for inner in (partial(shift_experts), shift_experts):
@@ -105,14 +105,14 @@ def test_attention_that_returns_heads_first_is_named(mesh):
         trace_forward(ops)
 
 
-def test_parameters_of_another_width_are_refused_by_the_forward():
+def test_parameters_of_another_width_are_refused():
     params = init_params(jax.random.key(0), replace(CFG, d_model=32))
     with pytest.raises(ConfigError, match="these params belong to another config"):
         jax.eval_shape(lambda params: forward(params, TOKENS, CFG, OPS)[0], params)
 
 
 @pytest.mark.parametrize("token", [-1, CFG.vocab_size, 900])
-def test_a_token_outside_the_vocabulary_makes_its_row_nan_and_no_other(token):
+def test_a_token_outside_the_vocabulary_makes_rows_nan(token):
     @jax.jit
     def score_tokens(tokens_BT):
         hidden_BTD, _, _ = forward(MODEL, tokens_BT, CFG, OPS)
@@ -125,7 +125,7 @@ def test_a_token_outside_the_vocabulary_makes_its_row_nan_and_no_other(token):
     assert np.isnan(np.asarray(last[2, -1]))
 
 
-def test_the_derivative_with_respect_to_temperature_is_an_error_and_no_zero():
+def test_the_derivative_with_respect_to_temperature_is_refused():
     hidden, head = jnp.ones((3, 8)), jnp.eye(8, 11)
     targets = jnp.arange(3)
 

@@ -49,7 +49,7 @@ def test_a_new_critic_says_zero_everywhere():
     assert np.asarray(values_of(randomize_critic(critic), TOKENS))[:, 1:].all()  # it could say more
 
 
-def test_a_value_is_the_head_of_the_token_before():
+def test_a_value_is_the_previous_tokens_head():
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, 24)), jnp.float32)
     critic = randomize_critic({})
     want = np.float64(hidden) @ np.sin(np.arange(24.0)) + 0.5
@@ -59,7 +59,7 @@ def test_a_value_is_the_head_of_the_token_before():
 
 
 @pytest.mark.parametrize("column", [0, 4, T - 1])
-def test_a_token_changes_the_values_after_it_and_no_other(column):
+def test_a_token_changes_only_later_values(column):
     critic = randomize_critic(init_critic(POLICY, CFG, "float32", own_backbone=True))
     changed = TOKENS.at[:, column].set((TOKENS[:, column] + 1) % 29)
     before, after = (np.asarray(values_of(critic, x)) for x in (TOKENS, changed))
@@ -67,7 +67,7 @@ def test_a_token_changes_the_values_after_it_and_no_other(column):
     assert (before[:, column + 1 :] != after[:, column + 1 :]).all()
 
 
-def test_an_own_backbone_is_the_policys_without_its_head():
+def test_a_separate_backbone_is_the_policys_without_head():
     critic = init_critic(POLICY, CFG, "float32", own_backbone=True)
     assert critic["backbone"].keys() == POLICY.keys() - {"head"}
     jax.tree.map(
@@ -77,7 +77,7 @@ def test_an_own_backbone_is_the_policys_without_its_head():
     )
 
 
-def test_an_own_backbone_outlives_the_policy_it_was_copied_from():
+def test_a_separate_backbone_outlives_the_policys_arrays():
     policy = init_params(jax.random.key(1), CFG)
     critic = randomize_critic(init_critic(policy, CFG, "float32", own_backbone=True))
     before = np.asarray(values_of(critic, TOKENS))
@@ -87,7 +87,7 @@ def test_an_own_backbone_outlives_the_policy_it_was_copied_from():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_shared_critic_is_a_head_alone_and_answers_in_float32(dtype):
+def test_a_shared_critic_is_a_float32_head(dtype):
     critic = init_critic(POLICY, CFG, dtype, own_backbone=False)
     assert critic.keys() == {"value_head"}
     shapes = {name: (x.shape, str(x.dtype)) for name, x in critic["value_head"].items()}

@@ -16,7 +16,7 @@ TOKENS_BT = np.array([[7, 3, 3, 28], [21, 7, 1, 9]], np.int32)
 
 
 @pytest.mark.parametrize("size", [7, 8, 29])
-def test_the_rows_of_a_batch_are_read_as_the_whole_table_is(size):
+def test_a_batchs_rows_are_read_like_the_table(size):
     base = gather_embedding_rows({"embed": TABLE_VD, "head": 1}, TOKENS_BT, size)
     assert base["head"] == 1 and base["embed"].rows_RD.shape == (size, 5)
     assert param_shapes(base | {"head": TABLE_VD})["embed"] == (29, 5)
@@ -27,7 +27,7 @@ def test_the_rows_of_a_batch_are_read_as_the_whole_table_is(size):
         assert actual.dtype == jnp.float32
 
 
-def test_a_token_without_a_row_is_nan_and_not_another_tokens_row():
+def test_a_token_without_a_row_is_nan():
     rows = gather_embedding_rows({"embed": TABLE_VD}, TOKENS_BT, 9)["embed"]
     assert isinstance(rows, EmbeddingRows)
     for missing in (2, 22, 27):
@@ -35,6 +35,6 @@ def test_a_token_without_a_row_is_nan_and_not_another_tokens_row():
         assert jnp.isnan(rows_found[0]).all() and not jnp.isnan(rows_found[1]).any()
 
 
-def test_more_tokens_than_rows_are_refused_with_a_number_that_does():
+def test_more_tokens_than_rows_suggest_a_number():
     with pytest.raises(ConfigError, match="must be at least the distinct .* has 7.* Try --set lo"):
         gather_embedding_rows({"embed": TABLE_VD}, TOKENS_BT, 6)

@@ -106,9 +106,7 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
 @pytest.mark.parametrize(
     "time, cached, used", [(1, 1, "decode"), (16, 1, "decode"), (17, 1, "attend"), (5, 0, "attend")]
 )
-def test_a_few_tokens_and_a_cache_are_for_decoding_kernels_all_else_has_a_gradient(
-    params, time, cached, used
-):
+def test_only_few_cached_tokens_use_decoding_kernels(params, time, cached, used):
     calls = []
 
     def note_calls(name):
@@ -126,7 +124,7 @@ def test_a_few_tokens_and_a_cache_are_for_decoding_kernels_all_else_has_a_gradie
     assert set(calls) == {used} and len(calls) == 2
 
 
-def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
+def test_right_padded_rows_decode_as_if_unbatched(params):
     lengths, tokens = np.array([6, 14]), tokens_of(10, B, 14)
     answers = tokens_of(11, B, 10)
     segments = (jnp.arange(14)[None] < lengths[:, None]).astype(jnp.int32)

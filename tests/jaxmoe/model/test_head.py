@@ -46,7 +46,7 @@ def error_bound(want):
     return 64 * 2.0**-24 * np.abs(want).max()
 
 
-def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
+def test_each_log_prob_is_of_its_columns_token():
     params, hidden, tokens = setup_head()
     logp, entropy = sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)
     want = oracle_logprobs(params, hidden, 0.7)
@@ -59,7 +59,7 @@ def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
     np.testing.assert_allclose(entropy[:, 1:], plain, rtol=0, atol=error_bound(want))
 
 
-def test_the_first_token_and_the_last_hidden_state_are_not_read():
+def test_first_token_and_last_hidden_state_are_unread():
     params, hidden, tokens = setup_head()
     a, _ = sequence_logprobs(params, hidden, tokens, CFG, OPS)
     changed = tokens.at[:, 0].set(3)

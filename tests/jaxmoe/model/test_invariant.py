@@ -103,7 +103,7 @@ def draw_composition(draw):
         ),
     ],
 )
-def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype, cases):
+def test_no_composition_of_rows_changes_a_bit(dtype, cases):
     read = make_readings(dtype)
 
     @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
@@ -153,7 +153,7 @@ LOGP = st.floats(-60, 0, width=32, allow_subnormal=False)
         max_size=32,
     )
 )
-def test_a_log_prob_in_two_parts_is_their_sum_to_the_bit(cases):
+def test_two_parts_of_a_log_prob_sum_exactly(cases):
     total, share = (np.array(x, np.float32) for x in zip(*cases, strict=True))
     log_kept = total * share  # up to an eighth past the whole: rounding may put it there, too
     logp, part = (np.asarray(x) for x in split_logprob(jnp.asarray(total), jnp.asarray(log_kept)))
@@ -164,5 +164,5 @@ def test_a_log_prob_in_two_parts_is_their_sum_to_the_bit(cases):
     assert is_close.all(), (total, log_kept, part)
 
 
-def test_the_fewest_rows_of_an_engine_fill_a_quarter_of_a_tile():
+def test_the_fewest_rows_fill_a_quarter_tile():
     assert MIN_ROWS_PER_DEVICE * 4 == ROWS

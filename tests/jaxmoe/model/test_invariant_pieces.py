@@ -116,7 +116,7 @@ def count_changed(ops, dtype, name):
     ("name", "dtype"),
     [(n, d) for n in NAMES for d in ("float32", "bfloat16") if (n, d) != ("experts", "bfloat16")],
 )  # which takes minutes
-def test_rows_alone_have_the_bits_they_have_among_others(name, dtype):
+def test_single_rows_have_the_bits_of_batched_rows(name, dtype):
     assert set(count_changed(SIDES["exact"], jnp.dtype(dtype), name).values()) == {0}
 
 

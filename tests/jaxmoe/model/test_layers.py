@@ -84,7 +84,7 @@ def test_rms_norm_has_its_gradient_at_every_size(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gradients_of_linear_are_those_of_the_plain_product(dtype):
+def test_gradients_of_linear_match_the_plain_product(dtype):
     keys = jax.random.split(jax.random.key(3), 4)
     x, w, b, dy = (
         jax.random.normal(key, shape).astype(dtype)
@@ -109,7 +109,7 @@ def test_gradients_of_linear_are_those_of_the_plain_product(dtype):
         )
 
 
-def test_the_backward_of_linear_multiplies_arrays_of_16_bits():
+def test_linears_backward_multiplies_arrays_of_16_bits():
     x, w = jnp.ones((3, 8), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
     grads = jax.grad(lambda x, w: dot_in_float32(x, w).sum(), (0, 1))
     text = str(jax.make_jaxpr(grads)(x, w))

@@ -42,7 +42,7 @@ def test_before_training_they_change_no_bit():
     assert float(jnp.abs(moved - plain[0]).max()) > 0.5
 
 
-def test_a_begins_at_one_over_the_root_of_the_inputs_whatever_the_rank():
+def test_a_starts_at_inverse_root_of_the_inputs():
     """So a change's size does not depend on the width of what it multiplies."""
     for rank in (2, 16):
         lora = replace(LORA, attention_rank=rank, expert_rank=rank)
@@ -56,7 +56,7 @@ def test_a_begins_at_one_over_the_root_of_the_inputs_whatever_the_rank():
                 assert not np.any(pair.b)
 
 
-def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
+def test_log_probs_match_only_the_merged_weights():
     base, adapters = base_of(), adapters_of()
     expected = compute_logp(merge_all(base, adapters))[0]
 
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
 
 
 @pytest.mark.slow  # a backward pass of all weights
-def test_what_is_trained_whole_begins_as_the_base_and_has_its_gradient():
+def test_completely_trained_modules_start_as_the_base():
     lora = replace(LORA, targets="w_k,w_down", modules_to_save=",".join(MODULES_TO_SAVE))
     base = base_of()
     adapters = init_adapters(jax.random.key(2), CFG, lora, base)
@@ -175,7 +175,7 @@ def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * float(jnp.abs(y).max()) + 1e-9)
 
 
-def test_only_what_has_a_rank_is_adapted_and_a_rank_above_the_matrix_is_refused():
+def test_only_ranked_matrices_are_adapted_within_their_size():
     attention = lora_specs(CFG, LoraConfig(attention_rank=2))["layers"]["full"]
     assert sorted(attention) == ["w_k", "w_o", "w_q", "w_v"]
     assert attention["w_k"].a.shape == (1, 2, 128) and attention["w_k"].b.shape == (1, 2, 48)

@@ -54,8 +54,8 @@ def test_newer_files_keep_theta_among_the_rope_parameters():
     [
         ({"model_type": "llama"}, "model_type must be 'gpt_oss', got 'llama'"),
         (
-            {"layer_types": ["full_attention"] * 6},
-            "layer_types must be sliding_attention and full_attention, alternating",
+            {"layer_types": ["full_attention"] * 5},
+            "layer_types must be 6 of sliding_attention and full_attention",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type must be 'yarn' or 'default'"),
     ],
@@ -134,7 +134,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "value"), SPOILT, ids=[f"{n}={v}" for n, v in SPOILT])
-def test_what_is_not_computed_or_no_number_is_refused_by_name(name, value):
+def test_unsupported_fields_and_nonnumbers_are_refused_by_name(name, value):
     inside = value if name == "rope_scaling" and isinstance(value, dict) else {}
     named = [n for n in inside if n not in ("rope_type", "type")] or [name]
     with pytest.raises(ConfigError, match=f"{'rope_type' if 'type' in inside else named[0]}") as e:
@@ -142,17 +142,17 @@ def test_what_is_not_computed_or_no_number_is_refused_by_name(name, value):
     assert "\n" not in str(e.value) and "must be" in str(e.value)
 
 
-def test_the_slope_of_swiglu_goes_out_and_comes_back():
+def test_the_slope_of_swiglu_is_written_and_read():
     cfg = dataclasses.replace(CFG, swiglu_alpha=1.5)
     assert from_hf(to_hf(cfg, dtype="bfloat16")) == cfg
     old = {k: v for k, v in to_hf(cfg, dtype="bfloat16").items() if k != "swiglu_alpha"}
     assert from_hf(old).swiglu_alpha == 1.702
 
 
-def test_fields_that_are_neither_read_nor_harmless_are_listed():
+def test_unread_fields_that_matter_are_listed():
     config = to_hf(CFG, dtype="float32")
     assert find_unread_fields(config | {"my_field": 1, "a": 2}) == ["a", "my_field"]
 
 
-def test_weights_stored_in_float16_are_computed_with_in_bfloat16():
+def test_float16_weights_are_computed_in_bfloat16():
     assert from_hf(to_hf(CFG, dtype="float16")).dtype == "bfloat16"

@@ -68,7 +68,7 @@ def dense_experts(h, indices, weights, p, dtype=np.float64):
     return y[None]
 
 
-def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
+def test_the_router_selects_top_k_before_the_softmax():
     p, h = layer(), make_hidden()
     indices, weights = route_top_k(h, p, active=A)
     logits = np.asarray(h, np.float64) @ np.asarray(p["w_router"], np.float64)
@@ -80,7 +80,7 @@ def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
     np.testing.assert_allclose(np.asarray(weights).sum(axis=-1), 1.0, atol=4 * 2.0**-24)
 
 
-def test_the_router_has_weights_and_gradients_at_logits_of_any_size():
+def test_router_weights_and_gradients_accept_any_logits():
     """Ties, logits of ±1e4 and rows of nothing: the softmax over the chosen and its derivative."""
     for size in (0.0, 30.0, 1e4):
         p = layer() | {"b_router": jnp.asarray(np.linspace(-size, size, E), jnp.float32)}
@@ -121,7 +121,7 @@ def test_experts_equal_the_dense_formula():
     assert np.abs(actual - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
 
 
-def test_no_token_is_dropped_when_all_go_to_the_same_experts():
+def test_no_token_is_dropped_by_busy_experts():
     p, h = layer(), make_hidden()
     indices = jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, M, 1))
     weights = jnp.full((1, M, A), 0.25)
@@ -132,7 +132,7 @@ def test_no_token_is_dropped_when_all_go_to_the_same_experts():
     assert np.abs(actual - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
 
 
-def test_the_block_adds_to_its_input_and_names_the_experts():
+def test_the_block_adds_residuals_and_records_experts():
     p = layer()
     x = make_hidden()
     shapes = []
@@ -173,13 +173,13 @@ chunked = make_chunked_experts(apply_experts, TOKENS)
 
 
 @pytest.mark.slow
-def test_values_are_those_of_all_tokens_at_once_bit_for_bit():
+def test_chunked_values_are_bitwise_equal():
     """Tiles of rows are as tall here and there."""
     np.testing.assert_array_equal(jit_gradients(chunked)[1][0], jit_gradients(apply_experts)[1][0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
+def test_chunked_gradients_are_as_good_as_unchunked(dtype):
     """Gradients of tokens, routing weights, and the matrices that all chunks share."""
     expected = jax.tree.leaves(jit_gradients(apply_experts)[1])
     actual, plain = (
@@ -194,7 +194,7 @@ def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
 
 
 @pytest.mark.slow
-def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
+def test_tokens_that_pad_chunks_go_to_no_expert():
     p, h = layer(), make_hidden()
     indices, weights = route_top_k(h, p, active=A)
     shapes = []
@@ -211,7 +211,7 @@ def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
     assert (of_chunk[0][0, :-3] < E).all()
 
 
-def test_no_array_of_all_tokens_rows_is_in_the_program():
+def test_no_array_of_all_expert_rows_is_made():
     rows = f"[{M * A},"
     assert (
         rows not in jit_gradients(chunked)[0]
@@ -222,7 +222,7 @@ def test_no_array_of_all_tokens_rows_is_in_the_program():
     assert saved not in jit_gradients(chunked)[0]
 
 
-def test_fewer_tokens_than_a_chunk_are_the_program_without_chunks():
+def test_few_tokens_have_the_program_without_chunks():
     p, h = layer(), make_hidden()
     indices, weights = route_top_k(h, p, active=A)
 
@@ -238,7 +238,7 @@ def test_fewer_tokens_than_a_chunk_are_the_program_without_chunks():
     assert D == h.shape[-1]
 
 
-def test_the_config_says_how_many_and_none_is_the_program_of_before():
+def test_the_config_sets_the_chunk_size():
     cfg = load_config("tiny.py")
     assert make_ops(cfg, {}).experts is apply_experts
     assert make_ops(override(cfg, "optim.expert_tokens=64"), {}).experts is not apply_experts

@@ -48,11 +48,11 @@ def test_the_released_models_have_their_published_counts(cfg, total, active):
     assert actual[0] == total and abs(actual[1] - active) < 0.05e9
 
 
-def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
+def test_every_layer_is_stacked_with_its_axes():
     tree = param_specs(CFG)
     assert tree["layers"]["sliding"] == tree["layers"]["full"]
     for spec in tree["layers"]["full"].values():
-        assert spec.shape[0] == 3 and spec.axes[0] == "pair" and "{}" in spec.hf
+        assert spec.shape[0] == 3 and spec.is_stacked and "{}" in spec.hf
     assert all(len(s.shape) == len(s.axes) for s in list_specs(CFG))
     hf_names = [s.hf for s in list_specs(CFG)]
     assert len(set(hf_names)) == len(tree["layers"]["full"]) + 3
@@ -102,7 +102,7 @@ def test_initial_values_match_the_table():
     map_specs(check_init, CFG, params)
 
 
-def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
+def test_a_seed_repeats_weights_and_leaves_differ():
     first, two = (init_params(jax.random.key(3), CFG) for _ in range(2))
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, two
@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
 
 
 @pytest.mark.slow
-def test_parameters_as_they_are_read_give_the_same_forward_bit_for_bit_and_rounded_ones_do_not():
+def test_parameters_as_read_give_a_bitwise_equal_forward():
     """The column `read` is what the forward does: tried parameter by parameter."""
     cfg = tiny(d_model=32, d_expert=24, n_experts=4, vocab_size=29, dtype="bfloat16")
     dice = np.random.default_rng(0)

@@ -51,7 +51,7 @@ def test_truncation_rounds_the_ramp_outward():
     assert changed.size and changed.min() >= 8 and changed.max() <= 18  # d(32) = 8.09, d(1) = 17.4
 
 
-def test_tables_are_cos_and_sin_of_position_times_frequency():
+def test_tables_are_cos_and_sin_of_angles():
     cfg = tiny()
     positions = np.array([[0, 1, 57], [3, 2, 1000]], np.int32)
     cos, sin = rope_tables(jnp.asarray(positions), cfg)

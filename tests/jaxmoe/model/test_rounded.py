@@ -37,7 +37,7 @@ def test_the_values_are_those_that_the_host_packs(dtype):
         )
 
 
-def test_a_part_of_a_stack_reads_its_own_matrices():
+def test_a_part_of_a_stack_reads_its_matrices():
     stack = jnp.concatenate([draw_matrix(1), draw_matrix(2)])
     packed, part = encode_mxfp4(stack), stack[E:]
     values = read_rounded(Rounded(Mxfp4Part(packed, jnp.int32(E)), part), jnp.float32)
@@ -45,7 +45,7 @@ def test_a_part_of_a_stack_reads_its_own_matrices():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_gradient_is_that_of_the_values_and_zero_where_they_saturate(dtype):
+def test_the_gradient_is_zero_where_values_saturate(dtype):
     w_EDF = draw_matrix().at[0, 3, 1].set(0.9).at[2, 40, 4].set(-1.0)
     cotangent = jax.random.normal(jax.random.key(7), (E, D, F)).astype(dtype)
 
@@ -79,7 +79,7 @@ def weights():
     return params, tokens_BT
 
 
-def test_trainer_engine_and_decoded_weights_have_the_same_log_probs(weights):
+def test_trainer_engine_and_decoded_weights_agree(weights):
     params, tokens_BT = weights
     packed, ops = round_experts(params), plain_ops()
     decoded = jax.tree.map(
@@ -94,7 +94,7 @@ def test_trainer_engine_and_decoded_weights_have_the_same_log_probs(weights):
     assert float(jnp.abs(dense - run(params)).max()) > 1e-3  # rounding is seen
 
 
-def test_gradients_of_the_masters_are_those_of_the_decoded_weights_except_where_saturated(weights):
+def test_gradients_of_masters_match_unsaturated_decoded_weights(weights):
     params, tokens_BT = weights
     packed, ops = round_experts(params), plain_ops()
 
@@ -141,7 +141,7 @@ def test_no_layer_decodes_all_its_experts(weights):
     assert all(shape in dense and shape not in text for shape in shapes)
 
 
-def test_an_expert_that_no_token_takes_has_no_gradient(weights):
+def test_an_unused_expert_has_no_gradient(weights):
     params, tokens_BT = weights
     packed, ops = round_experts(params), plain_ops()
     biased = params["layers"]["full"]["b_router"].at[:, 2].set(-1e4)

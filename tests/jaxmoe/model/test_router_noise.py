@@ -46,7 +46,7 @@ def test_the_noise_has_its_distribution(name, law):
     assert stats.kstest(values, law.cdf).statistic < 0.0052
 
 
-def test_no_value_of_the_hash_gives_an_infinite_number():
+def test_every_hash_gives_a_finite_number():
     extremes = jnp.asarray([0.5, 2.0**23 - 0.5], jnp.float32) * np.float32(2.0**-23)
     for noise in (normal_noise, gumbel_noise):
         pairs = jnp.stack(jnp.meshgrid(extremes, extremes), axis=-1)
@@ -54,7 +54,7 @@ def test_no_value_of_the_hash_gives_an_infinite_number():
     assert 0.0 < float(extremes[0]) < float(extremes[1]) < 1.0
 
 
-def test_tokens_experts_layers_steps_and_seeds_have_independent_noise():
+def test_noise_is_independent_across_tokens_experts_and_steps():
     h_BTD = hidden()
     reference = np.asarray(normal_noise(hash_uniform(h_BTD, E, (5, 2, 3))))[0]
     # The smallest change of one activation.
@@ -74,7 +74,7 @@ def test_tokens_experts_layers_steps_and_seeds_have_independent_noise():
     assert abs(np.corrcoef(reference[:-1].ravel(), reference[1:].ravel())[0, 1]) < bound
 
 
-def test_a_token_has_the_same_noise_at_any_place_of_a_batch():
+def test_a_tokens_noise_ignores_its_place():
     h_BTD = hidden(12)
     layer, jitted = layer_of(np.random.default_rng(0)), jax.jit(partial(NOISY, active=A))
     batched, _ = jitted(h_BTD, layer, context=context())
@@ -82,7 +82,7 @@ def test_a_token_has_the_same_noise_at_any_place_of_a_batch():
     np.testing.assert_array_equal(batched[0], unbatched[:, 0])
 
 
-def test_without_exploration_the_experts_are_those_of_top_k():
+def test_without_exploration_experts_are_the_top_k():
     h_BTD, layer = hidden(500), layer_of(np.random.default_rng(0))
     expected = route_top_k(h_BTD, layer, active=A)
     indices, weights = NOISY(h_BTD, layer, active=A, context=context(exploration=0.0))
@@ -109,7 +109,7 @@ def test_each_layer_step_and_seed_explores_by_itself():
             assert 0.1 < (one != other).any(-1).mean() < 0.9
 
 
-def test_the_weights_are_those_with_which_a_trainer_replays_the_experts():
+def test_weights_are_those_of_replaying_the_experts():
     h_BTD, layer = hidden(500), layer_of(np.random.default_rng(0))
     indices, weights = NOISY(h_BTD, layer, active=A, context=context())
     replayed = replay_routing(h_BTD, layer, active=A, indices_BTA=indices)
@@ -117,7 +117,7 @@ def test_the_weights_are_those_with_which_a_trainer_replays_the_experts():
     np.testing.assert_array_equal(replayed[1], weights)
 
 
-def test_gumbel_noise_of_scale_1_selects_one_expert_by_its_probability():
+def test_gumbel_noise_selects_experts_by_probability():
     layer = layer_of(np.random.default_rng(0), scale=0.7)
     single_token = hidden(1)
     # One token's logits, with the noise of many tokens.

@@ -67,7 +67,7 @@ def test_each_layer_gets_the_experts_given_for_it():
     assert moved[1, 5] > 1e-3 and moved[0].max() < 1e-4 and moved[1, :5].max() < 1e-4
 
 
-def test_replayed_weights_are_the_softmax_over_the_given_experts():
+def test_replayed_weights_are_the_softmax_over_given_experts():
     p = {name: x[0] for name, x in make_params()["layers"]["full"].items()}
     h = jnp.asarray(np.random.default_rng(3).normal(size=(1, 29, 48)), jnp.float32)
     replayed_experts = (
@@ -82,7 +82,7 @@ def test_replayed_weights_are_the_softmax_over_the_given_experts():
     np.testing.assert_allclose(weights[0, 0], want, rtol=1e-5)
 
 
-def test_gradients_of_replayed_weights_are_those_of_float64_differences():
+def test_gradients_of_replayed_weights_match_float64_differences():
     rng = np.random.default_rng(5)
     tokens, width, n_experts, active = 7, 10, 6, 3
     values = {

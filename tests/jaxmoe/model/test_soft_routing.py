@@ -78,7 +78,7 @@ def select(router, step=0):
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_first_experts_are_those_of_top_k_in_its_order(name):
+def test_the_first_experts_are_top_ks_in_order(name):
     h_BTD, layer = hidden(), random_layer()
     top_k, _ = route_top_k(h_BTD, layer, active=A)
     indices, _ = select(ROUTERS[name])(h_BTD, layer)
@@ -93,7 +93,7 @@ def test_soft_weights_are_the_softmax_over_all_experts():
     np.testing.assert_allclose(weights, softmax64(logits64(h_BTD, layer)), rtol=3e-6)
 
 
-def test_annealing_goes_from_soft_to_top_k_in_one_compilation():
+def test_annealing_reaches_top_k_in_one_compilation():
     h_BTD, layer = hidden(), random_layer()
     routed = jax.jit(
         lambda step: ANNEALED(h_BTD, layer, active=A, context=context(0).replace(step=step))
@@ -163,7 +163,7 @@ def test_gradients_agree_with_central_differences_in_float64(name, step):
         assert float(gradient[i, j]) == pytest.approx(expected, rel=1e-3, abs=2e-5)
 
 
-def test_straight_through_has_the_value_of_top_k_and_the_gradient_of_soft():
+def test_straight_through_has_top_k_values_soft_gradients():
     h_BTD, layer = hidden(), random_layer()
     values_E = jnp.asarray(np.random.default_rng(5).normal(size=E), jnp.float32)
     _, hard = jax.jit(partial(route_top_k, active=A))(h_BTD, layer)
@@ -187,7 +187,7 @@ def test_straight_through_has_the_value_of_top_k_and_the_gradient_of_soft():
     assert float(top_k[2]) == 0.0
 
 
-def test_straight_through_uses_replayed_experts_and_its_own_where_they_are_unknown():
+def test_straight_through_replays_known_experts_only():
     h_BTD, layer = hidden(), random_layer()
     top_k, _ = route_top_k(h_BTD, layer, active=A)
     replayed = (top_k + 2) % E
@@ -210,7 +210,7 @@ def logp_of(params, step, ops):
 
 
 @pytest.mark.slow
-def test_hard_weights_of_all_experts_leave_every_bit_of_the_invariant_forward():
+def test_hard_weights_preserve_the_invariant_forward_bitwise():
     params = jax.jit(lambda: noisy_params(CFG))()
     expected, experts = logp_of(params, jnp.int32(0), invariant_ops(plain_ops()))
     for router, step in ((route_straight_through, 0), (ANNEALED, STEPS), (ANNEALED, 0)):

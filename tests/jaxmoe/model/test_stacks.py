@@ -19,7 +19,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, CFG.vocab_size)
 
 
 @pytest.mark.slow
-def test_no_program_has_one_layers_packed_experts_in_an_array_of_their_own():
+def test_no_program_copies_one_layers_packed_experts():
     base, adapters = base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS)
 
     def sum_hidden(adapters, base):
@@ -37,7 +37,7 @@ def test_no_program_has_one_layers_packed_experts_in_an_array_of_their_own():
     assert not [s for s in shapes if s in (f"u8[{layer}]", f"u8[1,{layer}]")]
 
 
-def test_a_pairs_parameters_are_its_slices_and_its_part_of_what_is_packed():
+def test_a_pair_has_slices_and_packed_parts():
     layers = with_adapters(base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS), LORA.scales)["layers"]
     remaining = remove_packed(layers)
     assert remaining["full"]["w_down"].base is None and remaining["full"]["w_q"].base is not None

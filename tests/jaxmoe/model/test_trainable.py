@@ -34,7 +34,7 @@ def paths_of(tree):
         (".*/b|.*router", {"layers/sliding/w_q/b", "layers/full/w_router"}),
     ],
 )
-def test_the_expression_matches_complete_paths_and_both_parts_merge_again(trainable, expected):
+def test_expressions_match_complete_paths_and_parts_merge(trainable, expected):
     trained, frozen = split_params(PARAMS, trainable)
     assert paths_of(trained) == expected
     assert paths_of(frozen) == paths_of(PARAMS) - expected
@@ -60,7 +60,7 @@ def test_if_everything_trains_nothing_is_split(trainable):
         ("critic/.*", "'(?!.*router).*'"),
     ],
 )
-def test_an_expression_that_matches_nothing_is_refused_with_one_that_matches(trainable, suggestion):
+def test_an_expression_that_matches_nothing_gets_advice(trainable, suggestion):
     with pytest.raises(ConfigError, match="complete path") as error:
         split_params(PARAMS, trainable)
     message = str(error.value)
@@ -88,7 +88,7 @@ def test_the_trained_parameters_are_counted_without_padding():
     assert count_trained(router) == (total - size, total)
 
 
-def test_of_a_lora_run_adapters_are_counted_and_selected():
+def test_a_lora_runs_adapters_are_counted():
     cfg = override(TINY, "lora.attention_rank=2", "lora.targets=w_q", "warmup.steps=0")
     pairs = jax.tree.leaves(policy_specs(cfg.model, cfg.lora))
     n_of_pair = sum(int(np.prod(spec.shape)) for spec in pairs)

@@ -2,6 +2,7 @@
 """From rollouts to arrays: which columns are trained on, and which rows are refused."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_the_broken_token_is_named():
 
 
 @pytest.mark.parametrize("logp", [-1e30, -100.1, 0.5, 7.0])
-def test_a_log_prob_that_no_sampled_token_has_is_refused(logp):
+def test_impossible_log_probs_are_refused(logp):
     with pytest.raises(EngineError, match=r"token 1 \(id 3\) has .*top-k or top-p"):
         batch_of(rollout([1], [2, 3], [-1.0, logp]))
     batch_of(rollout([1], [2, 3], [-99.0, 0.0]))
@@ -66,7 +67,7 @@ def test_an_answer_to_an_empty_prompt_is_refused():
         batch_of(rollout([], [2, 3], [-1.0, -1.0]))
 
 
-def test_a_row_may_fill_the_length_but_not_pass_it():
+def test_a_row_may_fill_the_length():
     batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=5)
     with pytest.raises(ConfigError, match=r"\(4\) tokens, got 3 \+ 2\. Try --set"):
         batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=4)
@@ -79,7 +80,7 @@ def test_supervised_rows_train_on_the_answers():
     assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 1, 0], [0, 1, 1, 0]]
 
 
-def test_the_mass_that_sampling_kept_is_multiplied_back_in():
+def test_the_retained_mass_is_multiplied_back():
     cut = dataclasses.replace(
         rollout([1], [2, 3], [-0.5, -0.25]), log_kept=np.array([-0.125, 0.0], np.float32)
     )
@@ -112,7 +113,7 @@ def routed(prompt, tokens, experts, number=41):
     )
 
 
-def test_the_engines_experts_come_along_where_they_are_asked_for():
+def test_the_engines_experts_are_included_on_request():
     two = [
         routed([1, 2], [3], [[[0, 1]], [[2, 3]]]),
         routed([1], [2, 3, 4], [[[4, 0]], [[3, 1]], [[2, 1]]]),
@@ -128,7 +129,7 @@ def test_the_engines_experts_come_along_where_they_are_asked_for():
     assert rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0).routed_experts_BTLA is None
 
 
-def test_a_token_whose_experts_the_engine_does_not_know_is_left_to_the_router():
+def test_unknown_experts_are_routed_by_the_router():
     item = routed([1, 2], [3], [[NONE], [[2, 3]]])
     batch = rollout_batch([item], np.ones(1), samples=1, length=4, pad_id=0, n_experts=5)
     assert batch.routed_experts_BTLA[0, :, 0].tolist() == [NONE, [2, 3], NONE, NONE]
@@ -149,11 +150,11 @@ def stack_after_good(experts):
 @pytest.mark.parametrize(
     "experts", [[[[2, -1]], [[0, 1]]], [[[0, 0]], [[0, 1]]], [[[3, 3]], [[0, 1]]]]
 )
-def test_a_token_whose_experts_no_router_can_have_chosen_is_left_to_the_router(experts):
+def test_impossible_experts_are_routed_by_the_router(experts):
     assert stack_after_good(np.array(experts)) == [NONE, [0, 1], NONE, NONE, NONE]
 
 
-def test_the_mark_of_an_unsigned_array_is_left_to_the_router():
+def test_unsigned_marks_are_routed_by_the_router():
     assert stack_after_good(np.array([[[255, 255]], [[0, 1]]], np.uint8))[0] == NONE
 
 
@@ -170,7 +171,7 @@ def test_the_mark_of_an_unsigned_array_is_left_to_the_router():
         (np.array([[[0, -2]], [[2, 3]]]), "from 0 to 4, or -1 if unknown; got -2 at token 0"),
     ],
 )
-def test_experts_that_cannot_be_those_of_the_tokens_are_refused_by_rollout(experts, message):
+def test_misplaced_experts_are_refused_by_rollout(experts, message):
     with pytest.raises(EngineError) as error:
         stack_after_good(experts)
     start = "rollout 1 (prompt 43) must have the experts of the 2 tokens that the engine read; "
@@ -178,20 +179,35 @@ def test_experts_that_cannot_be_those_of_the_tokens_are_refused_by_rollout(exper
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 1), (2, 2, 1)])
-def test_experts_of_other_layers_or_of_another_number_are_not_broadcast(shape):
+def test_experts_of_other_layers_are_not_broadcast(shape):
     experts = np.broadcast_to(np.arange(shape[-1]), shape)
     with pytest.raises(EngineError, match=r"rollout 0 has \[1, 2\] .*, and rollout 1"):
         stack_after_good(experts)
 
 
-def test_missing_experts_are_refused_with_the_settings_that_need_none():
+def test_missing_experts_are_refused_with_settings_without_them():
     with pytest.raises(ConfigError, match=r"rollout 1 \(prompt 43\) .* it has none. Try an engine"):
         stack_after_good(None)
 
 
-def test_padding_is_counted_in_the_rows_that_the_model_reads():
+def test_padding_is_counted_in_the_models_rows():
     prompts = [Prompt(i, "", (1, 2), None) for i in range(4)]
     batch = supervised_batch(prompts, [[3], [3, 4], [3], [3]], length=8, pad_id=0)
     assert padding_frac(batch) == 1 - 13 / 32  # 3 + 4 + 3 + 3 tokens
     assert padding_frac(pack_batch(batch, 8)) == 1 - 13 / 16  # two rows, of two sequences each
     assert padding_frac(pack_batch(batch, 24)) == 1 - 13 / 24  # one microbatch of three rows
+
+
+def test_token_rewards_leave_a_remainder_for_the_last():
+    paid = replace(rollout([1], [4, 5, 6], [-1.0] * 3), token_rewards=np.array([0.25, 0.0, 0.5]))
+    batch = batch_of(paid, rollout([1], [4, 5], [-1.0] * 2))  # rewards 1 and 2
+    assert batch.rewards_BT.tolist() == [[0, 0.25, 0, 0.75, 0, 0], [0, 0, 2, 0, 0, 0]]
+    assert batch.rewards_B.tolist() == [1, 2] and batch.rewards_BT.dtype == np.float32
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, np.nan, 0.0], [0.0, np.inf, 0.0], [0.0, 1.0, 0.0]])
+def test_rewards_that_no_tokens_can_have(bad):
+    mask = np.array([True, False, True])
+    r = replace(rollout([1], [4, 5, 6], [-1.0] * 3), token_rewards=np.array(bad), policy_mask=mask)
+    with pytest.raises(ValueError, match=r"rollout 0 \(prompt \d+\): token_rewards must be "):
+        batch_of(r)

@@ -48,7 +48,7 @@ def batch_of(*rollouts, n_experts=N):
     )
 
 
-def test_unknown_experts_are_counted_and_many_of_them_are_an_alert():
+def test_many_unknown_experts_are_counted_and_an_alert():
     metrics = unknown_experts_metric(batch_of(rollout(*range(PROMPT)), rollout()))
     assert metrics == {METRIC: PROMPT / (2 * READ)}
     alerts = find_alerts(metrics, count_bad_steps(metrics, {}))
@@ -74,7 +74,7 @@ def test_unknown_experts_pass_from_process_to_process():
         np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
 
 
-def test_r3_refuses_a_batch_of_which_most_sampled_tokens_have_unknown_experts():
+def test_r3_refuses_a_batch_of_mostly_unknown_experts():
     # The last of the six sampled tokens is not read; prompts do not count.
     check_replayed_experts(batch_of(rollout(*range(PROMPT), 4, 5)))
     with pytest.raises(EngineError, match=r"those of 60% of the sampled tokens are unknown"):
@@ -107,12 +107,12 @@ def set_token(value):
         (set_token(CFG.n_experts), "experts must be from 0 to 4, or -1 if unknown; got 5"),
     ],
 )
-def test_experts_that_do_not_fit_the_model_are_refused(change, message):
+def test_experts_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         check_engine_experts(with_experts(change), CFG)
 
 
-def test_experts_that_fit_the_model_and_garbage_at_padding_are_accepted():
+def test_garbage_experts_at_padding_are_accepted():
     check_engine_experts(with_experts(lambda x: x), CFG)
     check_engine_experts(with_experts(set_token(UNKNOWN_EXPERT)), CFG)
     check_engine_experts(replace(routed_batch(), routed_experts_BTLA=None), CFG)

@@ -2,7 +2,6 @@
 """Episodes in the batch: trained on is what the policy sampled, and nothing else has an effect."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.update import bootstrap_values, rl_step
+from jaxmoe.rl.update import bootstrap_values, jit_step
 from jaxmoe.rollout.staleness import check_versions
 
 LENGTH, SAMPLES = 24, 4
@@ -58,7 +57,7 @@ def clean_and_garbage(**options):
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
-def test_trained_ids_and_positions_are_those_that_the_engine_sampled(seed):
+def test_trained_ids_and_positions_are_the_engines(seed):
     """10 random episodes an example."""
     rng = np.random.default_rng(seed)
     pairs = [draw_episode(rng, number) for number in range(10)]
@@ -93,7 +92,7 @@ def test_trained_ids_and_positions_are_those_that_the_engine_sampled(seed):
     ],
     ids=["grpo", "ppo"],
 )
-def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
+def test_garbage_at_environment_tokens_changes_no_bit(fields, tokens):
     a = algorithm(**fields)
     step, results = step_of(a), []
     for rollouts in clean_and_garbage():
@@ -115,10 +114,10 @@ def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
 
 
 @pytest.mark.slow
-def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
+def test_unknown_experts_of_environments_change_no_bit():
     a = algorithm()
     scorer, results = Scorer(CFG, OPS), []
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
+    step = jit_step(tx=SGD, algorithm=a, scorer=scorer)
     for rollouts in clean_and_garbage(experts=True):
         batch, minibatches = split_minibatches(
             batch_of(rollouts, CFG.n_experts), a, seed=(0,), tokens_per_microbatch=2 * LENGTH
@@ -132,7 +131,7 @@ def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_experts_of_the_environment_that_none_can_have_are_refused():
+def test_impossible_experts_of_the_environment_are_refused():
     rollouts = clean_and_garbage()[0]
     i = next(i for i, r in enumerate(rollouts) if not r.sampled_mask.all())
     first = len(rollouts[i].prompt.tokens) + int(np.argmin(rollouts[i].sampled_mask))
@@ -143,7 +142,7 @@ def test_experts_of_the_environment_that_none_can_have_are_refused():
         batch_of(rollouts, CFG.n_experts)
 
 
-def test_the_value_after_a_truncated_episode_is_that_behind_the_last_sampled_token():
+def test_a_truncated_episode_bootstraps_after_its_last_token():
     rollouts = draw_groups(np.random.default_rng(3), 2, SAMPLES)
     reasons = [*StopReason]
     rollouts = [replace(r, stop=reason) for r, reason in zip(rollouts, reasons, strict=True)]
@@ -173,7 +172,7 @@ def test_the_value_after_a_truncated_episode_is_that_behind_the_last_sampled_tok
         ),
     ],
 )
-def test_a_mask_that_no_episode_can_have_is_refused(change, message):
+def test_an_impossible_mask_is_refused(change, message):
     rollouts = draw_groups(np.random.default_rng(5), 1, SAMPLES, max_turn=9)
     rollouts[2] = replace(rollouts[2], policy_mask=change(rollouts[2].policy_mask))
     with pytest.raises(
@@ -182,7 +181,7 @@ def test_a_mask_that_no_episode_can_have_is_refused(change, message):
         batch_of(rollouts)
 
 
-def test_an_episode_longer_than_the_context_names_its_setting():
+def test_a_too_long_episode_names_its_setting():
     rollouts = draw_groups(np.random.default_rng(6), 1, 1, max_turns=9, max_reply=20)
     with pytest.raises(ConfigError, match=r"rollout.max_context \(5\).*Try --set rollout.max_cont"):
         rollout_batch(rollouts, np.zeros(1), samples=1, length=5, pad_id=0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start
+from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start, step_of
 
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae, group_advantages, rloo_advantages
@@ -19,7 +19,6 @@ from jaxmoe.rl.minibatches import Minibatches, split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
-from jaxmoe.rl.update import rl_step
 
 BATCH = make_batch()
 MINI = Algorithm(old_logp="recomputed", minibatches=2)
@@ -36,14 +35,10 @@ PPO = Algorithm(advantages=gae, critic="own", terms=(value_term(),))
 
 def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
     scorer, state = scorer or Bigram(CFG, OPS), state or start(Algorithm())
-
-    def traced(state, batch, minibatches):
-        return rl_step(state, batch, minibatches, tx=SGD, algorithm=a, scorer=scorer, **options)[:2]
-
-    return jax.jit(traced)(state, batch, minibatches)
+    return step_of(a, scorer=scorer, **options)(state, batch, minibatches)
 
 
-def test_an_objective_of_ones_own_trains_on_the_groups_of_the_batch():
+def test_a_custom_objective_trains_on_groups():
     before = start(Algorithm())
     after, metrics = step(BATCH, Algorithm(objective=custom_objective), before)
     assert float(metrics["grad/norm"]) > 0
@@ -98,17 +93,11 @@ def test_arrays_that_do_not_fit_are_named(case):
 
 
 @pytest.mark.parametrize("bad", [-1, CFG.vocab_size])
-def test_an_id_past_the_vocabulary_is_seen_in_host_arrays(bad):
+def test_ids_past_the_vocabulary_are_detected_on_hosts(bad):
     tokens = TOKENS.copy()
     tokens[3, 5] = bad
     with pytest.raises(ConfigError, match=rf"ids from 0 to 28 .*, got {bad} at \[3, 5\]"):
-        rl_step(
-            start(MINI),
-            replace(BATCH, tokens_BT=tokens),
-            tx=SGD,
-            algorithm=Algorithm(),
-            scorer=Bigram(CFG, OPS),
-        )
+        step(replace(BATCH, tokens_BT=tokens))
 
 
 def test_parameters_of_another_config_are_named():
@@ -123,7 +112,7 @@ def test_parameters_of_another_config_are_named():
     )  # of a critic's backbone
 
 
-def test_rows_that_do_not_divide_into_minibatches_are_named():
+def test_rows_that_minibatches_do_not_divide_are_named():
     with pytest.raises(ConfigError, match=r"minibatches \(3\) must divide the batch's 8 rows"):
         split_minibatches(BATCH, replace(MINI, minibatches=3), seed=(0,))
 

@@ -2,7 +2,7 @@
 """Steps of RL on adapters: the base stays where and what it is, and engine and trainer share it."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rollout.native import NativeEngine
 
 EXTENDED = pytest.mark.slow, pytest.mark.extended
@@ -64,9 +64,7 @@ def steps(count, lora=LORA, rows=0, **fields):
     """
     table = base() | {"embed": np.array(base()["embed"])}
     scorer = Scorer(CFG, OPS, scales=LORA.scales)
-    step = jax.jit(
-        partial(rl_step, tx=TX, algorithm=Algorithm(**fields), scorer=scorer), donate_argnums=0
-    )
+    step = jit_step(tx=TX, algorithm=Algorithm(**fields), scorer=scorer, donate_argnums=0)
     state, native, results = fresh(lora), engine(), []
     for number in range(count):
         native.load(policy(state), number)
@@ -85,7 +83,7 @@ def steps(count, lora=LORA, rows=0, **fields):
 @pytest.mark.parametrize(
     "count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=EXTENDED)]
 )
-def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count):
+def test_only_adapters_train_and_the_base_is_unchanged(count):
     copy, base_buffers = jax.tree.map(np.array, base()), buffers(base())
     state, results = steps(count, terms=(kl_term(0.1),))
     assert buffers(base()) == base_buffers
@@ -108,13 +106,13 @@ def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count)
 
 @pytest.mark.slow
 @pytest.mark.extended  # two steps
-def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
+def test_embedding_rows_on_the_device_train_equally():
     full_steps, few = steps(2), steps(2, rows=CFG.vocab_size)
     jax.tree.map(np.testing.assert_array_equal, full_steps, few)
 
 
 @pytest.mark.slow
-def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
+def test_completely_trained_modules_move_and_are_sampled_from():
     lora = replace(LORA, modules_to_save="router,sinks,norms,head")
     copy = jax.tree.map(np.array, base())
     state, results = steps(3, lora, terms=(kl_term(0.1),))
@@ -130,7 +128,7 @@ def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
     assert len(copied) == 2 * 5 + 2  # router's two, sinks, two norms of each kind; final norm, head
 
 
-def test_the_engine_takes_an_embedding_that_waits_on_the_host():
+def test_the_engine_takes_an_embedding_on_the_host():
     state, native = fresh(), engine()
     table = base() | {"embed": np.array(base()["embed"])}
     waits = with_adapters(table, state.params.policy, LORA.scales)
@@ -149,7 +147,7 @@ def test_the_engine_takes_an_embedding_that_waits_on_the_host():
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
 
-def test_the_engine_reads_the_trainers_own_base_and_a_copy_of_the_adapters():
+def test_the_engine_shares_the_base_and_copies_adapters():
     native, state = engine(), fresh()
     native.load(policy(state), 0)
     loaded = native._loaded[0]
@@ -161,7 +159,7 @@ def test_the_engine_reads_the_trainers_own_base_and_a_copy_of_the_adapters():
 
 
 @pytest.mark.slow
-def test_before_training_greedy_tokens_are_those_of_the_decoded_base_to_the_bit():
+def test_untrained_greedy_tokens_are_the_decoded_bases():
     greedy = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=0.0)
     gaps = []
     for number, params in enumerate([policy(fresh()), dense(base())]):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from bigram import CFG
 
-from jaxmoe.config import OptimConfig
+from jaxmoe.config import ConfigError, OptimConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params
 from jaxmoe.rl.optimizer import (
@@ -39,7 +39,7 @@ def test_constant_gradient_moves_by_the_learning_rate():
     np.testing.assert_allclose(sizes, -0.01, rtol=1e-5)
 
 
-def test_warm_up_rises_linearly_and_the_cosine_ends_at_its_fraction():
+def test_warm_up_is_linear_and_cosine_ends_correctly():
     cfg = OptimConfig(lr=0.01, lr_warmup_steps=2, lr_end_fraction=0.1)
     sizes = updates(cfg, steps=6, count=7)
     cosine = [0.1 + 0.9 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(5)]
@@ -76,13 +76,13 @@ def test_weight_decay_shrinks_matrices_alone():
 @pytest.mark.parametrize(
     "name, decay", [("a", True), ("b", True), ("w_value", True), ("b_value", False)]
 )
-def test_adapters_and_a_value_head_decay_where_they_are_matrices(name, decay):
+def test_decay_applies_to_matrices_of_adapters_and_heads(name, decay):
     assert weight_decay_mask({"layers": {"full": {"w_q": {name: jnp.ones((2, 3))}}}}) == {
         "layers": {"full": {"w_q": {name: decay}}}
     }
 
 
-def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fraction():
+def test_the_cosine_ends_correctly_after_critic_pretraining():
     cfg = override(
         load_config("tiny.py"),
         "steps=7",
@@ -104,7 +104,7 @@ def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fracti
     np.testing.assert_allclose(rates, [0, 0, 0, *cosine], rtol=1e-4)
 
 
-def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
+def test_the_logged_rate_is_of_the_first_update():
     cfg = override(
         load_config("tiny.py"),
         "optim.lr=0.01",
@@ -125,7 +125,7 @@ def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
     ]
 
 
-def test_without_a_limit_the_gradient_is_not_clipped_and_the_state_is_the_same():
+def test_without_a_limit_gradients_are_not_clipped():
     params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 1e5)}
     updates, states = [], []
     for clip_norm in (None, 1e9):
@@ -137,7 +137,7 @@ def test_without_a_limit_the_gradient_is_not_clipped_and_the_state_is_the_same()
     assert (updates[0] == updates[1]).all() and states[0] == states[1]
 
 
-def test_the_scale_of_the_routers_learning_rate_changes_their_updates_alone():
+def test_the_router_scale_changes_only_router_updates():
     params = init_params(jax.random.key(0), CFG)
     gradients = jax.tree.map(lambda x: jnp.ones_like(x) * 0.3, params)
     results = {}
@@ -154,3 +154,30 @@ def test_the_scale_of_the_routers_learning_rate_changes_their_updates_alone():
     ):
         factor = 0.25 if "router" in str(path) else 1.0
         np.testing.assert_array_equal(x * np.float32(factor), y)
+
+
+def test_optax_optimizers_are_named_with_options():
+    cfg = OptimConfig(lr=0.01, name="optax:sgd(momentum=0.5)", clip_norm=None, lr_warmup_steps=2)
+    np.testing.assert_allclose(updates(cfg, 9, count=3), [-0.015, -0.03375, -0.0525], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "adam"}, "no function 'adam'. Did you mean adamw?"),
+        ({"name": "muon(beta=0.9)"}, "optim.name: muon has no option 'beta'. Known: momentum"),
+        ({"name": "optax:global_norm"}, "takes updates, which is not available here"),
+        ({"name": "optax:constant_schedule"}, "takes value, which is not available here"),
+        ({"name": "tests.jaxmoe.rl.test_optimizer:no_optimizer"}, "must return an optax.Gradient"),
+        ({"name": "optax:lion", "weight_decay": 0.1}, "Try --set optim.weight_decay=0.0, and"),
+        ({"name": "optax:lion", "moments": "host"}, "Try --set optim.moments=device."),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(fields, message):
+    with pytest.raises(ConfigError) as error:
+        make_optimizer(OptimConfig(lr=0.1, **fields), steps=1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def no_optimizer(learning_rate):
+    return learning_rate

@@ -14,7 +14,7 @@ from jaxmoe.rl.presets import PRESETS, apply_preset
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_runs_at_one_update_and_at_two(name, updates):
+def test_every_preset_runs_at_one_and_two_updates(name, updates):
     algorithm = algorithm_from_config(config(preset=name, minibatches=updates))
     if name.startswith("bypass_ppo"):
         want = "rollout", losses.ppo_clip
@@ -69,7 +69,7 @@ def test_the_presets_are_verls_with_its_defaults():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_decoupled_rejection_divides_by_the_tokens_kept_unless_told_otherwise(name):
+def test_decoupled_rejection_divides_by_retained_tokens_by_default(name):
     algorithm = algorithm_from_config(config(preset=name))
     drops = name.startswith("decoupled") and any(
         f.func is losses.rejection for f in algorithm.rollout_correction
@@ -120,11 +120,11 @@ def test_other_settings_stay_beside_a_preset():
         ),
     ],
 )
-def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
+def test_contradictory_presets_and_fields_are_refused(fields, answer):
     assert answer in refusal(**fields)
 
 
-def test_a_field_that_says_what_the_preset_says_is_accepted():
+def test_a_field_equal_to_its_preset_is_accepted():
     algorithm = algorithm_from_config(
         config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)")
     )

@@ -24,7 +24,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 
 SLOW = pytest.mark.slow
 OPS = replace(plain_ops(), router=replay_routing)
@@ -57,14 +57,11 @@ def run_updates(replay, expected_BTLA, batch=None, packed=0, microbatches=1, ops
     batch = make_batch() if batch is None else batch
     batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
     split = split_minibatches(batch, a, seed=(1,), tokens_per_microbatch=packed)
-    step = jax.jit(
-        partial(
-            rl_step,
-            tx=FAST_SGD,
-            algorithm=a,
-            microbatches=microbatches,
-            scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
-        )
+    step = jit_step(
+        tx=FAST_SGD,
+        algorithm=a,
+        microbatches=microbatches,
+        scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
     )
     metrics = step(start(a, params=MODEL, tx=FAST_SGD), *split)[1]
     assert count_compilations(step) == 1
@@ -90,7 +87,7 @@ CASES = [pytest.param(case, marks=SLOW if "remat" in case else ()) for case in A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_r2_keeps_the_experts_of_the_forward_before_the_first_update(case):
+def test_r2_replays_experts_from_before_the_first_update(case):
     options = ALL_CASES[case] | FOUR_UPDATES
     assert run_updates("R2", own_experts(), **options)["switches"] == 0.0
 
@@ -105,7 +102,7 @@ def test_without_r2_the_same_updates_switch_experts():
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if "packed" in case else SLOW) for case in ALL_CASES]
 )
-def test_r3_uses_the_experts_of_the_engine_at_every_token_and_layer(case):
+def test_r3_uses_the_engines_experts_everywhere(case):
     batch = routed_batch()
     options = ALL_CASES[case] | FOUR_UPDATES
     metrics = run_updates("R3", batch.routed_experts_BTLA, batch, **options)
@@ -114,7 +111,7 @@ def test_r3_uses_the_experts_of_the_engine_at_every_token_and_layer(case):
 
 
 @pytest.mark.slow
-def test_experts_of_the_engine_are_compared_with_those_that_r2_replays():
+def test_engine_experts_are_compared_with_those_of_r2():
     engine_batch = replace(make_batch(), routed_experts_BTLA=own_experts().astype(np.int8))
     options = ALL_CASES["minibatches"] | FOUR_UPDATES
     metrics = run_updates("R2", own_experts(), engine_batch, **options)
@@ -137,9 +134,7 @@ RECORDING_OPS = replace(OPS, record=partial(record_all, (record_chosen_experts,)
     ],
     ids=["their own place", "the next token", "the next layer"],
 )
-def test_the_agreement_tells_experts_of_other_tokens_and_layers_from_those_of_their_own(
-    change, low, high
-):
+def test_agreement_distinguishes_experts_of_other_tokens_and_layers(change, low, high):
     experts_BTLA = change(own_experts()).astype(np.int8)
     experts_BTLA[:, 1] = -1  # unknown ones do not count
     batch = replace(make_batch(), routed_experts_BTLA=experts_BTLA)
@@ -170,7 +165,7 @@ def test_replay_with_adapters_keeps_the_experts(replay):
         scorer = Scorer(
             cfg, replace(adapted.OPS, router=replay_routing), scales=lora.scales, replay=replay
         )
-        step = jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer))
+        step = jit_step(tx=tx, algorithm=a, scorer=scorer)
         split = split_minibatches(replace(batch, extra={"expected_BTLA": expected}), a, seed=(1,))
         return float(step(init_state(Trained(adapters), tx), *split, base)[1]["switches"])
 

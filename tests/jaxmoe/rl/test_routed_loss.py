@@ -43,6 +43,9 @@ MODEL = PARAMS | {
 class Routers(Bigram):
     """Routers and their experts without other layers, which compile in no time."""
 
+    def recorded_sizes(self):
+        return {"router_logits_BTLE": (L, E), "experts_BTLA": (L, A)}
+
     def run_forward(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, recorded = params["embed"][rows.tokens_BT], []
@@ -111,9 +114,7 @@ def mean_over_trained(x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["complete", "microbatches", "packed"])
-def test_a_token_is_switched_where_the_engines_experts_differ_at_the_position_before(
-    parts, forwards
-):
+def test_a_switch_is_of_the_position_before(parts, forwards):
     experts = forwards[0]["experts_BTLA"]
     routed = np.array(experts[..., ::-1], np.int8)  # another order is the same set
     routed[0, 4, 1] = [0, 1] if set(experts[0, 4, 1]) != {0, 1} else [2, 3]
@@ -136,9 +137,7 @@ def make_other(experts_TLA):
 
 
 @pytest.mark.parametrize("old_logp", ["detached", "recomputed", "rollout"])
-def test_masking_drops_switched_tokens_of_the_forward_that_the_engine_is_compared_with(
-    old_logp, forwards
-):
+def test_masking_drops_tokens_switched_against_the_engine(old_logp, forwards):
     # Half of the tokens have the experts of one forward or the other, and others have random ones.
     choice = np.random.default_rng(0).random((*forwards[0]["experts_BTLA"].shape[:2], 1, 1))
     routed = np.where(choice < 0.8, forwards[0]["experts_BTLA"], forwards[1]["experts_BTLA"])
@@ -158,7 +157,7 @@ UPDATES = dict(old_logp="recomputed", minibatches=2)
 
 
 @pytest.mark.parametrize("parts", ["microbatches", "packed"])
-def test_old_switches_compare_each_update_with_the_forward_before_the_first(parts, forwards):
+def test_old_switches_compare_with_the_first_forward(parts, forwards):
     experts, old = (x["experts_BTLA"] for x in forwards)
     a = algorithm(**UPDATES, terms=(Term(read_old_switched, 0.0, "switched"),))
     size = 24 if parts == "packed" else 0
@@ -267,7 +266,7 @@ def test_a_config_names_each_of_them(changes):
     algorithm_from_config(override(load_config("tiny.py"), *changes))
 
 
-def test_a_step_without_recorded_arrays_names_the_one_that_is_missing():
+def test_a_missing_recorded_array_is_named():
     a = algorithm(rollout_correction=(mask_switched,))
     with pytest.raises(ConfigError, match="mask_switched takes switched_BT, which this step does"):
         step_of(a, scorer=SCORER)(start(a, params=MODEL), make_batch())

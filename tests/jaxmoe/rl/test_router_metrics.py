@@ -129,7 +129,7 @@ def run_step(a, batch, size=0, mesh=None, **options):
 
 
 @pytest.mark.parametrize("parts", ["complete", "microbatches", "packed", "two devices"])
-def test_the_metrics_are_those_of_float64_however_the_batch_is_split(parts, forward):
+def test_any_split_of_a_batch_matches_float64(parts, forward):
     batch = make_engine_batch(forward)
     options = {
         "microbatches": {"microbatches": 4},
@@ -151,7 +151,7 @@ def test_the_metrics_are_those_of_float64_however_the_batch_is_split(parts, forw
         assert np.abs(margin - float(metrics["router/margin_p05"])).min() <= 8 * EPS
 
 
-def test_with_several_updates_a_quantile_is_of_the_tokens_of_all_of_them(forward):
+def test_quantiles_are_of_the_tokens_of_all_updates(forward):
     a = algorithm(old_logp="recomputed", minibatches=2, epochs=2)
     batch = make_engine_batch(forward)
     batch, minibatches = split_minibatches(batch, a, seed=(0,))
@@ -165,7 +165,7 @@ def test_with_several_updates_a_quantile_is_of_the_tokens_of_all_of_them(forward
     assert float(metrics["router/expert_switches"]) > 0.0
 
 
-def test_an_update_that_moves_the_router_shows_old_switches(forward):
+def test_an_update_of_the_router_shows_old_switches(forward):
     a = algorithm(old_logp="recomputed", minibatches=2)
     _, metrics = run_step(a, make_batch())
     assert float(metrics["router/old_switches"]) > 0.0
@@ -223,7 +223,7 @@ def test_the_statistics_of_a_token_by_hand():
     assert not np.asarray(grad).any()
 
 
-def test_unswitched_tokens_alone_have_no_mean_of_switched_ones():
+def test_without_switched_tokens_their_mean_is_zero():
     x = jnp.asarray([[0.5, -0.5, 9.0]])
     none, mask = jnp.zeros((1, 3), bool), jnp.asarray([[True, True, False]])
     metrics = split_by_switch(x, none, mask)

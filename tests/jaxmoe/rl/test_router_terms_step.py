@@ -77,9 +77,7 @@ def assert_same_update(state, expected):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
 
 
-def test_the_values_are_those_of_float64_and_the_update_moves_the_router(
-    expected_step, token_values
-):
+def test_values_match_float64_and_move_the_router(expected_step, token_values):
     state, metrics = expected_step
     assert_metrics(metrics, token_values, [np.arange(8)])
     plain, _ = step_of(Algorithm(), scorer=make_scorer())(
@@ -104,7 +102,7 @@ def test_microbatches_and_packing_change_nothing(parts, expected_step, token_val
 
 
 @pytest.mark.slow
-def test_each_minibatch_is_a_mean_over_its_own_tokens(token_values):
+def test_each_minibatch_is_a_mean_over_its_tokens(token_values):
     a = Algorithm(old_logp="recomputed", minibatches=2, terms=TERMS)
     batch, minibatches = split_minibatches(routed_batch(), a, seed=(0,))
     # A learning rate of 0 leaves the second minibatch the weights of the first.

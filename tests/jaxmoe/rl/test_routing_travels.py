@@ -2,7 +2,6 @@
 """The engine's experts on their way to the trainer's router, however the batch is cut."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.router_metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.update import bootstrap_values, rl_step
+from jaxmoe.rl.update import bootstrap_values, jit_step
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3")
@@ -104,7 +103,7 @@ def test_the_experts_given_are_the_experts_used():
     np.testing.assert_array_equal(np.moveaxis(np.asarray(used), 0, 2), batch.routed_experts_BTLA)
 
 
-def test_the_reference_and_an_own_critic_route_by_themselves():
+def test_reference_and_separate_critic_route_by_themselves():
     batch = jax.tree.map(jnp.asarray, routed_batch())
     plain, routed = replace(batch, routed_experts_BTLA=None), Routed(CFG, OPS, replay="R3")
     single = routed.score_policy(Trained(PARAMS), plain)["logp_BT"]
@@ -121,7 +120,7 @@ def test_the_reference_and_an_own_critic_route_by_themselves():
     assert np.abs(np.asarray(trainer_experts)).max() > 0
 
 
-def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
+def test_expert_load_counts_only_tokens_that_were_read():
     # two layers, two experts a token of four; the last token of a row is read by none, nor padding
     first, shifted = [[0, 1], [0, 1]], [[0, 2], [2, 3]]
     routed = np.array(
@@ -142,7 +141,7 @@ def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
     assert expert_load(None) == {}
 
 
-def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_experts():
+def test_bootstrap_values_use_the_routers_experts():
     # the engine has read all tokens but the last, whose value the bootstrap takes
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, CFG.vocab_size, (2, 7)).astype(np.int32)
@@ -182,7 +181,7 @@ def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_exp
     ).all()
 
 
-def test_counts_of_experts_do_not_end_at_the_integers_of_float32():
+def test_expert_counts_exceed_the_integers_of_float32():
     # three quarters of 24 rows of a million tokens go to expert 0: more than 2^24 of them
     rows, length = 24, 2**20
     experts = (np.arange(length) % 4 == 3).astype(np.int8)
@@ -196,7 +195,7 @@ def test_counts_of_experts_do_not_end_at_the_integers_of_float32():
     assert rows * length * 3 // 4 > 2**24
 
 
-def test_tokens_whose_experts_are_not_known_are_not_counted_as_switched():
+def test_tokens_of_unknown_experts_are_not_switched():
     batch = jax.tree.map(jnp.asarray, routed_batch())
     trainer_experts = jnp.flip(batch.routed_experts_BTLA, -1)
     assert float(expert_switches(trainer_experts, batch)["router/expert_switches"]) == 0.0
@@ -231,7 +230,7 @@ def rollouts_with_unknown_experts():
     return reports
 
 
-def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
+def test_a_step_replays_known_experts_and_routes_others():
     rollouts = rollouts_with_unknown_experts()
     rewards = np.array([1.0, 0.0, 0.0, 1.0])
     batch = rollout_batch(
@@ -265,7 +264,7 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
     np.testing.assert_array_equal(used, np.where(is_known, reported, own_routing))
     assert (np.sort(own_routing, -1) != np.sort(reported, -1))[is_known].any()
 
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=algorithm(), scorer=REPLAY))
+    step = jit_step(tx=SGD, algorithm=algorithm(), scorer=REPLAY)
     state = start(algorithm(), params=MODEL)
     trainer_experts = step(state, batch)
     all_known = step(state, replace(batch, routed_experts_BTLA=used.astype(np.int8)))

@@ -21,7 +21,7 @@ SHARED = np.array([5, 5, 5, 5, 3, 3, 0])
 GROUPS = np.array([0, 0, 0, 0, 1, 1, 2])
 
 
-def test_shared_tokens_stand_once_a_row_and_others_alone():
+def test_shared_tokens_are_once_in_a_row():
     length, rows = 17, 2
     packing = pack_groups(LENGTHS, SHARED, GROUPS, length=length, rows=rows)
     shared, used = packing.shared, {}

@@ -23,13 +23,13 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import shard_rows
+from jaxmoe.rl.check_rl_step import check_inputs
 from jaxmoe.rl.microbatches import ROWS, map_microbatches
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.validate import check_inputs
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
 SCORER = Scorer(CFG, OPS)
@@ -153,7 +153,7 @@ def test_whole_blocks_give_the_bits_of_own_rows(dtype):
     ],
     ids=lambda sizes: "_".join(f"{name}_{x}" for name, x in sizes.items()),
 )
-def test_rows_of_shared_prompts_may_be_on_several_devices(sizes):
+def test_shared_prompts_may_be_on_several_devices(sizes):
     a = Algorithm(advantages=partial(gae, trace=0.9), critic="shared", terms=(value_term(),))
     cfg = replace(CFG, n_experts=6, vocab_multiple=8)
     params = init_params(jax.random.key(0), cfg)
@@ -176,7 +176,7 @@ def test_rows_of_shared_prompts_may_be_on_several_devices(sizes):
         ({"data": 2, "fsdp": 2}, {"length": 2 * T, "rows": 2}, r"rows of a batch \(2\).*data"),
     ],
 )
-def test_a_mesh_that_cuts_shared_rows_is_one_line(sizes, rows, message):
+def test_a_mesh_that_cuts_shared_rows_is_refused(sizes, rows, message):
     scorer = Scorer(CFG, sharded_ops(plain_ops(), make_mesh(MeshConfig(**sizes)), CFG))
     batch = share(make_batch(), **rows)
 

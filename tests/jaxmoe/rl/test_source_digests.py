@@ -48,16 +48,16 @@ REACHED = {
 }
 
 
-def test_it_is_of_the_named_modules_and_of_the_users_own_that_they_import(folder):
+def test_digests_are_of_named_modules_and_their_imports(folder):
     assert source_digests(config()).keys() == {f"source of {name}" for name in REACHED.values()}
 
 
-def test_functions_of_this_package_and_no_functions_have_none():
+def test_functions_of_this_package_have_no_digest():
     assert source_digests(CFG) == {}
     assert source_digests(override(CFG, "data.rewards=")) == {}
 
 
-def test_an_installed_module_that_is_named_has_one_and_what_it_imports_has_none():
+def test_an_installed_modules_imports_have_no_digest():
     assert source_digests(config("json:loads")).keys() >= {"source of json"}
     assert "source of json.decoder" not in source_digests(config("json:loads"))
 
@@ -67,13 +67,13 @@ def test_a_module_that_is_not_there_has_none(folder):
     assert digests.keys() == {"source of own_loss", "source of own_map"}
 
 
-def test_modules_are_named_before_the_colon_of_each_part():
+def test_modules_are_named_before_each_colon():
     texts = ("", "a:f(x='b:c+d') + 2 * c.d:g", "ours(x=1) + veto", "e:h")
     assert list(named_modules(texts)) == ["a", "c.d", "e"]
 
 
 @pytest.mark.parametrize("edited", FILES)
-def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited):
+def test_a_resume_after_an_edit_is_refused(folder, edited):
     saved, cfg = source_digests(config()), config()
     written = json.loads(to_json(cfg))
     assert check_resume(folder, written, cfg, ContentDigests(saved, source_digests(cfg))) == []

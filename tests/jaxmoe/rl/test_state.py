@@ -35,7 +35,7 @@ def shape_of(tree):
 
 
 @pytest.mark.parametrize("backbone", ["none", "own", "shared"])
-def test_the_shapes_of_each_stage_are_those_of_a_real_state(backbone):
+def test_shapes_of_each_stage_match_a_real_state(backbone):
     cfg = replace(CFG, critic=CriticConfig(backbone=backbone, pretrain_steps=1))
     supervised, tx = make_optimizer(cfg.optim, steps=1), rl_optimizer(cfg)
     shapes, params = stage_shapes(cfg, supervised, tx), initial_params(cfg)
@@ -49,7 +49,7 @@ def test_the_shapes_of_each_stage_are_those_of_a_real_state(backbone):
         assert ("backbone" in real.params.critic) == (backbone == "own")
 
 
-def test_a_reference_is_frozen_where_there_is_a_kl_term_and_only_there():
+def test_a_reference_is_frozen_only_for_kl_terms():
     tx, params = rl_optimizer(CFG), initial_params(CFG)
     assert init_rl_state(params, CFG, tx).frozen.reference is None
     state = init_rl_state(params, replace(CFG, loss=LossConfig(kl_coef=0.1)), tx)

@@ -146,7 +146,7 @@ def test_another_objective_is_another_function():
 
 
 @pytest.mark.parametrize("cut", ["whole", "cut", "packed"])
-def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
+def test_losses_define_how_their_metrics_merge(cut):
     """x_min of 3 and 3 is 3 however it is called; the largest of negative numbers is negative."""
 
     def loss(params, frozen, batch):

@@ -21,7 +21,7 @@ from pallas_kernels.ahead_of_time import chip_mesh, compile_on, compiler_unavail
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# three pairs of layers; a critic without any, of which one parameter is a scalar, as a count is
+# stacks of three layers; a critic without any, of which one parameter is a scalar, as a count is
 SHAPES = Trained(
     {"embed": (5, 7), "layers": {"full": {"w": (3, 4, 2), "b": (3, 6)}, "sliding": {"s": (3, 1)}}},
     {"value_head": {"w": (7,), "b": ()}},
@@ -52,7 +52,7 @@ def drawn(seed):
     )
 
 
-def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
+def test_updates_and_moments_match_an_unstreamed_optimizer():
     def two(tx, state):
         sums = [drawn(0)]
         for seed in (1, 2):
@@ -76,7 +76,7 @@ def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
     assert kinds[1] == jax.tree.map(lambda x: x.sharding.memory_kind, host_state)
 
 
-def test_where_all_is_on_the_device_the_program_is_that_of_the_optimizer_alone():
+def test_without_host_arrays_the_program_is_unchanged():
     arguments = drawn(1), ADAMW.init(drawn(0)), drawn(0)
     plain, streamed_text = (
         str(jax.make_jaxpr(tx.update)(*arguments)) for tx in (ADAMW, stream_state(ADAMW))
@@ -84,7 +84,7 @@ def test_where_all_is_on_the_device_the_program_is_that_of_the_optimizer_alone()
     assert plain == streamed_text and "Host" not in streamed_text
 
 
-def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else():
+def test_only_moments_are_on_the_host():
     tx = make_optimizer(OptimConfig(lr=0.1), steps=3)
     state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), CFG)), tx))
     for space, kind in (("device", "device"), ("host", "pinned_host")):
@@ -99,7 +99,7 @@ def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else
 
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["h200", "v5e"])
-def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
+def test_a_chip_has_few_pairs_moments_at_once(chip):
     """The state's arrays stay the host's own, in place; without streaming all come at once."""
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)

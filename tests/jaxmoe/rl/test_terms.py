@@ -21,7 +21,7 @@ from jaxmoe.rl.batch import map_rows
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import Term, entropy_term, kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rl.validate import check_algorithm
 
 LOAD_LE = jnp.asarray(np.random.default_rng(3).random((CFG.n_layers, CFG.n_experts)), jnp.float32)
@@ -63,9 +63,7 @@ def whole_batch_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", ["microbatches", "packed"])
-def test_a_term_with_an_array_of_all_layers_and_experts_is_that_of_the_complete_batch(
-    parts, whole_batch_step
-):
+def test_a_terms_complete_array_ignores_the_split(parts, whole_batch_step):
     batch, minibatches, options = step_parts(parts)
     step = step_of(BALANCE, scorer=Scorer(CFG, OPS), **options)
     state, metrics = step(start(BALANCE, params=MODEL), batch, minibatches)
@@ -84,7 +82,7 @@ def test_a_term_with_an_array_of_all_layers_and_experts_is_that_of_the_complete_
     assert moved > 1e-4  # the term has a gradient
 
 
-def test_every_minibatch_gets_the_arrays_of_the_complete_batch():
+def test_every_minibatch_gets_the_complete_batchs_arrays():
     def read_load(logp_BT, bias_LE):
         return jnp.sum(bias_LE) / 2 + 0.0 * jnp.sum(logp_BT)  # two minibatches: the mean is this
 
@@ -97,7 +95,7 @@ def test_every_minibatch_gets_the_arrays_of_the_complete_batch():
 
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
-def test_rows_of_your_own_reach_a_term_and_are_split_with_the_batch(options):
+def test_custom_rows_reach_a_term_and_are_split(options):
     weight_B = np.arange(8, dtype=np.float32) / 8
     batch = replace(make_batch(), extra={"weight_B": weight_B})
     a = Algorithm(terms=(Term(weighted_surprise, 1.0, "surprise"),))
@@ -109,7 +107,7 @@ def test_rows_of_your_own_reach_a_term_and_are_split_with_the_batch(options):
     assert float(metrics["surprise"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_term_of_weight_zero_is_a_metric_alone():
+def test_a_term_of_weight_zero_is_a_metric():
     plain, watched = Algorithm(), Algorithm(terms=(replace(entropy_term(0.0), name="entropy"),))
     expected, _ = step_of(plain)(start(plain), make_batch())
     state, metrics = step_of(watched)(start(watched), make_batch())
@@ -117,7 +115,7 @@ def test_a_term_of_weight_zero_is_a_metric_alone():
     assert float(metrics["entropy"]) == pytest.approx(float(metrics["policy/entropy"]), rel=1e-6)
 
 
-def test_a_terms_metrics_are_means_over_the_tokens_of_the_update():
+def test_a_terms_metrics_are_means_over_its_tokens():
     def term(logp_BT):
         return 0.0 * logp_BT, {"share/low": logp_BT < -3.4}
 
@@ -131,7 +129,7 @@ def test_a_terms_metrics_are_means_over_the_tokens_of_the_update():
     assert float(complete["share/low"]) == float(split["share/low"]) == pytest.approx(expected)
 
 
-def test_the_load_of_recorded_experts_is_that_of_the_complete_batch_in_each_part():
+def test_the_load_is_the_complete_batchs_everywhere():
     def read_load(logp_BT, load_LE, routed_experts_BTLA, mask_BT):
         rows = jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32))
         return jnp.sum(load_LE.astype(jnp.float32)) * rows / 8 + 0.0 * jnp.sum(logp_BT)
@@ -201,12 +199,12 @@ def test_what_cannot_work_is_refused_before_anything_compiles(name):
         )
 
 
-def test_a_critic_without_a_term_that_trains_it_is_refused():
+def test_a_critic_without_a_term_is_refused():
     with pytest.raises(ConfigError, match="critic=own needs a term that trains it"):
         check_algorithm(Algorithm(advantages=gae, critic="own"), R)
 
 
-def test_a_swapped_axis_of_a_term_is_found_without_a_batch():
+def test_a_terms_swapped_axis_needs_no_batch():
     with pytest.raises(ConfigError, match="swapped must return"):
 
         def swapped(logp_BT):
@@ -221,11 +219,11 @@ def test_splitting_rows_leaves_shared_arrays_and_their_names():
     assert half.tokens_BT.shape[0] == 4 and half.shared["bias_LE"] is LOAD_LE
 
 
-def test_a_loss_of_the_field_is_a_sum_of_terms_from_python():
+def test_a_usual_loss_is_a_sum_of_terms():
     """Objective, KL, entropy and a term of its own."""
     a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(constant_term, 1e-3, "mean_logp")))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS)))
+    step = jit_step(tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS))
     state, metrics, _ = step(start(a, reference=reference), make_batch())
     assert {"policy/kl_ref", "mean_logp"} <= metrics.keys()
     plain, _ = step_of(Algorithm())(start(Algorithm()), make_batch())

@@ -31,7 +31,7 @@ def paths_of(tree):
     }
 
 
-def test_a_frozen_router_is_unchanged_after_100_steps_and_has_no_moments():
+def test_a_frozen_router_never_moves_without_moments():
     params = MODEL
     tx = make_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1), steps=100)
     state = init_state(Trained(params), tx, trainable=NO_ROUTER)
@@ -49,7 +49,7 @@ def test_a_frozen_router_is_unchanged_after_100_steps_and_has_no_moments():
 
 
 @pytest.mark.parametrize("kind", ["one update", "minibatches", "packed", "own critic"])
-def test_an_rl_update_of_some_parameters_is_that_part_of_an_update_of_all(kind):
+def test_partial_updates_are_parts_of_a_complete_update(kind):
     a = algorithm(terms=(kl_term(0.1),), old_logp="recomputed")
     options, arguments, batch = {}, (), make_batch()
     if kind == "own critic":
@@ -85,7 +85,7 @@ def test_an_rl_update_of_some_parameters_is_that_part_of_an_update_of_all(kind):
         )
 
 
-def test_nothing_of_the_size_of_the_frozen_parameter_is_computed_backward():
+def test_frozen_parameters_have_no_backward_product():
     """A gradient of the embedding would be the only scatter of the program."""
     a = algorithm()
     states = start(a), init_state(Trained(PARAMS), optax.sgd(1.0), trainable="head")

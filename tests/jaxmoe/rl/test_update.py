@@ -53,13 +53,13 @@ from jaxmoe.losses import (
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import map_rows
-from jaxmoe.rl.loss import estimate_advantages
+from jaxmoe.rl.loss import estimate_advantages, update_minibatch
 from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
-from jaxmoe.rl.update import NO_GATE, score_batch, update_minibatch
+from jaxmoe.rl.update import NO_GATE, score_batch
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
@@ -207,7 +207,7 @@ def test_the_update_does_not_depend_on_padding(simple):
 
 
 @pytest.mark.slow
-def test_the_update_does_not_depend_on_the_number_of_devices(plain):
+def test_the_update_ignores_the_number_of_devices(plain):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.device_put(make_batch(), NamedSharding(mesh, P("data")))
     state = jax.device_put(plain.start(), NamedSharding(mesh, P()))
@@ -216,7 +216,7 @@ def test_the_update_does_not_depend_on_the_number_of_devices(plain):
     plain.assert_same(after, metrics)
 
 
-def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
+def test_one_shuffled_minibatch_is_the_complete_batch():
     a = algorithm(old_logp="recomputed", epochs=2)
     recomputed = algorithm(old_logp="recomputed")
     batch, minibatches = split_minibatches(make_batch(), a, seed=(3,))
@@ -267,7 +267,7 @@ def test_minibatches_are_updates_one_after_the_other():
     assert float(metrics["policy/ratio_max"]) > 1.0  # the second half is off-policy
 
 
-def test_weights_are_normalized_over_the_whole_batch_and_not_a_minibatch():
+def test_weights_are_normalized_over_the_complete_batch():
     norm = dict(old_logp="recomputed", rollout_correction=(sequence_is, normalize))
     batch = jax.tree.map(jnp.asarray, make_batch())
     a = algorithm(minibatches=2, **norm)
@@ -321,7 +321,7 @@ def test_what_stands_at_false_tokens_never_matters(plain, value):
     ],
     ids=lambda fn: fn.__name__,
 )
-def test_a_missing_reward_updates_as_a_batch_without_its_row(estimator):
+def test_missing_rewards_update_like_a_missing_row(estimator):
     """Half of each group is missing: gradients are those of a batch that never had those rows."""
     full, a = make_batch(), algorithm(advantages=estimator)
     missing = np.arange(B) % full.samples_per_prompt >= 2

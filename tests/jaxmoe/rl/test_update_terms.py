@@ -40,18 +40,13 @@ from jaxmoe.losses import (
     rejection,
 )
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.loss import estimate_advantages
-from jaxmoe.rl.metrics import update_metrics
+from jaxmoe.rl.loss import estimate_advantages, update_minibatch
+from jaxmoe.rl.metrics import is_gate_closed, update_metrics
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
-from jaxmoe.rl.update import (
-    NO_GATE,
-    is_gate_closed,
-    score_batch,
-    update_minibatch,
-)
+from jaxmoe.rl.update import NO_GATE, score_batch
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ calls: list[int] = []
 
 
 @pytest.mark.slow
-def test_detached_the_ratio_is_one_where_two_forwards_route_differently():
+def test_the_detached_ratio_is_one_despite_other_routing():
     calls.clear()
     recomputed = algorithm(old_logp="recomputed")
     _, rerouted = step_of(recomputed, scorer=TwoFaced(CFG, OPS))(
@@ -146,7 +141,7 @@ BOUNDS = dict(zip(("abs_diff", "k3", "ess"), GAP, strict=True))
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
+def test_each_bound_and_nan_close_the_gate(bound):
     name, side = BOUNDS[bound], -1 if bound == "ess" else 1
     gate = GateConfig(**{bound: GAP[name]})
     for value, closed in (
@@ -161,7 +156,7 @@ def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
     assert is_gate_closed(dict.fromkeys(GAP, jnp.nan), NO_GATE) is False
 
 
-def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_trains():
+def test_a_skipped_batch_leaves_the_optimizer_unchanged():
     a, tx = algorithm(), optax.adam(1e-2)
     step, before = step_of(a, tx=tx, gate=GateConfig(ess=0.3, skip=True)), start(a, tx)
     wild = np.where(np.arange(T) == 3, -18.0, make_batch().rollout_logp_BT).astype(np.float32)
@@ -177,7 +172,7 @@ def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_train
     assert float(metrics["gate/closed"]) == 0.0 and int(after.step) == 1
 
 
-def test_the_policy_stands_still_while_the_critic_is_pretrained():
+def test_the_policy_is_fixed_during_critic_pretraining():
     cfg = Config(
         model=CFG,
         data=DataConfig(task="x", max_prompt_tokens=6),
@@ -207,7 +202,7 @@ def test_the_policy_stands_still_while_the_critic_is_pretrained():
     assert state.params.critic.keys() == {"value_head", "backbone"}
 
 
-def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
+def test_only_a_shared_critic_moves_the_policys_layers():
     for kind in ("own", "shared"):
         # no advantage: what moves the policy is the value loss alone
         a = algorithm(objective=silent, advantages=gae, critic=kind, terms=(value_term(1.0, 1e9),))
@@ -225,7 +220,7 @@ def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_the_value_of_the_last_state_bootstraps_a_cut_off_answer_cut_or_packed(kind):
+def test_the_last_states_value_bootstraps_truncated_answers(kind):
     a = algorithm(advantages=bootstrapped_gae, critic=kind, terms=(value_term(),))
     cut = replace(make_batch(), truncated_B=np.arange(B) % 2 == 0)
     scorer, state = Bigram(CFG, OPS, critic=kind), start(a)
@@ -256,7 +251,7 @@ def test_a_batch_of_uniform_groups_has_no_gradient():
         np.testing.assert_array_equal(x, y)
 
 
-def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
+def test_a_distant_engine_gives_finite_numbers():
     a = algorithm(old_logp="rollout")
     batch = make_batch()
     distant_logp = np.where(batch.loss_mask_BT, -200.0, 0.0).astype(np.float32)
@@ -265,7 +260,7 @@ def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
     assert float(metrics["policy/ratio_max"]) > 1e8
 
 
-def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
+def test_dropped_tokens_leave_only_the_named_denominator():
     drop = (partial(rejection, statistic="token_k1", low=0.9, high=1.1),)
     stays = algorithm(old_logp="recomputed", rollout_correction=drop)
     leaves = algorithm(old_logp="recomputed", rollout_correction=drop, aggregation=kept_token_mean)
@@ -280,7 +275,7 @@ DROP = partial(rejection, statistic="token_k1", low=0.9, high=1.1)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_tokens_kept_are_counted_also_where_they_are_known_with_the_gradient_only(microbatches):
+def test_retained_tokens_are_counted_also_with_gradients(microbatches):
     early, deferred = (
         algorithm(old_logp=old, rollout_correction=(DROP,), aggregation=kept_token_mean, **KL)
         for old in ("recomputed", "detached")
@@ -302,7 +297,7 @@ def test_tokens_kept_are_counted_also_where_they_are_known_with_the_gradient_onl
 KL = dict(terms=(entropy_term(0.1), kl_term(0.1)))
 
 
-def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
+def test_a_sequence_is_masked_if_any_token_is():
     # verl: seq_has_masked = (~keep & mask).any; two of three rows lose a token, none loses all
     mask = jnp.asarray([[True, True, False]] * 3 + [[False] * 3])
     keep = jnp.asarray([[True, False, True], [True, True, False], [False, True, True], [False] * 3])
@@ -319,12 +314,12 @@ def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
         "correction": Correction(keep_BT=keep),
         "no_gradient_BT": mask,
     }
-    means = update_metrics(batch, rows, algorithm()).means
+    means = update_metrics(batch, rows, x).means
     assert float(means["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
     assert float(means["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
 
 
-def test_the_kl_term_is_its_weight_times_its_mean():
+def test_the_kl_term_is_weight_times_mean():
     bare, with_kl = algorithm(), algorithm(terms=(kl_term(0.5),))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     _, want = step_of(bare)(start(bare), make_batch())
@@ -335,7 +330,7 @@ def test_the_kl_term_is_its_weight_times_its_mean():
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_broken_at_false_tokens_never_matters():
+def test_broken_references_at_false_tokens_never_matter():
     a = algorithm(terms=(kl_term(0.5),))
     batch = jax.tree.map(jnp.asarray, make_batch())
     scored = estimate_advantages(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
@@ -355,7 +350,7 @@ def test_a_reference_that_is_broken_at_false_tokens_never_matters():
         np.testing.assert_array_equal(x, y)
 
 
-def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_kl():
+def test_broken_log_probs_at_false_tokens_are_harmless():
     term, mask = kl_term(0.5), jnp.asarray([[True, False]])
     ref = jnp.asarray([[-1.0, jnp.nan]])
 
@@ -367,7 +362,7 @@ def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_
         assert np.isfinite(grad).all() and float(grad[0, 0]) != 0
 
 
-def test_the_entropy_bonus_is_its_weight_times_its_mean():
+def test_the_entropy_bonus_is_weight_times_mean():
     bare, with_bonus = algorithm(), algorithm(terms=(entropy_term(0.5),))
     _, want = step_of(bare)(start(bare), make_batch())
     _, metrics = step_of(with_bonus)(start(with_bonus), make_batch())
