@@ -22,7 +22,10 @@ from jaxmoe.rl.batch import Batch
 from jaxmoe.rollout import decoding
 from jaxmoe.rollout.engine import open_engine
 
-pytestmark = pytest.mark.slow  # most of a minute: it compiles every model there is
+pytestmark = [
+    pytest.mark.slow,  # most of a minute: it compiles every model there is
+    pytest.mark.usefixtures("standard_promotion"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--config",
@@ -54,13 +57,6 @@ ALL_MODELS = [
     "critic.backbone=own",
     "router.replay=R3",
 ]
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """Standard promotion, as in the command: optax raises floats to integer powers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 stacks: list[list[traceback.FrameSummary]] = []

@@ -4,15 +4,11 @@
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row
 from jaxmoe.graders.code_scorer import check_tests
 from jaxmoe.graders.code_tests import find_test_fault
 from jaxmoe.graders.grading import GradeStatus, grade_code
-from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.pool import SandboxPool
 from tests.jaxmoe.code_cheats import HONEST, PROMPT
-from tests.jaxmoe.sandbox.kinds import first_kind
 
 FORMS = {
     "check without a parameter": "def check():\n    assert f(2) == 4",
@@ -50,13 +46,6 @@ WRONG = {
     "ends a loop by a class of that name": "class StopIteration(Exception): pass\n"
     "def f(x): raise StopIteration",
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = SandboxPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", FORMS)

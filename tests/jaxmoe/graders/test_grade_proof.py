@@ -3,19 +3,8 @@
 
 import pytest
 
-from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.graders.grading import GradeStatus, grade_code
-from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.pool import SandboxPool
 from tests.jaxmoe.code_cheats import HONEST
-from tests.jaxmoe.sandbox.kinds import first_kind
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = SandboxPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("end", ["done = \\", "assert candidate(3) == 6, \\"])

@@ -25,13 +25,6 @@ from tests.jaxmoe.code_cheats import CODE_CHEATS, FORGE, HONEST, PROMPT, TESTS, 
 from tests.jaxmoe.sandbox.kinds import BrokenLauncher, first_kind
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = SandboxPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
-    yield pool
-    pool.close()
-
-
 def grade(pool, code, tests=TESTS, timeout_s=20.0):
     return grade_code(pool, code, "f", tests, setup=PROMPT, timeout_s=timeout_s)
 

@@ -3,7 +3,6 @@
 
 import asyncio
 import json
-import socket
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from jaxmoe.graders.judge import (
 from jaxmoe.rewards.conventions import Sample
 from jaxmoe.rewards.reward_process import RewardProcess
 from jaxmoe.rewards.rewards import mean_part_metrics, read_rewards, score_samples
+from tests.jaxmoe.process_environ import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -158,14 +158,8 @@ def test_each_failure_is_no_score_and_named(reply, reason, capfd):
     assert error.count("\n") == 1 and f"({reason})" in error, "a line once, not for each answer"
 
 
-def closed_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_an_absent_judge_is_named_until_it_returns():
-    assert score_one(f"http://127.0.0.1:{closed_port()}/v1")["down"] == 1.0
+    assert score_one(f"http://127.0.0.1:{free_port()}/v1")["down"] == 1.0
     replies = iter([(503, b""), "hm"])
     with run_judge(lambda r: next(replies, r.yes)) as server:
         assert score_one(server.url, retries=2)["score"] == 1.0

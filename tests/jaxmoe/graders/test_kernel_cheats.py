@@ -6,27 +6,17 @@ import functools
 
 import pytest
 
-from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.graders.kernel_rows import make_kernel_row
 from jaxmoe.graders.kernel_scorer import score_kernel
 from jaxmoe.graders.kernel_timing import KernelStatus, measure_kernel
-from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.pool import SandboxPool
 from tests.jaxmoe.kernel_cheats import CHEATS, HONEST, HONEST_KERNEL
-from tests.jaxmoe.sandbox.kinds import first_kind, open_sandbox
+from tests.jaxmoe.sandbox.kinds import open_sandbox
 
 SIZES, BOUND = (36, 80, 44), 100
 ROW = make_kernel_row(SIZES, BOUND)
 CORRECT_SHARE = 0.1
 # Of two times of the same work; a trick that hid half of the work would give 2.
 NO_FASTER = 1.5
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = SandboxPool(Launcher(first_kind(), SandboxConfig(disk_mb=8)), n_warm=2)
-    yield pool
-    pool.close()
 
 
 @functools.cache

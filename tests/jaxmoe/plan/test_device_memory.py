@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device holds while adapters are trained over four-bit experts, by the chips' compilers."""
 
-import jax
 import pytest
 
 from benchmarks.device_memory import Row, config, decoded, scoring, sizes, step
 from jaxmoe.run.memory import plan_memory
 from pallas_kernels import ahead_of_time
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 GOALS = {  # bytes of arguments and temporaries
     Row("h100", "20b", 4096): 14.5e9,
@@ -25,13 +26,6 @@ OTHERS = (
     Row("h100", "20b", 131_072, rank=16),
 )
 SHORTEST = next(iter(GOALS))
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """As the command has it: optax raises floats to integer powers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def compiler(row):
