@@ -54,7 +54,7 @@ class Row(NamedTuple):
     tokens: int
     rank: int = 4
     chunk: int = 1024
-    inputs: str = "host"  # of layer pairs, or "device"
+    inputs: str = "host"  # of periods of layers, or "device"
 
 
 TABLE = (

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.in_turn import measure_in_turn, take_medians
 from jaxmoe.config_file import load_config
 from jaxmoe.model import init_params, plain_ops
-from jaxmoe.model.cache import LayerKind, PromptKeys
+from jaxmoe.model.cache import KVStack, PromptKeys
 from jaxmoe.model.prompt_keys import attend_with_prompt
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
@@ -79,7 +79,7 @@ def make_attention(prompts: int, samples: int, P: int, A: int) -> dict[str, Call
             k_segment_ids_BS=segments,
         )
 
-    kind = LayerKind(prompt_kv[0][None], prompt_kv[1][None], *layout(prompts, 0, P))
+    kind = KVStack(prompt_kv[0][None], prompt_kv[1][None], *layout(prompts, 0, P))
     copied = jax.jit(partial(decode_attention, **keywords(0)))
     shared = jax.jit(
         partial(

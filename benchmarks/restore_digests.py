@@ -17,7 +17,6 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.numpy as jnp
 
 from jaxmoe.checkpoint import store
 
@@ -31,9 +30,9 @@ def main() -> None:
     args = parser.parse_args()
     shape = args.rows, args.columns
     keys = jax.random.split(jax.random.key(0), args.arrays)
-    tree = {f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
+    tree = {"policy": {f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)}}
     known = store.array_digests(tree)
-    like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in tree}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)

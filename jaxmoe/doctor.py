@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.checkpoint.run import initial_params, restore_run
+from jaxmoe.checkpoint.run import initial_params, restore_policy
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.collection.tasks import Task, digest_contents, open_task
 from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, require
@@ -54,12 +54,10 @@ from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.reconcile.reported_experts import check_reported_experts
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rewards.sandbox_rewards import describe_run_sandbox
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine, Inspectable, open_engine
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.kernels import choose_run_kernels
-from jaxmoe.run.memory import check_memory, scoring_stage
+from jaxmoe.run.memory import check_memory
 from jaxmoe.run_files import replace_text
 from jaxmoe.shapes import Params
 
@@ -73,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             argv, "Compare the engine with the trainer, and explain the gap."
         )
         if dry_run_only:
-            dry_run(cfg, scoring_stage(cfg))
+            dry_run(cfg, "scoring")
         elif not run_doctor(cfg):
             status.code = 1
     return status.code
@@ -101,7 +99,7 @@ def run_doctor(cfg: Config) -> bool:
     # another.
     kernels = choose_run_kernels(cfg)
     ops = make_ops(cfg, kernels.with_xla_fallback)
-    check_memory(cfg, scoring_stage(cfg))
+    check_memory(cfg, "scoring")
     kernels.print_decision()
     work, task = Path(cfg.workdir), open_task(cfg)
     if sandbox := describe_run_sandbox(cfg, (*task.rewards, *task.second_grader)):
@@ -169,19 +167,16 @@ def load_newest_weights(
 
     The newest have the trainer's values, the initial ones those that an engine gets.
     """
-    optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
-    restored = restore_run(
-        work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents=expected_contents
-    )
+    saved = restore_policy(work, cfg, None, contents=expected_contents)
     # Dense arrays of the values that are read: the checks below look into them.
     initial = initial_params(cfg)
-    if restored is None:
+    if saved is None:
         return decode_trained(initial, cfg), None, 0, "the initial weights"
     return (
-        decode_trained(restored.state.policy, cfg),
+        decode_trained(saved.params, cfg),
         decode_rounded(initial, cfg),
-        restored.step,
-        f"{restored.stage} step {restored.step}",
+        saved.step,
+        f"{saved.stage} step {saved.step}",
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxmoe.checkpoint.base import load_stage_base, own_base_digest
-from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
+from jaxmoe.checkpoint.run import code_version, initial_params, restore_policy
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.collection.evaluation import evaluate_held_out
 from jaxmoe.collection.scores import response_text
@@ -27,21 +27,21 @@ from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.rounding import shard_rounding
+from jaxmoe.parallel.sampling_copy import move_to_engine
 from jaxmoe.parallel.sharding import make_mesh
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
-from jaxmoe.rl.state import init_run_adapters, stage_shapes
+from jaxmoe.rl.state import init_run_adapters
 from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.kernels import choose_run_kernels
-from jaxmoe.run.memory import check_memory, scoring_stage
+from jaxmoe.run.memory import check_memory
 
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, is_dry_run = parse_config(argv, "Score a checkpoint on the held-out rows.")
         if is_dry_run:
-            dry_run(cfg, scoring_stage(cfg))
+            dry_run(cfg, "evaluating")
             return status.code
         with joined_processes():
             run_eval(cfg)
@@ -57,33 +57,30 @@ def run_eval(cfg: Config) -> float:
     kernels = choose_run_kernels(cfg)
     ops = make_engine_ops(cfg, kernels.impls) or make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
-    check_memory(cfg, scoring_stage(cfg))
+    check_memory(cfg, "evaluating")
     kernels.print_decision()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     check_collectives(mesh)
-    supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
-    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
-    position = restore_run(
-        Path(cfg.workdir),
-        cfg,
-        shapes,
-        to_train=False,
-        contents=digest_contents(cfg, task) | own_base_digest(cfg),
-    )
-    base = load_stage_base(cfg, position and position.stage)
-    if position is not None:
-        params = position.state.policy
+    contents = digest_contents(cfg, task) | own_base_digest(cfg)
+    saved = restore_policy(Path(cfg.workdir), cfg, mesh, contents=contents)
+    base = load_stage_base(cfg, saved and saved.stage)
+    if saved is not None:
+        params = saved.params
     else:
         params = initial_params(cfg, mesh) if base is None else init_run_adapters(cfg, base)
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         # Versions of weights count the steps of RL, and not those of the warm start.
-        version = position.step if position is not None and position.stage == "rl" else 0
+        version = 0 if saved is None else saved.rl_step
         if base is not None:
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, BaseReader):
                 engine.share_base(base)
         round_params = shard_rounding(engine_rounding(cfg), cfg.model, mesh)
+        if base is None and round_params is None and isinstance(engine, BaseReader):
+            # Nothing else needs the weights, so they become the engine's without a second copy.
+            params = move_to_engine(params, cfg.model, mesh)
+            engine.share_base(params)
         engine.load(params if round_params is None else jax.jit(round_params)(params), version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)
@@ -94,7 +91,7 @@ def run_eval(cfg: Config) -> float:
         mark = f"{reward:.3g}" if task.rewards else "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
     initial = f"the adapter {cfg.lora.init_from}" if cfg.lora.init_from else "the initial weights"
-    source = initial if position is None else f"{position.stage} step {position.step}"
+    source = initial if saved is None else f"{saved.stage} step {saved.step}"
     print(
         f"{task.score_name} {metrics['eval/accuracy']:.4f} sampled at temperature "
         f"{task.sampling.temperature:g} ({samples} answers per prompt), "

@@ -19,7 +19,7 @@ from jaxmoe.checkpoint.base import base_digest, check_base, load_base, portable_
 from jaxmoe.checkpoint.hf import check_export, save_params
 from jaxmoe.checkpoint.packed import format_packing_errors, pack_experts
 from jaxmoe.checkpoint.peft import save_adapter
-from jaxmoe.checkpoint.run import restore_run
+from jaxmoe.checkpoint.run import restore_policy
 from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, build_parser, open_command
 from jaxmoe.config import Config, ConfigError
@@ -31,9 +31,8 @@ from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.parallel.sharding import make_mesh
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.compare_export import compare_export, format_export_gap
+from jaxmoe.run.memory import format_bytes, stage_bytes
 from jaxmoe.shapes import Params
 
 
@@ -95,15 +94,17 @@ def export_checkpoint(
         nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
         description = f"{nbytes / 1e6:,.1f} MB of adapters (complete weights if RL has not started)"
     if dry_run:
-        print(f"would write {description} to {out}, from the newest checkpoint in {cfg.workdir}")
+        read = format_bytes(sum(stage_bytes(cfg, "exporting").values())).strip()
+        print(
+            f"would read {read} of parameters on each of {cfg.mesh.devices} devices, and no "
+            f"optimizer, and write {description} to {out}, from the newest checkpoint in "
+            f"{cfg.workdir}"
+        )
         return
-    supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
-    # Without the run's devices, one device holds the complete state.
+    # Without the run's devices, one device holds the parameters.
     mesh = make_mesh(cfg.mesh) if cfg.mesh.devices == jax.device_count() else None
-    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
-    digests = base_digest(cfg)
-    position = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False, contents=digests)
-    if position is None:
+    saved = restore_policy(Path(cfg.workdir), cfg, mesh, contents=base_digest(cfg))
+    if saved is None:
         raise ConfigError(
             f"{cfg.workdir} must hold a checkpoint to export; it has none. Try --workdir with "
             "the folder of a trained run."
@@ -115,15 +116,12 @@ def export_checkpoint(
             json.dumps(generation_config(tokenizer), indent=2)
         )
 
-    policy, origin = (
-        position.state.policy,
-        f"{position.stage} step {position.step} of {cfg.workdir}",
-    )
-    _warn_of_other_router(cfg, position.step if position.stage == "rl" else 0)
+    policy, origin = saved.params, f"{saved.stage} step {saved.step} of {cfg.workdir}"
+    _warn_of_other_router(cfg, saved.rl_step)
     masters = policy
     if (round_params := shard_rounding(rounding_from_config(cfg), cfg.model, mesh)) is not None:
         policy = round_params(policy)
-    if cfg.lora.ranks and position.stage == "rl":
+    if cfg.lora.ranks and saved.stage == "rl":
         if adapts:
             base = check_base(cfg)
             save_adapter(
@@ -144,7 +142,7 @@ def export_checkpoint(
         save_params(policy, cfg.model, out, dtype=dtype, add_files=add_files)
     print(f"{out}: {origin}, {description}", flush=True)
     if compare and not cfg.lora.ranks and (dtype == "mxfp4" or round_params is not None):
-        _print_comparison(cfg, masters, out, position.step if position.stage == "rl" else 0)
+        _print_comparison(cfg, masters, out, saved.rl_step)
 
 
 def _print_comparison(cfg: Config, policy: Params, out: Path, version: int) -> None:

@@ -110,6 +110,7 @@ def test_jit_stays_at_the_edge():
     edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program
     edge.add("job.py")  # rounds the weights for the engine, once a step
+    edge.add("sampling_copy.py")  # an evaluation's weights become its engine's, once
     edge.add("compare_export.py")  # an export's own programs, once
     edge.add("first_difference.py")  # a run's last words: programs of its own, once
     for path in PRODUCT:

@@ -24,9 +24,9 @@ class Entry:
 
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
-    param_shape: tuple[int, ...]  # in our layout, without the axis of layer pairs
+    param_shape: tuple[int, ...]  # in our layout, without the axis of layers
     keys: tuple[str, ...]  # path to the leaf in params
-    pair: int | None  # index into a leaf that is stacked over layer pairs; None if it is not
+    index: int | None  # of the layer, in a leaf that is stacked over layers; None if it is not
     layout: Layout
     read: str  # Spec.read
 
@@ -43,22 +43,21 @@ def list_entries(cfg: ModelConfig) -> list[Entry]:
     entries_by_layer: list[tuple[int, Entry]] = []
     for path, spec in flat:
         keys = tuple(str(step.key) for step in path)
-        stacked = spec.axes[0] == "pair"
-        param_shape = spec.shape[1:] if stacked else spec.shape
+        param_shape = spec.shape[1:] if spec.is_stacked else spec.shape
         shape = param_shape[::-1] if spec.layout in ("transpose", "transpose_pad") else param_shape
         if spec.layout in ("pad_rows", "transpose_pad"):
             shape = (cfg.vocab_size, *shape[1:])
-        if not stacked:
+        if not spec.is_stacked:
             order = -1 if keys == ("embed",) else cfg.n_layers
             entries_by_layer.append(
                 (order, Entry(spec.hf, shape, param_shape, keys, None, spec.layout, spec.read))
             )
             continue
-        for pair in range(spec.shape[0]):
-            layer = 2 * pair + ("sliding", "full").index(keys[1])
+        for index in range(spec.shape[0]):
+            layer = cfg.plan.groups[keys[1]].layer_number(index)
             name = spec.hf.format(layer)
             entries_by_layer.append(
-                (layer, Entry(name, shape, param_shape, keys, pair, spec.layout, spec.read))
+                (layer, Entry(name, shape, param_shape, keys, index, spec.layout, spec.read))
             )
     return [entry for _, entry in sorted(entries_by_layer, key=lambda item: item[0])]
 
@@ -84,7 +83,7 @@ def planned_tensors(cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:
 
 
 def leaf_of(params: Params, entry: Entry) -> Any:
-    """The leaf of params that contains an entry (all its layer pairs)."""
+    """The leaf of params that contains an entry (all layers of its group)."""
     node: Any = params
     for key in entry.keys:
         node = node[key]

@@ -93,7 +93,7 @@ def load_params(
     def leaf_of_entry(entry: Entry) -> Leaf:
         # The views of a stacked array let a tensor be read directly into its place.
         leaf = leaf_of(params, entry)
-        return leaf if entry.pair is None else jax.tree.map(lambda x: x[entry.pair], leaf)
+        return leaf if entry.index is None else jax.tree.map(lambda x: x[entry.index], leaf)
 
     for _ in read_entries(Path(directory), cfg, leaf_of_entry, experts=experts, progress=progress):
         pass
@@ -248,16 +248,16 @@ def gather_entry(params: Params, entry: Entry, *, receives: bool = True) -> np.n
     Packed leaves are decoded; adapted leaves are merged, in float32.
     """
     leaf = leaf_of(params, entry)
-    if isinstance(leaf, Adapted) and entry.pair is not None:
-        return merge_layer(leaf, entry.pair, receives=receives)
+    if isinstance(leaf, Adapted) and entry.index is not None:
+        return merge_layer(leaf, entry.index, receives=receives)
     if not isinstance(leaf, Mxfp4):
-        return gather_leaf(leaf, entry.pair, receives=receives)
+        return gather_leaf(leaf, entry.index, receives=receives)
     packed = _gather_packed(leaf, entry, receives=receives)
     return mxfp4.decode_packed(packed) if receives else np.empty(0, jax.numpy.bfloat16)
 
 
 def _gather_packed(leaf: Mxfp4, entry: Entry, *, receives: bool = True) -> Mxfp4:
-    return jax.tree.map(lambda part: gather_leaf(part, entry.pair, receives=receives), leaf)
+    return jax.tree.map(lambda part: gather_leaf(part, entry.index, receives=receives), leaf)
 
 
 def _to_checkpoint(param: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:

@@ -40,8 +40,8 @@ def load_sharded_params(
         return np.zeros(entry.param_shape, jnp.dtype(dtype))
 
     for entry, tensor in read_entries(Path(directory), cfg, init_leaf, progress=progress):
-        sharding, stacked = leaf_of(shardings, entry), entry.pair is not None
-        tensor = tensor[None] if stacked else tensor  # no mesh axis shards the axis of pairs
+        sharding, stacked = leaf_of(shardings, entry), entry.index is not None
+        tensor = tensor[None] if stacked else tensor  # no mesh axis shards the axis of layers
         shards_by_device = parts.setdefault(entry.keys, {})
         for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
             part = tensor[index][0] if stacked else tensor[index]

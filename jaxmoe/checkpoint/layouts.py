@@ -25,36 +25,36 @@ _ALIGNMENT_BYTES = 64  # bytes
 _BLOCK_COLUMNS = 128  # transposed at a time: their source and target fit in a core's cache
 
 
-def gather_leaf(leaf: Leaf, pair: int | None, *, receives: bool = True) -> np.ndarray:
-    """A leaf, or one layer pair of it, unsharded in host memory.
+def gather_leaf(leaf: Leaf, index: int | None, *, receives: bool = True) -> np.ndarray:
+    """A leaf, or one layer of it, unsharded in host memory.
 
     Returns a view if one CPU device or numpy holds the tensor, else a copy. With several
     processes, a collective operation: all must call it for the same tensors in the same order.
     receives: False for a process that takes part and gets an empty array.
     """
     if isinstance(leaf, np.ndarray):
-        return leaf if pair is None else leaf[pair]
+        return leaf if index is None else leaf[index]
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-        part = leaf if pair is None else leaf[pair]
+        part = leaf if index is None else leaf[index]
         full = jax.device_put(part, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
         return np.asarray(full.addressable_data(0)) if receives else np.empty(0, full.dtype)
     shards = leaf.addressable_shards
     shards = shards[:1] if leaf.is_fully_replicated else [s for s in shards if s.replica_id == 0]
     if len(shards) == 1:
-        return copy_shard_to_host(shards[0].data, pair)
-    full = np.empty(leaf.shape if pair is None else leaf.shape[1:], leaf.dtype)
+        return copy_shard_to_host(shards[0].data, index)
+    full = np.empty(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
     for shard in shards:
-        if pair is None:
+        if index is None:
             full[shard.index] = copy_shard_to_host(shard.data, None)
             continue
         first, *other_axes = shard.index
-        pairs_of_shard = range(leaf.shape[0])[first]
-        if pair in pairs_of_shard:
-            full[tuple(other_axes)] = copy_shard_to_host(shard.data, pairs_of_shard.index(pair))
+        layers_of_shard = range(leaf.shape[0])[first]
+        if index in layers_of_shard:
+            full[tuple(other_axes)] = copy_shard_to_host(shard.data, layers_of_shard.index(index))
     return full
 
 
-def copy_shard_to_host(data: jax.Array, pair: int | None) -> np.ndarray:
+def copy_shard_to_host(data: jax.Array, index: int | None) -> np.ndarray:
     """A host array of one device's shard.
 
     jax caches the host copy of an array inside it. To free that copy with the result, this copies
@@ -64,8 +64,8 @@ def copy_shard_to_host(data: jax.Array, pair: int | None) -> np.ndarray:
     # The host copy is the array's own memory, so there is nothing to free.
     if device.platform == "cpu":
         array = np.asarray(data)
-        return array if pair is None else array[pair]
-    return np.asarray(jnp.array(data, copy=True) if pair is None else data[pair])
+        return array if index is None else array[index]
+    return np.asarray(jnp.array(data, copy=True) if index is None else data[index])
 
 
 def zeros_to_share(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -133,7 +133,7 @@ def checkpoint_tensor(
 
 def device_tensor(
     leaf: Leaf,
-    pair: int | None,
+    index: int | None,
     layout: Layout,
     shape: tuple[int, ...],
     dtype: str,
@@ -144,12 +144,12 @@ def device_tensor(
     Packed experts are decoded on the device. With several processes, a collective operation.
     """
     if isinstance(leaf, Mxfp4):
-        parts = (part if pair is None else part[pair] for part in leaf)
-        leaf, pair = decode_on_device(jax.device_put(Mxfp4(*parts), device), dtype), None
+        parts = (part if index is None else part[index] for part in leaf)
+        leaf, index = decode_on_device(jax.device_put(Mxfp4(*parts), device), dtype), None
     if isinstance(leaf, np.ndarray) or not leaf.is_fully_addressable:
-        array = jax.device_put(gather_leaf(leaf, pair), device)
+        array = jax.device_put(gather_leaf(leaf, index), device)
     else:
-        array = jax.device_put(leaf if pair is None else leaf[pair], device)
+        array = jax.device_put(leaf if index is None else leaf[index], device)
     array = array.astype(dtype)
     if layout in ("transpose", "transpose_pad"):
         array = array.T

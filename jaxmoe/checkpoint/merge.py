@@ -24,7 +24,7 @@ def merge_adapters(
     """The base with W + scale · aᵀ b for every adapted matrix, dense and on the host.
 
     Args:
-        adapters: {"layers": {"sliding" | "full": {name: Pair}}}; fully trained modules among them
+        adapters: {"layers": {group: {name: Pair}}}; fully trained modules among them
             replace those of the base.
         scales: by name, such as "w_q".
         dtype: of the merged matrices; None for the base's dtype (bfloat16 if it is packed).
@@ -58,14 +58,14 @@ def merge_adapters(
     )
 
 
-def merge_layer(adapted: Leaf, pair: int, *, receives: bool = True) -> np.ndarray:
-    """W + scale · aᵀ b of one layer pair of an `Adapted` leaf, [(E,) in, out], float32.
+def merge_layer(adapted: Leaf, layer: int, *, receives: bool = True) -> np.ndarray:
+    """W + scale · aᵀ b of one layer of an `Adapted` leaf, [(E,) in, out], float32.
 
     Memory in addition to the result: the base of this layer, and one expert. With several
     processes, a collective operation as `gather_leaf`.
     """
     base, a, b = (
-        jax.tree.map(lambda x: gather_leaf(x, pair, receives=receives), part)
+        jax.tree.map(lambda x: gather_leaf(x, layer, receives=receives), part)
         for part in (adapted.base, adapted.a, adapted.b)
     )
     out = np.empty(adapted.shape[1:] if receives else 0, np.float32)
@@ -80,6 +80,6 @@ def merge_layer(adapted: Leaf, pair: int, *, receives: bool = True) -> np.ndarra
 def _merge_leaf(adapted: Leaf, dtype: str | None) -> np.ndarray:
     base_dtype = "bfloat16" if isinstance(adapted.base, Mxfp4) else adapted.base.dtype
     out = np.empty(adapted.shape, jnp.dtype(dtype or base_dtype))
-    for pair in range(len(out)):
-        out[pair] = merge_layer(adapted, pair)
+    for index in range(len(out)):
+        out[index] = merge_layer(adapted, index)
     return out

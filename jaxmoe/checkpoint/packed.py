@@ -73,8 +73,8 @@ def _init_packed_leaf(spec: Spec, leaf: Leaf) -> Leaf:
 
 
 def _pack_into(leaf: Leaf, dense: np.ndarray, entry: Entry) -> PackingError:
-    """Pack one layer pair's experts into a leaf, one at a time; returns the error."""
-    halves = jax.tree.map(lambda part: part[entry.pair], leaf)
+    """Pack one layer's experts into a leaf, one at a time; returns the error."""
+    halves = jax.tree.map(lambda part: part[entry.index], leaf)
     error_sq, weight_sq, largest = 0.0, 0.0, 0.0
     for e, matrix in enumerate(dense):
         w_DF = matrix.astype(np.float32)

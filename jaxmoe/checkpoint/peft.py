@@ -52,8 +52,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder; it is written to DIRECTORY.partial and then renamed.
 
-    adapters: {"layers": {"sliding" | "full": {name: Pair}}}; both kinds of layers have the same
-        names, a subset of lora's. Fully trained modules (router, norms, embedding, head) go into
+    adapters: {"layers": {group: {name: Pair}}}; all groups of layers have the same names, a
+        subset of lora's. Fully trained modules (router, norms, embedding, head) go into
         modules_to_save. PEFT cannot store fully trained sinks and biases.
     base: base_model_name_or_path.
     add_files: writes more files into the folder.
@@ -80,7 +80,7 @@ def save_adapter(
     arrays: dict[str, np.ndarray] = {}
     for matrix in adapted_matrices(cfg):
         if matrix.name in ranks:
-            pair = (np.asarray(x[matrix.pair]) for x in _adapter_leaf(adapters, matrix)[:2])
+            pair = (np.asarray(x[matrix.index]) for x in _adapter_leaf(adapters, matrix)[:2])
             for letter, x in zip("AB", to_peft(matrix, *pair), strict=True):
                 if x.dtype not in format_names:
                     raise ValueError(f"{matrix.target} must be of {', '.join(FLOATS)}: {x.dtype}.")
@@ -112,7 +112,7 @@ def _whole_modules(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict
     """Tensors of fully trained modules, in a checkpoint's names and layout."""
     return {
         f"base_model.model.{entry.name}": checkpoint_tensor(
-            gather_leaf(leaf_of(adapters, entry), entry.pair),
+            gather_leaf(leaf_of(adapters, entry), entry.index),
             entry.layout,
             entry.shape,
             np.dtype(np.float32),
@@ -139,15 +139,20 @@ def _read_ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[st
             f"a PEFT adapter stores low-rank matrices of {', '.join(TARGETS)}; "
             f"{unknown_names[0]} is none of them. Export merged weights."
         )
-    names = {kind: set(layers.get(kind, {})) - lora.fully_trained for kind in ("sliding", "full")}
-    if names["sliding"] != names["full"] or not names["full"]:
+    groups = cfg.plan.groups
+    names = {group: set(layers.get(group, {})) - lora.fully_trained for group in groups}
+    adapted = set[str]().union(*names.values())
+    if any(x != adapted for x in names.values()) or not adapted:
         raise ValueError(f"an adapter must have the same names in all layers, got {names}.")
     ranks: dict[str, int] = {}
     for matrix in adapted_matrices(cfg):
-        if matrix.name in names["full"]:
+        if matrix.name in adapted:
             a, b = (x.shape for x in _adapter_leaf(adapters, matrix)[:2])
             rank = ranks.setdefault(matrix.name, lora.ranks.get(matrix.name, 0))
-            stack = (cfg.n_layers // 2, *([] if matrix.experts is None else [matrix.experts]))
+            stack = (
+                groups[matrix.keys[1]].size,
+                *([] if matrix.experts is None else [matrix.experts]),
+            )
             expected = (*stack, rank, matrix.inputs), (*stack, rank, matrix.outputs)
             if (a, b) != expected or rank < 1:
                 raise ValueError(

@@ -26,7 +26,7 @@ def load_initial_adapters(cfg: Config) -> Params:
     directory = Path(cfg.lora.init_from)
     adapter = read_adapter(directory, cfg.model)
     _check_base_name(cfg, directory)
-    layer = adapter.adapters["layers"]["full"]
+    layer = next(iter(adapter.adapters["layers"].values()))
     ranks = {name: layer[name].a.shape[-2] for name in adapter.scales}
     same_scales = all(
         math.isclose(scale, cfg.lora.scales.get(name, 0.0), rel_tol=1e-6)

@@ -37,8 +37,8 @@ TARGETS = ATTENTION | EXPERTS  # matrices of a layer that can be adapted: our na
 class AdaptedMatrix:
     """A matrix of one layer of the base that can be adapted."""
 
-    keys: tuple[str, str, str]  # path of its leaf: "layers", "sliding" or "full", name
-    pair: int  # layer pair: index into the leaf
+    keys: tuple[str, str, str]  # path of its leaf: "layers", group, name
+    index: int  # of the layer in the leaf
     target: str  # PEFT's name, such as "model.layers.3.self_attn.q_proj"
     inputs: int
     outputs: int
@@ -61,14 +61,14 @@ def adapted_matrices(cfg: ModelConfig) -> list[AdaptedMatrix]:
     """All matrices that can be adapted, layer by layer."""
     matrices = []
     for entry in list_entries(cfg):
-        if entry.pair is not None and entry.keys[2] in TARGETS:
+        if entry.index is not None and entry.keys[2] in TARGETS:
             *experts, inputs, outputs = entry.param_shape
             target = entry.name.removesuffix(".weight")
             kind, name = entry.keys[1:]
             matrices.append(
                 AdaptedMatrix(
                     ("layers", kind, name),
-                    entry.pair,
+                    entry.index,
                     target,
                     inputs,
                     outputs,

@@ -40,7 +40,7 @@ from jaxmoe.shapes import Params
 class PeftAdapter(NamedTuple):
     """An adapter in our layout."""
 
-    adapters: Params  # {"layers": {"sliding" | "full": {name: Pair}}}, numpy float32
+    adapters: Params  # {"layers": {group: {name: Pair}}}, numpy float32
     scales: dict[str, float]  # by name: W' = W + scale · aᵀ b
     # The experts' axis that A spans in the file; None without experts.
     expert_axis: ExpertAxis | None
@@ -65,7 +65,7 @@ def read_adapter(
     matrices = _find_tensors(directory, config, cfg)
     names = [name for name in TARGETS if name in {matrix.name for matrix, _ in matrices}]
     expert_axis = _find_expert_axis(directory, config, matrices, expert_axis)
-    adapters: dict[str, Any] = {"layers": {"sliding": {}, "full": {}}}
+    adapters: dict[str, Any] = {"layers": {group: {} for group in cfg.plan.groups}}
     scales: dict[str, float] = {}
     for matrix, (a, b) in matrices:
         rank = a.shape[0] // (matrix.experts or 1)
@@ -76,8 +76,9 @@ def read_adapter(
                 f"{scale:g} is not {scales[matrix.name]:g}. Train it with one alpha."
             )
         pair = from_peft(matrix, expert_axis or "in", _read_tensor(a), _read_tensor(b))
+        size = cfg.plan.groups[matrix.keys[1]].size
         stacked = adapters["layers"][matrix.keys[1]].setdefault(
-            matrix.name, Pair(*(np.empty((cfg.n_layers // 2, *x.shape), np.float32) for x in pair))
+            matrix.name, Pair(*(np.empty((size, *x.shape), np.float32) for x in pair))
         )
         for stacked_array, x in zip(stacked, pair, strict=True):
             if stacked_array.shape[1:] != x.shape:
@@ -85,7 +86,7 @@ def read_adapter(
                     f"{directory}: {matrix.target} must have the same rank in all layers, "
                     f"{stacked_array.shape[-2]}, got {rank}. Train it with one rank."
                 )
-            stacked_array[matrix.pair] = x
+            stacked_array[matrix.index] = x
     return PeftAdapter(adapters, {n: scales[n] for n in names}, expert_axis)
 
 

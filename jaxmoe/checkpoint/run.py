@@ -27,8 +27,9 @@ from jaxmoe.checkpoint.hf_placed import load_sharded_params
 from jaxmoe.checkpoint.same_run import ContentDigests, check_resume, check_use
 from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
-from jaxmoe.model.params import init_params
-from jaxmoe.parallel.sharding import param_shardings
+from jaxmoe.model.lora import adapter_shapes
+from jaxmoe.model.params import abstract_params, init_params
+from jaxmoe.parallel.sharding import param_shardings, sharded_shapes
 from jaxmoe.run_files import open_lock, replace_text
 from jaxmoe.shapes import Leaf, Params
 
@@ -49,6 +50,20 @@ class Position:
     def checkpoint_number(self) -> int:
         """Name of the checkpoint's folder; it increases through both stages."""
         return 1_000_000 * STAGES.index(self.stage) + self.step
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """The policy of a checkpoint, without anything that only a training needs."""
+
+    stage: str
+    step: int
+    params: Params  # complete weights or, of a LoRA run at RL, the adapters
+
+    @property
+    def rl_step(self) -> int:
+        """Number of RL steps behind the weights."""
+        return self.step if self.stage == "rl" else 0
 
 
 def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
@@ -152,7 +167,7 @@ def lock_run_folder(work: Path, *, enabled: bool = True) -> Iterator[None]:
 def save_run(
     work: Path, cfg: Config, position: Position, contents: Mapping[str, str] | None = None
 ) -> None:
-    """Save everything a resume needs: weights, optimizer, reference, data position, config.
+    """Save everything a resume needs: the parts of the state, data position, config.
 
     contents: digests of the run's files (`digest_contents`).
     """
@@ -166,7 +181,7 @@ def save_run(
     store.save_checkpoint(
         work / "checkpoints",
         position.checkpoint_number,
-        {"state": position.state},
+        position.state.parts,
         extra,
         keep=cfg.save.keep,
     )
@@ -177,43 +192,71 @@ def restore_run(
     cfg: Config,
     shapes: dict[str, Leaf],
     *,
-    to_train: bool = True,
     contents: Mapping[str, str] | None = None,
 ) -> Position | None:
-    """The newest complete checkpoint, or None in a new run folder.
+    """The position of the newest complete checkpoint, to train on; None in a new run folder.
 
-    shapes: abstract state of each stage, by its name.
-    to_train: False to only read the checkpoint, for an evaluation or an export.
+    shapes: abstract TrainState of each stage, by its name.
     contents: digests of the run's files (`digest_contents`).
-    Raises: ConfigError if the config changed in a setting that the run's numbers depend on; with
-        to_train=False, in the model or in the split between training and held-out rows.
+    Raises: ConfigError if the config changed in a setting that the run's numbers depend on, or
+        the optimizer has another state.
     """
     _check_workdir(work)
-    has_lock = jax.process_index() == 0 and (work / LOCK).exists()
     # Taken and given back, so that a folder in use is refused before an engine starts.
-    with lock_run_folder(work, enabled=to_train and has_lock):
+    with lock_run_folder(work, enabled=jax.process_index() == 0 and (work / LOCK).exists()):
         pass
+    if (newest := _read_newest(work)) is None:
+        return None
+    number, extra = newest
+    digests = ContentDigests(extra["contents"], contents or {})
+    changed = check_resume(work, extra["config"], cfg, digests)
+    state = shapes[extra["stage"]]
+    parts = _restore_parts(work, number, state.parts, cfg)
+    change_text = "".join(f"; {change}" for change in changed)
+    print(f"resuming {work} after {extra['stage']} step {extra['step']}{change_text}", flush=True)
+    return Position(extra["stage"], extra["step"], state.replace_parts(parts), extra["data"])
+
+
+def restore_policy(
+    work: Path, cfg: Config, mesh: Mesh | None, *, contents: Mapping[str, str] | None = None
+) -> SavedPolicy | None:
+    """The policy of the newest complete checkpoint, to use it; None in a new run folder.
+
+    No other part is read: neither optimizer nor reference nor critic.
+    contents: digests of the run's files (`digest_contents`).
+    Raises: ConfigError if the config has another model than the checkpoint, or another split
+        between training and held-out rows.
+    """
+    _check_workdir(work)
+    if (newest := _read_newest(work)) is None:
+        return None
+    number, extra = newest
+    check_use(work, extra["config"], cfg, ContentDigests(extra["contents"], contents or {}))
+    shapes: Leaf = abstract_params(cfg.model, cfg.optim.param_dtype)
+    if cfg.lora.ranks and extra["stage"] == "rl":
+        shapes = adapter_shapes(cfg.model, cfg.lora)
+    parts = _restore_parts(work, number, {"policy": sharded_shapes(shapes, cfg.model, mesh)}, cfg)
+    return SavedPolicy(extra["stage"], extra["step"], parts["policy"])
+
+
+def _read_newest(work: Path) -> tuple[int, dict[str, Any]] | None:
+    """Number and JSON dict of the newest complete checkpoint; None if there is none."""
     directory = work / "checkpoints"
     number = store.find_latest_step(directory)
-    if number is None:
-        return None
-    extra = store.restore_extra(directory, number)
-    # Older checkpoints have no digests.
-    digests = ContentDigests(extra.get("contents", {}), contents or {})
-    changed = []
-    if to_train:
-        changed = check_resume(work, extra["config"], cfg, digests)
-    else:
-        check_use(work, extra["config"], cfg, digests)
-    if not store.has_digests(directory, number):
-        print(f"checkpoint {number} in {directory} has no digests: damage cannot be detected")
-    tree = store.restore_checkpoint(directory, number, {"state": shapes[extra["stage"]]})
-    if to_train:
-        change_text = "".join(f"; {change}" for change in changed)
-        print(
-            f"resuming {work} after {extra['stage']} step {extra['step']}{change_text}", flush=True
-        )
-    return Position(extra["stage"], extra["step"], tree["state"], extra["data"])
+    return None if number is None else (number, store.restore_extra(directory, number))
+
+
+def _restore_parts(
+    work: Path, number: int, shapes: Mapping[str, Leaf], cfg: Config
+) -> dict[str, Leaf]:
+    """Parts of a checkpoint, which belongs to the config."""
+    directory = work / "checkpoints"
+    advice = {
+        "optimizer": f"The run's optimizer is that of optim.name={cfg.optim.name}, unless tx= "
+        "replaced it. Use the one that the checkpoint was saved with, by --set "
+        "optim.name=MODULE:FUNCTION or tx=, or try another --workdir."
+    }
+    return store.restore_checkpoint(directory, number, shapes, advice)
 
 
 def _check_workdir(work: Path) -> None:

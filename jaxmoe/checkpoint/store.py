@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk, through orbax: a tree of arrays and a small JSON dict per step.
+"""Checkpoints on disk, through orbax: trees of arrays, by name, and a small JSON dict per step.
 
-The folder of a step gets its name only when it is complete, so a killed or failed save is never
-loaded; digests of its contents detect bits that changed later.
+Each tree is a part with a folder of its own, and a reader restores the parts that it needs: an
+evaluation reads the parameters and no optimizer. The folder of a step gets its name only when it is
+complete, so a killed or failed save is never loaded; digests of its contents detect bits that
+changed later.
 Next: jaxmoe/checkpoint/run.py decides what is stored.
 """
 
@@ -11,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from jaxmoe.run_files import describe_missing_inodes
 from jaxmoe.shapes import Leaf
 
 _DIGESTS = "digests"
+_SINGLE_PART = "state"  # the only part that earlier versions wrote
 
 
 class CheckpointError(ConfigError):
@@ -49,16 +52,18 @@ def find_latest_step(directory: Path) -> int | None:
 
 
 def save_checkpoint(
-    directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep: int
+    directory: Path, step: int, parts: Mapping[str, Leaf], extra: dict[str, Any], *, keep: int
 ) -> None:
     """Write a step, then delete all but the newest `keep`. Returns when it is on disk.
 
+    parts: trees of arrays by name; one without arrays is not written.
     Raises: CheckpointError if the disk is full; earlier checkpoints stay. If one of several
         processes dies, EngineError in the others, with its number.
     """
     if keep < 1:
         raise CheckpointError(f"save.keep ({keep}) must be at least 1. Try --set save.keep=1.")
-    needed = tree_bytes(state)
+    parts = {name: tree for name, tree in parts.items() if jax.tree.leaves(tree)}
+    needed = tree_bytes(parts)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,7 +85,7 @@ def save_checkpoint(
     # Tested in advance, because a save into a full disk fails halfway and leaves files to remove.
     if free < needed:
         raise CheckpointError(_format_no_space(directory, step, needed, free))
-    digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
+    digests = {"arrays": array_digests(parts), "extra": json_digest(extra)}
     # a thread of one process waits for those of the others, which may be gone
     wait_s = 0.0 if jax.process_count() > 1 else 30.0
     try:
@@ -88,7 +93,7 @@ def save_checkpoint(
             manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
+                    **{name: ocp.args.StandardSave(tree) for name, tree in parts.items()},
                     extra=ocp.args.JsonSave(extra),
                     digests=ocp.args.JsonSave(digests),
                 ),
@@ -116,34 +121,57 @@ def save_checkpoint(
         raise _write_error(directory, step, error) from error
 
 
-def restore_checkpoint(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
-    """The tree saved at a step; the digest of every array is compared with the saved one.
+def restore_checkpoint(
+    directory: Path, step: int, shapes: Mapping[str, Leaf], advice: Mapping[str, str] | None = None
+) -> dict[str, Leaf]:
+    """The parts named in `shapes`; the digest of each of their arrays is compared with the saved
+    one.
 
-    Arrays get the shardings of `abstract_state`, regardless of those at the save; an array without
-    a sharding goes to one device.
-    Raises: CheckpointError if it is damaged, or has other shapes than `abstract_state`.
+    Arrays get the shardings of `shapes`, regardless of those at the save; an array without a
+    sharding goes to one device. Nothing is read of other parts.
+    advice: what the user can do if a part has other arrays, by its name.
+    Raises: CheckpointError if a part is damaged, or has other arrays than `shapes`.
     """
-    if not (directory / str(step)).is_dir():
+    folder = directory.absolute() / str(step)
+    if not folder.is_dir():
         raise CheckpointError(
             f"checkpoint {step} must be in {directory}; the newest is "
             f"{find_latest_step(directory)}."
         )
     with _open_to_read(directory, step) as manager:
-        with ocp.StandardCheckpointer() as reader:
-            saved = reader.metadata(directory.absolute() / str(step) / "state")
-        if saved.item_metadata is None:
-            raise _damage_error(directory, step, "state/_METADATA names no arrays")
-        _check_shapes(directory, step, saved.item_metadata.tree, abstract_state)
-        abstract = jax.tree.map(_with_sharding, abstract_state)
-        restored = _restore_items(
-            manager, directory, step, state=ocp.args.StandardRestore(abstract)
-        )
-        if _DIGESTS in restored:
-            saved_digests, digests = restored[_DIGESTS]["arrays"], array_digests(restored["state"])
-            for name in sorted(saved_digests.keys() | digests.keys()):
-                if saved_digests.get(name) != digests.get(name):
-                    raise _damage_error(directory, step, f"{name} has other bits than were saved")
-        return restored["state"]
+        saved_digests = _restore_items(manager, directory, step)[_DIGESTS]["arrays"]
+        saved_digests = {n: x for n, x in saved_digests.items() if n.split("/")[0] in shapes}
+        for part, tree in shapes.items():
+            if jax.tree.leaves(tree):
+                was_saved = any(name.startswith(f"{part}/") for name in saved_digests)
+                if was_saved and not (folder / part).is_dir():
+                    raise _damage_error(directory, step, f"{part} is missing")
+                saved = _read_metadata(directory, step, part)
+                _check_shapes(directory, step, part, saved, tree, (advice or {}).get(part, ""))
+        abstract = {
+            part: ocp.args.StandardRestore(jax.tree.map(_with_sharding, tree))
+            for part, tree in shapes.items()
+            if jax.tree.leaves(tree)
+        }
+        restored = _restore_items(manager, directory, step, **abstract)
+        parts = {part: restored.get(part, tree) for part, tree in shapes.items()}
+        digests = array_digests(parts)
+        for name in sorted(saved_digests.keys() | digests.keys()):
+            if saved_digests.get(name) != digests.get(name):
+                raise _damage_error(directory, step, f"{name} has other bits than were saved")
+        return parts
+
+
+def _read_metadata(directory: Path, step: int, part: str) -> Leaf:
+    """Shapes of the saved arrays of a part; an empty dict if it was not saved."""
+    folder = directory.absolute() / str(step) / part
+    if not folder.is_dir():
+        return {}
+    with ocp.StandardCheckpointer() as reader:
+        saved = reader.metadata(folder)
+    if saved.item_metadata is None:
+        raise _damage_error(directory, step, f"{part}/_METADATA names no arrays")
+    return saved.item_metadata.tree
 
 
 def _with_sharding(leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -155,28 +183,30 @@ def restore_extra(directory: Path, step: int) -> dict[str, Any]:
     """The JSON dict saved at a step. Raises CheckpointError if it is damaged."""
     with _open_to_read(directory, step) as manager:
         restored = _restore_items(manager, directory, step, extra=ocp.args.JsonRestore())
-        if _DIGESTS in restored and json_digest(restored["extra"]) != restored[_DIGESTS]["extra"]:
+        if json_digest(restored["extra"]) != restored[_DIGESTS]["extra"]:
             raise _damage_error(directory, step, "extra has other bits than were saved")
         return restored["extra"]
-
-
-def has_digests(directory: Path, step: int) -> bool:
-    """True if a step was saved with digests; older versions did not write them."""
-    return (directory / str(step) / _DIGESTS).is_dir()
 
 
 def _restore_items(
     manager: ocp.CheckpointManager, directory: Path, step: int, **items: Any
 ) -> dict[str, Any]:
-    """Some items of a step, with its digests if it has them."""
-    if has_digests(directory, step):
-        items[_DIGESTS] = ocp.args.JsonRestore()
+    """Some items of a step, with its digests."""
+    if not (directory / str(step) / _DIGESTS).is_dir():
+        raise _damage_error(directory, step, f"{_DIGESTS} is missing")
+    items[_DIGESTS] = ocp.args.JsonRestore()
     return dict(manager.restore(step, args=ocp.args.Composite(**items)).items())
 
 
 @contextmanager
 def _open_to_read(directory: Path, step: int) -> Iterator[ocp.CheckpointManager]:
     """A manager to read with; any error becomes a CheckpointError of one line."""
+    if (directory / str(step) / _SINGLE_PART).is_dir():
+        raise CheckpointError(
+            f"checkpoint {step} in {directory} must have parts, such as policy and optimizer; it "
+            "was written by an earlier version of jaxmoe. Try a new --workdir, or export it with "
+            "that version."
+        )
     try:
         with _open_manager(directory, keep=None) as manager:
             yield manager
@@ -231,12 +261,14 @@ def _open_manager(directory: Path, *, keep: int | None) -> Iterator[ocp.Checkpoi
         absl.setLevel(level)
 
 
-def _check_shapes(directory: Path, step: int, saved: Any, abstract: Leaf) -> None:
+def _check_shapes(
+    directory: Path, step: int, part: str, saved: Any, expected: Leaf, advice: str
+) -> None:
     def by_name(tree: Leaf) -> dict[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
-    saved_leaves, expected_leaves = by_name(saved), by_name(abstract)
+    saved_leaves, expected_leaves = by_name(saved), by_name(expected)
     for name in sorted(expected_leaves.keys() | saved_leaves.keys()):
         a, b = (
             f"{tuple(t[name].shape)} {np.dtype(t[name].dtype)}" if name in t else "absent"
@@ -244,9 +276,9 @@ def _check_shapes(directory: Path, step: int, saved: Any, abstract: Leaf) -> Non
         )
         if a != b:
             raise CheckpointError(
-                f"checkpoint {step} in {directory} must fit the config's model: {name} is "
-                f"{a} in the checkpoint and {b} in the config. Use the config it was saved "
-                "with, or another --workdir."
+                f"checkpoint {step} in {directory} must fit the run's {part}: {part}/{name} is "
+                f"{a} in the checkpoint and {b} in the run. "
+                f"{advice or 'Use the config it was saved with, or another --workdir.'}"
             )
 
 

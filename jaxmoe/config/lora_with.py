@@ -27,6 +27,12 @@ def check_lora(cfg: "Config") -> None:
         f"Try {' '.join(f'--set {key}=1' for key in axes)}, or --set lora.attention_rank=0 --set "
         "lora.expert_rank=0.",
     )
+    require(
+        not cfg.optim.is_muon,
+        f"lora needs another optimizer, got optim.name={cfg.optim.name}: Muon makes the update of "
+        "a weight orthogonal, and that of two factors by themselves is another. Try --set "
+        "optim.name=adamw, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+    )
     for key, actual, required in (
         ("optim.moments", cfg.optim.moments, "device"),
         ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),
@@ -44,6 +50,13 @@ def check_lora(cfg: "Config") -> None:
         f"{cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
         "init.checkpoint=DIRECTORY --set warmup.steps=0.",
     )
+    for name in ("sinks", "biases"):
+        require(
+            name not in cfg.lora.modules_to_save.split(",")
+            or any(getattr(kind, name) for kind in cfg.model.plan.kinds),
+            f"lora.modules_to_save={cfg.lora.modules_to_save} needs layers with {name}, got "
+            f"model.layer_types={cfg.model.layer_types}. Try --set lora.modules_to_save=.",
+        )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

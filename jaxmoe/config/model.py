@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jaxmoe.config.errors import check_fields, require
+from jaxmoe.config.layer_plan import GPT_OSS, LayerPlan, parse_layer_types
 
 # Limits far above real models. They keep lists with one entry per layer small, which are made
 # before the memory check.
@@ -28,7 +29,7 @@ MAX_SIZES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a GPT-OSS model; even layers slide, odd layers do not."""
+    """Shapes and constants of a model with the operations of GPT-OSS."""
 
     vocab_size: int
     d_model: int
@@ -40,6 +41,7 @@ class ModelConfig:
     experts_per_token: int
     d_expert: int
     sliding_window: int  # keys that a query reads in a sliding layer, including its own
+    layer_types: str = GPT_OSS  # kinds of layers, repeated to n_layers: sliding or full
     dtype: str = "bfloat16"  # of the arithmetic; softmax, router and loss are float32 anyway
     numerics: str = "fast"  # or invariant: a token's bits depend only on its own past
     vocab_multiple: int = 1  # the embedding and the head are padded to a multiple of this
@@ -73,11 +75,6 @@ class ModelConfig:
             f"({self.n_kv_heads}). Try --set model.n_kv_heads=1.",
         )
         require(
-            self.n_layers % 2 == 0,
-            f"model.n_layers ({self.n_layers}) must be even: layers come in (sliding, full) "
-            f"pairs. Try --set model.n_layers={self.n_layers + 1}.",
-        )
-        require(
             self.experts_per_token <= self.n_experts,
             f"model.experts_per_token ({self.experts_per_token}) must be at most "
             f"model.n_experts ({self.n_experts}). "
@@ -98,6 +95,7 @@ class ModelConfig:
             f"model.numerics must be fast or invariant, got {self.numerics!r}. "
             "Try --set model.numerics=invariant.",
         )
+        assert self.plan.kinds  # refuses layer_types that cannot be read
 
         def positive(x: float) -> bool:
             return 0 < x < math.inf
@@ -112,6 +110,17 @@ class ModelConfig:
             swiglu_limit=(must_be, positive, 7.0),
             rope_factor=("at least 1 and finite", lambda x: 1 <= x < math.inf, 32.0),
         )
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The kind of each layer."""
+        return parse_layer_types(self.layer_types, self.n_layers, self.sliding_window)
+
+    @property
+    def has_gpt_oss_layers(self) -> bool:
+        """True if layers differ from those of GPT-OSS in their order alone."""
+        windows = (None, self.sliding_window)
+        return all(x.sinks and x.biases and x.window in windows for x in self.plan.kinds)
 
     @property
     def padded_vocab(self) -> int:

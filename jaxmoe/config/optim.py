@@ -19,9 +19,11 @@ _BELOW_ONE: Rule = ("0 or more and below 1", lambda x: 0 <= x < 1, 0.9)
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a warm-up and an optional cosine decay."""
+    """An optimizer with a warm-up and an optional cosine decay of its learning rate."""
 
     lr: float
+    # adamw, muon, muon(momentum=0.95) or module:function(option=value), called with the rate
+    name: str = "adamw"
     lr_warmup_steps: int = 0
     lr_end_fraction: float = 1.0  # cosine decay ends at lr times this; 1 keeps lr constant
     beta1: float = 0.9
@@ -33,11 +35,13 @@ class OptimConfig:
     microbatches: int = 1  # number of gradient-accumulation microbatches
     tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
     share_prompts: str = "auto"  # compute a prompt once for its samples: auto, on or off
-    remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
-    remat_keeps: str = ""  # saved in addition to a pair's input: "attention", its outputs, or ""
-    remat_inputs: str = "device"  # memory of the saved inputs of layer pairs: device or "host"
+    remat: bool = False  # recompute layers in the backward pass: less memory, a third slower
+    remat_keeps: str = ""  # saved in addition to a period's input: "attention", its outputs, or ""
+    remat_inputs: str = (
+        "device"  # memory of the saved inputs of periods of layers: device or "host"
+    )
     expert_tokens: int = 0  # tokens that the experts compute, and recompute, at a time; 0: all
-    moments: str = "device"  # memory of Adam's moments between updates: device or "host"
+    moments: str = "device"  # memory of the moments between updates: device or "host"
     trainable: str = ".*"  # regex of the paths of parameters that train, as "(?!.*router).*"
 
     def __post_init__(self) -> None:
@@ -88,6 +92,10 @@ class OptimConfig:
             expert_tokens=(*NOT_NEGATIVE, 1024),
             clip_norm=("above 0 (None is off)", lambda x: x is None or x > 0, 1.0),
         )
+
+    @property
+    def is_muon(self) -> bool:
+        return self.name.partition("(")[0].strip() == "muon"
 
     @property
     def uses_host_memory(self) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import (
-    LayerKind,
+    KVStack,
     PromptKeys,
     newest_slots,
     row_slots,
@@ -57,8 +57,8 @@ def attention_block(
     window: int | None,
     cached: "CachedLayer | None",
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Return x + W_o·attention(norm(x)), and the layer kind's cache with this call's keys and
-    values.
+    """Return x + W_o·attention(norm(x)), and the cache of the layer's group with this
+    call's keys and values.
 
     The second is None where no cache is given.
     """
@@ -71,7 +71,7 @@ def attention_block(
         q_BTNH = ops.rotate(q.reshape(batch, time, cfg.n_q_heads, cfg.head_dim), rows.tables)
         k_BTKH = ops.rotate(k.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim), rows.tables)
         v_BTKH = v.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim)
-        updated_kind = None
+        updated = None
         k_BSKH, v_BSKH, k_positions_BS, k_segments_BS = (
             k_BTKH,
             v_BTKH,
@@ -85,10 +85,10 @@ def attention_block(
             # New keys are written before they are read, since a query also attends to its own
             # position.
             in_stack = decode_in_stack(attend) if cached.slots.gather_BC is None else None
-            updated_kind, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
+            updated, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
                 k_BTKH, v_BTKH, select_layer=in_stack is None
             )
-            attend = attend if in_stack is None else partial(in_stack, layer=cached.pair)
+            attend = attend if in_stack is None else partial(in_stack, layer=cached.index)
             if cached.prompt is not None:
                 kv = cached.read_prompt(cfg.n_kv_heads, select_layer=in_stack is None)
                 attend = partial(attend_with_prompt, attend, cached.prompt, *kv)
@@ -108,7 +108,7 @@ def attention_block(
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
         # The residual sum is an op, because batch-invariant numerics on an accelerator must keep
         # its rounding.
-        return ops.add(x_BTD, o_BTD), updated_kind
+        return ops.add(x_BTD, o_BTD), updated
 
 
 def decode_in_stack(attend: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -119,7 +119,7 @@ def decode_in_stack(attend: Callable[..., Any]) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class Slots:
-    """Changes that one call makes to the slots of one kind of layer; every layer uses the same."""
+    """Changes that one call makes to the slots of a group; each of its layers uses the same."""
 
     positions_BC: Leaf  # after the call
     segments_BC: Leaf  # after the call
@@ -130,24 +130,24 @@ class Slots:
     gather_BC: Leaf  # slots to retain of (old, new); None if keys are written in place
 
 
-def full_layer_slots(kind: LayerKind, used: Array, rows: TokenLayout) -> Slots:
+def full_layer_slots(stack: KVStack, used: Array, rows: TokenLayout) -> Slots:
     """Slots of the full layers: new keys are written after the used slots, and queries read all
     slots. `used` is [] or [B]."""
-    return _write_in_place(kind, used, rows, wrap=False)
+    return _write_in_place(stack, used, rows, wrap=False)
 
 
-def _write_in_place(kind: LayerKind, first: Array, rows: TokenLayout, *, wrap: bool) -> Slots:
+def _write_in_place(stack: KVStack, first: Array, rows: TokenLayout, *, wrap: bool) -> Slots:
     if first.ndim == 0:
         slot, write = first, write_slots
     else:
-        size = kind.positions_BC.shape[1]
+        size = stack.positions_BC.shape[1]
         slot, write = row_slots(first, rows.segments_BT, size, wrap=wrap), write_row_slots
-    positions = write(kind.positions_BC, rows.positions_BT, slot)
-    segments = write(kind.segments_BC, rows.segments_BT, slot)
+    positions = write(stack.positions_BC, rows.positions_BT, slot)
+    segments = write(stack.segments_BC, rows.segments_BT, slot)
     return Slots(positions, segments, positions, segments, slot, None)
 
 
-def sliding_layer_slots(kind: LayerKind, next_slot: Array, rows: TokenLayout) -> Slots:
+def sliding_layer_slots(stack: KVStack, next_slot: Array, rows: TokenLayout) -> Slots:
     """Slots of the sliding layers.
 
     A single new key replaces the oldest one in place. Several new keys are read in addition to the
@@ -155,11 +155,12 @@ def sliding_layer_slots(kind: LayerKind, next_slot: Array, rows: TokenLayout) ->
     newest keys are retained.
     """
     if rows.positions_BT.shape[1] == 1:
-        return _write_in_place(kind, next_slot, rows, wrap=True)
-    key_positions_BS = jnp.concatenate([kind.positions_BC, rows.positions_BT], axis=1)
-    key_segments_BS = jnp.concatenate([kind.segments_BC, rows.segments_BT], axis=1)
+        size = stack.positions_BC.shape[1]
+        return _write_in_place(stack, next_slot % size, rows, wrap=True)
+    key_positions_BS = jnp.concatenate([stack.positions_BC, rows.positions_BT], axis=1)
+    key_segments_BS = jnp.concatenate([stack.segments_BC, rows.segments_BT], axis=1)
     # The oldest kept key must end up in slot 0, which a following decode step overwrites first.
-    keep_BC = newest_slots(key_positions_BS, key_segments_BS, kind.positions_BC.shape[1])
+    keep_BC = newest_slots(key_positions_BS, key_segments_BS, stack.positions_BC.shape[1])
     return Slots(
         jnp.take_along_axis(key_positions_BS, keep_BC, axis=1),
         jnp.take_along_axis(key_segments_BS, keep_BC, axis=1),
@@ -174,30 +175,30 @@ def sliding_layer_slots(kind: LayerKind, next_slot: Array, rows: TokenLayout) ->
 class CachedLayer:
     """One layer's view of the stacked cache."""
 
-    kind: LayerKind
-    pair: Leaf  # int32 []
+    stack: KVStack
+    index: Leaf  # int32 [], of the layer in the stack
     slots: Slots
     prompt: PromptKeys | None = None
 
     def read_prompt(self, n_kv_heads: int, *, select_layer: bool) -> list[Array]:
         """Return k and v of the prompts, of the layer or as the stacks of all."""
         assert self.prompt is not None
-        kv = (self.prompt.kind.k, self.prompt.kind.v)
+        kv = (self.prompt.stack.k, self.prompt.stack.v)
         kv = (x.reshape(*x.shape[:3], n_kv_heads, -1) for x in kv)
         if not select_layer:
             return list(kv)
-        return [lax.dynamic_index_in_dim(x, self.pair, keepdims=False) for x in kv]
+        return [lax.dynamic_index_in_dim(x, self.index, keepdims=False) for x in kv]
 
     def append_kv(
         self, k_BTKH: Array, v_BTKH: Array, *, select_layer: bool
-    ) -> tuple[LayerKind, tuple[Array, ...]]:
+    ) -> tuple[KVStack, tuple[Array, ...]]:
         """Return the cache with these keys and values, and the (k, v, positions, segments) to
         attend to: those of the layer, or, where keys are written in place, the stacks of all."""
-        k, k_BSKH = self._append_tensor(self.kind.k, k_BTKH, select_layer)
-        v, v_BSKH = self._append_tensor(self.kind.v, v_BTKH, select_layer)
+        k, k_BSKH = self._append_tensor(self.stack.k, k_BTKH, select_layer)
+        v, v_BSKH = self._append_tensor(self.stack.v, v_BTKH, select_layer)
         slots = self.slots
         attended = (k_BSKH, v_BSKH, slots.key_positions_BS, slots.key_segments_BS)
-        return replace(self.kind, k=k, v=v), attended
+        return replace(self.stack, k=k, v=v), attended
 
     def _append_tensor(
         self, stacked: Array, new_BTKH: Array, select_layer: bool
@@ -207,17 +208,17 @@ class CachedLayer:
         new_BTF = new_BTKH.reshape(batch, time, -1)
         if self.slots.gather_BC is None:
             if self.slots.write_slot.ndim == 0:
-                start = (self.pair, zero, self.slots.write_slot, zero)
+                start = (self.index, zero, self.slots.write_slot, zero)
                 stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
             else:
-                stacked = write_row_slots(stacked, new_BTF, self.slots.write_slot, self.pair)
+                stacked = write_row_slots(stacked, new_BTF, self.slots.write_slot, self.index)
             if not select_layer:
                 return stacked, stacked.reshape(*stacked.shape[:3], *heads)
-            readable_BSF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+            readable_BSF = lax.dynamic_index_in_dim(stacked, self.index, keepdims=False)
         else:
-            old_BCF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+            old_BCF = lax.dynamic_index_in_dim(stacked, self.index, keepdims=False)
             readable_BSF = jnp.concatenate([old_BCF, new_BTF], axis=1)
             newest_BCF = jnp.take_along_axis(readable_BSF, self.slots.gather_BC[:, :, None], axis=1)
-            start = (self.pair, zero, zero, zero)
+            start = (self.index, zero, zero, zero)
             stacked = lax.dynamic_update_slice(stacked, newest_BCF[None], start)
         return stacked, readable_BSF.reshape(batch, -1, *heads)

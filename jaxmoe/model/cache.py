@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key/value cache: full layers store every token, sliding layers only their window.
 
+Layers of one group (jaxmoe/config/layer_plan.py) are stacked, and share positions and segments.
+
 Each slot stores its position and segment, so slots may be in any order and rows may be padded on
 either side. Next: jaxmoe/model/attention.py reads and writes it.
 """
@@ -15,26 +17,27 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.config.layer_plan import LayerGroup
 from jaxmoe.shapes import Leaf
 
 _TILE_SLOTS, _LONG_CACHE_SLOTS = 64, 512
 
 
 @struct.dataclass
-class LayerKind:
-    """Keys and values of all layers of one kind, with the positions and segments of their slots."""
+class KVStack:
+    """Keys and values of one group of layers, with the positions and segments of their slots."""
 
-    k: Leaf  # [pair, B, C, K·H]; K and H are merged, since a TPU would pad each to a tile
-    v: Leaf  # [pair, B, C, K·H]
+    k: Leaf  # [L, B, C, K·H]; K and H are merged, since a TPU would pad each to a tile
+    v: Leaf  # [L, B, C, K·H]
     positions_BC: Leaf  # int32
     segments_BC: Leaf  # int32; 0: empty or padding
 
 
 @struct.dataclass
 class PromptKeys:
-    """Keys and values of prompts in the full layers, which all samples of a prompt read."""
+    """Keys and values of prompts in one group, which all samples of a prompt read."""
 
-    kind: LayerKind  # [pair, P, C, K·H]: P prompts
+    stack: KVStack  # [L, P, C, K·H]: P prompts
     # int32: sample of the row + `samples` · its prompt; None: all P · samples rows, in that order
     place_B: Leaf
     samples: int = struct.field(pytree_node=False)
@@ -42,13 +45,13 @@ class PromptKeys:
 
 @struct.dataclass
 class KVCache:
-    sliding: LayerKind
-    full: LayerKind  # with `prompt`, of the tokens after the prompt only
+    stacks: dict[str, KVStack]  # by group; with `prompts`, of the tokens after the prompt only
     # Both are int32 [], if all rows read their tokens together, or [B]. With [B] a row that reads
     # padding writes nothing, so rows may wait while others continue.
     used: Leaf  # slots of the full layers written so far
-    next_slot: Leaf  # the sliding slot to write next; it stores the oldest key
-    prompt: PromptKeys | None = None
+    # Modulo its size, the slot that a sliding layer writes next; it stores the oldest key.
+    next_slot: Leaf
+    prompts: dict[str, PromptKeys] = struct.field(default_factory=dict)  # of groups of full layers
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int, full_slots: int | None = None) -> KVCache:
@@ -59,16 +62,19 @@ def init_cache(cfg: ModelConfig, batch: int, slots: int, full_slots: int | None 
     them in place; other sizes would have to be copied.
     """
 
-    def init_kind(size: int) -> LayerKind:
-        shape = (cfg.n_layers // 2, batch, size, cfg.n_kv_heads * cfg.head_dim)
+    full_slots = _round_up_slots(slots if full_slots is None else full_slots)
+
+    def init_stack(group: LayerGroup) -> KVStack:
+        window = group.kind.window
+        size = full_slots if window is None else min(window, slots)
+        shape = (group.size, batch, size, cfg.n_kv_heads * cfg.head_dim)
         zeros = jnp.zeros((batch, size), jnp.int32)
         # k and v need separate buffers: donating the cache may not donate one buffer twice.
         k, v = (jnp.zeros(shape, jnp.dtype(cfg.dtype)) for _ in range(2))
-        return LayerKind(k=k, v=v, positions_BC=zeros, segments_BC=jnp.copy(zeros))
+        return KVStack(k=k, v=v, positions_BC=zeros, segments_BC=jnp.copy(zeros))
 
     return KVCache(
-        sliding=init_kind(min(cfg.sliding_window, slots)),
-        full=init_kind(_round_up_slots(slots if full_slots is None else full_slots)),
+        stacks={name: init_stack(group) for name, group in cfg.plan.groups.items()},
         used=jnp.zeros((), jnp.int32),
         next_slot=jnp.zeros((), jnp.int32),
     )
@@ -109,15 +115,15 @@ def row_slots(
 
 
 def write_row_slots(
-    buffer_BC: Array, new_BT: Array, slots_BT: Int[Array, "B T"], pair: Array | None = None
+    buffer_BC: Array, new_BT: Array, slots_BT: Int[Array, "B T"], layer: Array | None = None
 ) -> Array:
     """Return the buffer with the tokens of each row in its slots; slots outside are dropped.
 
-    `pair`: index of the buffer's first axis, if it has the layers first.
+    `layer`: index of the buffer's first axis, if it has the layers first.
     """
     rows_B1 = jnp.arange(slots_BT.shape[0], dtype=jnp.int32)[:, None]
     slots = (
-        buffer_BC.at[rows_B1, slots_BT] if pair is None else buffer_BC.at[pair, rows_B1, slots_BT]
+        buffer_BC.at[rows_B1, slots_BT] if layer is None else buffer_BC.at[layer, rows_B1, slots_BT]
     )
     return slots.set(new_BT.astype(buffer_BC.dtype), mode="drop")
 

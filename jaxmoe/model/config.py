@@ -12,6 +12,7 @@ from typing import Any
 from jaxmoe.config import ConfigError, ModelConfig, require
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import parse_json_object
+from jaxmoe.config.layer_plan import GPT_OSS, find_period
 from jaxmoe.config.model import MAX_SIZES
 
 
@@ -80,7 +81,12 @@ _REQUIRED = {  # the only supported values; an absent field means this value
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+# Stands for gpt_oss where no program but ours has the kinds of layers: those without sinks or
+# biases, and those of several windows. Other programs, which would misread the weights, refuse it.
+JAXMOE_TYPE = "jaxmoe"
+_ATTENTION = "_attention"
 _ALLOWED = {
+    "layer_kinds",
     "rms_norm_eps",
     "swiglu_alpha",
     "swiglu_limit",
@@ -131,6 +137,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     for name, required in _REQUIRED.items():
         # A missing model_type is refused, because nothing else says that this is GPT-OSS. The other
         # fields have these values where they are absent.
+        if name == "model_type" and config.get(name) == JAXMOE_TYPE:
+            continue
         value = (
             config.get(name) if config.get(name) is not None or name == "model_type" else required
         )
@@ -149,11 +157,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         f"num_experts_per_tok ({active})",
         config.get("experts_per_token"),
     )
-    pattern = (["sliding_attention", "full_attention"] * ((n_layers + 1) // 2))[:n_layers]
-    value = config.get("layer_types") or pattern
-    _check_field(
-        value == pattern, "layer_types", "sliding_attention and full_attention, alternating", value
-    )
+    layer_types = _read_layer_types(config, n_layers)
     packed = config.get("quantization_config") or {"quant_method": "mxfp4"}
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
     _check_field(method == "mxfp4", "quantization_config.quant_method", "'mxfp4'", method)
@@ -179,6 +183,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     )
     return ModelConfig(
         **sizes,
+        layer_types=layer_types,
         rope_theta=_read_number(theta, "rope_theta", 150_000.0),
         rope_factor=_read_number(rope, "factor", 1.0) if rope_type == "yarn" else 1.0,
         rope_original_context=_read_size(rope, "original_max_position_embeddings", 4096),
@@ -194,6 +199,24 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         # The model has no float16 arithmetic: such a checkpoint is computed in bfloat16.
         dtype="float32" if dtype == "float32" else "bfloat16",
     )
+
+
+def _read_layer_types(config: dict[str, Any], n_layers: int) -> str:
+    """Return ModelConfig.layer_types of a config.json."""
+    if config["model_type"] == JAXMOE_TYPE:
+        text = config.get("layer_kinds")
+        _check_field(isinstance(text, str), "layer_kinds", "a text, as model.layer_types", text)
+        return str(text)
+    names = GPT_OSS.split("+")
+    value = config.get("layer_types") or [names[i % 2] + _ATTENTION for i in range(n_layers)]
+    kinds = [name + _ATTENTION for name in names]
+    _check_field(
+        isinstance(value, list) and len(value) == n_layers and all(x in kinds for x in value),
+        "layer_types",
+        f"{n_layers} of {' and '.join(kinds)}",
+        value,
+    )
+    return "+".join(x.removesuffix(_ATTENTION) for x in value[: find_period(value)])
 
 
 def _read_size(
@@ -223,8 +246,11 @@ def _check_field(holds: bool, name: str, requirement: str, value: Any) -> None:
 
 
 def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """Return the config.json that `transformers` and vLLM read for this model."""
-    pattern = ["sliding_attention", "full_attention"] * ((cfg.n_layers + 1) // 2)
+    """Return the config.json that `transformers` and vLLM read for this model.
+
+    Its model_type is JAXMOE_TYPE for kinds of layers that they do not have.
+    """
+    fields = {"model_type": JAXMOE_TYPE, "architectures": [], "layer_kinds": cfg.layer_types}
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -236,7 +262,7 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "hidden_size": cfg.d_model,
         "initializer_range": 0.02,
         "intermediate_size": cfg.d_expert,
-        "layer_types": pattern[: cfg.n_layers],
+        "layer_types": [kind.name + _ATTENTION for kind in cfg.plan.kinds],
         "max_position_embeddings": cfg.max_context,
         "num_attention_heads": cfg.n_q_heads,
         "num_experts_per_tok": cfg.experts_per_token,
@@ -260,6 +286,7 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_cache": True,
         "vocab_size": cfg.vocab_size,
+        **({} if cfg.has_gpt_oss_layers else fields),
     }
 
 

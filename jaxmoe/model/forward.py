@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one forward of training, prefill and decode: a scan over (sliding, full) layer pairs.
+"""The one forward of training, prefill and decode: scans over the periods of its layers.
 
 Parallel, batch-invariant and diagnostic variants are other values of `Ops`; there is no second
 model. Next: jaxmoe/model/head.py turns its output into log-probs.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
 from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config.layer_plan import LayerGroup
 from jaxmoe.model.attention import (
     CachedLayer,
+    Slots,
     TokenLayout,
     attention_block,
     full_layer_slots,
@@ -25,7 +28,7 @@ from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.layers import is_in_vocabulary
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.params import check_param_shapes
+from jaxmoe.model.params import check_param_shapes, fill_layer
 from jaxmoe.model.router import RouterContext, takes_parameter
 from jaxmoe.model.stacks import remove_packed, restore_packed
 from jaxmoe.shapes import Params
@@ -78,12 +81,7 @@ def forward(
     # A gather clamps an id outside of the table, so a wrong tokenizer would go unnoticed without
     # the NaN.
     x_BTD = jnp.where(is_in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
-    plan, prompts = None, {"full": None if cache is None else cache.prompt}
-    if cache is not None:
-        plan = {
-            "sliding": sliding_layer_slots(cache.sliding, cache.next_slot, rows),
-            "full": full_layer_slots(cache.full, cache.used, rows),
-        }
+    slots = None if cache is None else _plan_slots(cache, rows, cfg)
     takes_context = takes_parameter(ops.router, "context")
     if takes_context and step is None:
         raise ConfigError(
@@ -91,65 +89,82 @@ def forward(
             "step. Pass forward(…, step=number of RL steps)."
         )
     exploration = jnp.zeros((), jnp.float32) if exploration is None else exploration
-    windows = {"sliding": cfg.sliding_window, "full": None}
 
-    def run_layer_pair(carry: Any, scanned: Any) -> Any:
-        x_BTD, kinds = carry
-        layers, pair, routed = scanned
-        layers = restore_packed(layers, params["layers"], pair)
+    def run_block(block: tuple[LayerGroup, ...], carry: Any, scanned: Any) -> Any:
+        x_BTD, stacks = carry
+        layers, index, routed = scanned
+        layers = restore_packed(layers, {g.name: params["layers"][g.name] for g in block}, index)
         recorded = []
-        for i, (name, window) in enumerate(windows.items()):
-            prompt = prompts.get(name)
-            cached = None if plan is None else CachedLayer(kinds[name], pair, plan[name], prompt)
-            x_BTD, updated_kind = attention_block(
-                x_BTD, layers[name], rows, cfg, ops, window=window, cached=cached
+        for i, group in enumerate(block):
+            name, layer = group.name, fill_layer(layers[group.name], cfg)
+            cached = None
+            if cache is not None and slots is not None:
+                cached = CachedLayer(stacks[name], index, slots[name], cache.prompts.get(name))
+            x_BTD, updated = attention_block(
+                x_BTD, layer, rows, cfg, ops, window=group.kind.window, cached=cached
             )
-            kinds = kinds if updated_kind is None else kinds | {name: updated_kind}
+            stacks = stacks if updated is None else stacks | {name: updated}
             # Recorded experts have a narrow dtype and are widened one layer at a time.
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
-            context = RouterContext(2 * pair + i, step, exploration) if takes_context else None
+            context = None
+            if takes_context:
+                context = RouterContext(group.layer_number(index), step, exploration)
             x_BTD, recorded_layer = moe_block(
-                x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA, context=context
+                x_BTD, layer, cfg, ops, routed_BTA=routed_BTA, context=context
             )
             recorded.append(recorded_layer)
-        return (x_BTD, kinds), jax.tree.map(lambda *two: jnp.stack(two), *recorded)
+        return (x_BTD, stacks), jax.tree.map(lambda *xs: jnp.stack(xs), *recorded)
 
-    kinds = {} if cache is None else {"sliding": cache.sliding, "full": cache.full}
-    indices = jnp.arange(cfg.n_layers // 2, dtype=jnp.int32)
-    routed = routed_experts_BTLA
-    if routed is not None:
-        routed_LBTA = jnp.moveaxis(routed, 2, 0)
-        routed = routed_LBTA.reshape(cfg.n_layers // 2, 2, *routed_LBTA.shape[1:])
-    # The window of attention is static and differs between the layers of a pair, so the scan is
-    # over pairs. With it the program does not grow with the number of layers.
-    (x_BTD, kinds), recorded = jax.lax.scan(
-        ops.remat(run_layer_pair),
-        (x_BTD, kinds),
-        (remove_packed(params["layers"]), indices, routed),
-    )
+    stacks = {} if cache is None else cache.stacks
+    routed_LBTA = None if routed_experts_BTLA is None else jnp.moveaxis(routed_experts_BTLA, 2, 0)
+    recorded = []
+    # The window of attention is static and differs between the layers of a period, so the scan is
+    # over periods. With it the program does not grow with the number of layers.
+    for block in cfg.plan.blocks:
+        names, size = [group.name for group in block], block[0].size
+        routed = None
+        if routed_LBTA is not None:
+            first = block[0].first
+            routed = routed_LBTA[first : first + size * len(block)]
+            routed = routed.reshape(size, len(block), *routed.shape[1:])
+        (x_BTD, updated), recorded_block = jax.lax.scan(
+            ops.remat(partial(run_block, block)),
+            (x_BTD, {name: stacks[name] for name in names if name in stacks}),
+            (
+                remove_packed({name: params["layers"][name] for name in names}),
+                jnp.arange(size, dtype=jnp.int32),
+                routed,
+            ),
+        )
+        stacks = stacks | updated
+        recorded.append(recorded_block)
     hidden_BTD = ops.norm(x_BTD, params["final_norm"], cfg.rms_eps)
-    routing = jax.tree.map(lambda x: x.reshape(cfg.n_layers, *x.shape[2:]), recorded)
-    return hidden_BTD, _advance_cache(cache, kinds, plan, rows), routing
+    by_layer = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), block) for block in recorded]
+    routing = jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else jnp.concatenate(xs), *by_layer)
+    return hidden_BTD, _advance_cache(cache, stacks, slots, rows), routing
+
+
+def _plan_slots(cache: KVCache, rows: TokenLayout, cfg: ModelConfig) -> dict[str, Slots]:
+    return {
+        name: full_layer_slots(cache.stacks[name], cache.used, rows)
+        if group.kind.window is None
+        else sliding_layer_slots(cache.stacks[name], cache.next_slot, rows)
+        for name, group in cfg.plan.groups.items()
+    }
 
 
 def _advance_cache(
-    cache: KVCache | None, kinds: Any, plan: Any, rows: TokenLayout
+    cache: KVCache | None, stacks: Any, slots: Any, rows: TokenLayout
 ) -> KVCache | None:
     if cache is None:
         return None
-    slots = {
-        name: replace(kinds[name], positions_BC=p.positions_BC, segments_BC=p.segments_BC)
-        for name, p in plan.items()
+    stacks = {
+        name: replace(stacks[name], positions_BC=s.positions_BC, segments_BC=s.segments_BC)
+        for name, s in slots.items()
     }
-    time, size = rows.positions_BT.shape[1], cache.sliding.positions_BC.shape[1]
+    time = rows.positions_BT.shape[1]
     # Rows with a count of their own do not store padding.
     n_new = time if cache.used.ndim == 0 else jnp.sum((rows.segments_BT > 0).astype(jnp.int32), 1)
     # A call with several tokens leaves the slots sorted by age, so the oldest key is in slot 0.
-    next_slot = (cache.next_slot + n_new) % size if time == 1 else jnp.zeros_like(cache.next_slot)
-    return KVCache(
-        sliding=slots["sliding"],
-        full=slots["full"],
-        used=cache.used + n_new,
-        next_slot=next_slot,
-        prompt=cache.prompt,
-    )
+    next_slot = cache.next_slot + n_new if time == 1 else jnp.zeros_like(cache.next_slot)
+    return replace(cache, stacks=stacks, used=cache.used + n_new, next_slot=next_slot)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: trained low-rank changes of frozen matrices, packed or dense.
 
-    adapters  {"layers": {"sliding" | "full": {name: Pair(a, b)}}}, the trained tree
+    adapters  {"layers": {group: {name: Pair(a, b)}}}, the trained tree
     params    = with_adapters(base, adapters, scales), the tree that `forward` reads
 
 A parameter that is trained in full is an array among the adapters, under its name in the base,
@@ -29,10 +29,10 @@ from pallas_kernels.grouped_matmul import LowRank
 
 
 class Pair(NamedTuple):
-    """The change scale · aᵀ·b of a stack of matrices [pair, (E,) in, out]."""
+    """The change scale · aᵀ·b of a stack of matrices [L, (E,) in, out]."""
 
-    a: Leaf  # [pair, (E,) R, in]
-    b: Leaf  # [pair, (E,) R, out]
+    a: Leaf  # [L, (E,) R, in]
+    b: Leaf  # [L, (E,) R, out]
 
 
 @struct.dataclass

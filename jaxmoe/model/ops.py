@@ -50,7 +50,7 @@ from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
 
 ArrayPair = tuple[Array, Array]
-INPUT_NAME = "layer_pair_input"  # the name that a jax.checkpoint policy selects it by
+INPUT_NAME = "layer_period_input"  # the name that a jax.checkpoint policy selects it by
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Ops:
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
     # layers.keep_sampled_logprobs: the log-prob and log of the kept mass that a rollout stores
     sampled_logprobs: Callable[..., Any]
-    # Rematerialization of a layer pair: no_remat; jax.checkpoint, which saves its input and
+    # Rematerialization of a period of layers: no_remat; jax.checkpoint, which saves its input and
     # recomputes the rest in the backward pass; checkpoint_keeping_attention; or
     # checkpoint_inputs_on_host.
     remat: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -201,27 +201,27 @@ def remat_fn(cfg: OptimConfig) -> Callable[[Callable[..., Any]], Callable[..., A
     return checkpoint_keeping_attention if keeps_attention else jax.checkpoint
 
 
-def checkpoint_keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.checkpoint that also saves (o, lse) of both attentions, and so never recomputes them.
+def checkpoint_keeping_attention(layers: Callable[..., Any]) -> Callable[..., Any]:
+    """jax.checkpoint that also saves (o, lse) of each attention, and so never recomputes them.
 
     It needs an `attend` that names its results, as sink_attention does in every implementation but
     the reference, which JAX differentiates.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
-    return jax.checkpoint(layer_pair, policy=policy)
+    return jax.checkpoint(layers, policy=policy)
 
 
 def checkpoint_inputs_on_host(
-    layer_pair: Callable[..., Any], keeps: Sequence[str] = ()
+    layers: Callable[..., Any], keeps: Sequence[str] = ()
 ) -> Callable[..., Any]:
     """jax.checkpoint whose inputs are offloaded to host memory; results named in `keeps` stay.
 
-    `layer_pair` is a function (carry, scanned) as in lax.scan; the carry is offloaded.
+    `layers` is a function (carry, scanned) as in lax.scan; the carry is offloaded.
     """
 
     def run_named(carry: Any, scanned: Any) -> Any:
         # A policy of jax.checkpoint selects values by their names, and a carry has none.
-        return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT_NAME), carry), scanned)
+        return layers(jax.tree.map(lambda x: checkpoint_name(x, INPUT_NAME), carry), scanned)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(keeps),
@@ -232,5 +232,5 @@ def checkpoint_inputs_on_host(
     return jax.checkpoint(run_named, policy=policy)
 
 
-def no_remat(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
-    return layer_pair
+def no_remat(layers: Callable[..., Any]) -> Callable[..., Any]:
+    return layers

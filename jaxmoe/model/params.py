@@ -2,10 +2,10 @@
 """The one table of parameters: shape, axes, initialiser, dtype when read, Hugging Face name.
 
 Initial values, abstract shapes, shardings, import, export and counts are maps over
-`param_specs(cfg)`; nothing else declares a parameter. Layers come in (sliding, full) pairs and are
-stacked over pairs, since `forward` scans over them:
+`param_specs(cfg)`; nothing else declares a parameter. Layers of a group are stacked, since
+`forward` scans over them (jaxmoe/config/layer_plan.py maps the number of a layer to both):
 
-    params["layers"]["sliding" | "full"][name][pair, ...]      layer = 2*pair + (0 | 1)
+    params["layers"][group][name][index, ...]      groups of GPT-OSS: "sliding", "full"
 
 The layout differs from the checkpoint's where it matters to a compiler: gate and up are contiguous
 halves instead of interleaved columns, matrices are [in, out], and the vocabulary is padded.
@@ -27,9 +27,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import ModelConfig, require
+from jaxmoe.config.layer_plan import BlockKind, LayerGroup
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
+STACK = "stack"  # the logical axis of the layers of a group
 Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "transpose_pad"]
 
 
@@ -37,12 +39,17 @@ Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "tr
 class Spec:
     """One parameter."""
 
-    shape: tuple[int, ...]  # as stored here, stacked over layer pairs where axes[0] == "pair"
-    axes: tuple[str | None, ...]  # logical axes, for parallel/sharding.py
+    shape: tuple[int, ...]  # as stored here
+    axes: tuple[str | None, ...]  # logical axes, for parallel/sharding.py; STACK of layers is first
     init: Literal["normal", "ones", "zeros"]
     hf: str  # name in a checkpoint, with {} for the layer number
     layout: Layout = "same"  # conversion from the checkpoint's array
     read: Literal["compute", "as_stored"] = "as_stored"  # in the model's dtype, or unrounded
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for a parameter of layers."""
+        return self.axes[:1] == (STACK,)
 
     @property
     def is_packable(self) -> bool:
@@ -50,10 +57,10 @@ class Spec:
         return "expert" in self.axes and self.read == "compute"
 
 
-def param_specs(cfg: ModelConfig) -> Params:
-    """Return the tree of Spec for a model: the only declaration of its parameters."""
+def block_specs(cfg: ModelConfig, kind: BlockKind | None = None) -> dict[str, Spec]:
+    """Return the Specs of one layer, not stacked; without a kind, with sinks and biases."""
     d, h, f, e = cfg.d_model, cfg.head_dim, cfg.d_expert, cfg.n_experts
-    n, k, v = cfg.n_q_heads, cfg.n_kv_heads, cfg.padded_vocab
+    n, k = cfg.n_q_heads, cfg.n_kv_heads
     attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     block = {
         "attn_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.input_layernorm.weight"),
@@ -104,16 +111,39 @@ def param_specs(cfg: ModelConfig) -> Params:
         ),
         "b_down": Spec((e, d), ("expert", "embed"), "zeros", mlp + "experts.down_proj_bias"),
     }
-    pairs = cfg.n_layers // 2
-    stacked = {
-        name: replace(s, shape=(pairs, *s.shape), axes=("pair", *s.axes))
-        for name, s in block.items()
+    return {
+        name: spec
+        for name, spec in block.items()
+        if kind is None
+        or ((kind.sinks or name != "sinks") and (kind.biases or not name.startswith("b_")))
     }
+
+
+def fill_layer(layer: Params, cfg: ModelConfig) -> Params:
+    """Return a layer as the ops read it: a sink of −inf and biases of 0 where its kind has none."""
+    constants = {
+        name: jnp.full(spec.shape, -jnp.inf if name == "sinks" else 0.0, jnp.float32)
+        for name, spec in block_specs(cfg).items()
+        if name not in layer
+    }
+    return layer | constants if constants else layer
+
+
+def param_specs(cfg: ModelConfig) -> Params:
+    """Return the tree of Spec for a model: the only declaration of its parameters."""
+    d, v = cfg.d_model, cfg.padded_vocab
+
+    def stack_spec(spec: Spec, group: LayerGroup) -> Spec:
+        return replace(spec, shape=(group.size, *spec.shape), axes=(STACK, *spec.axes))
+
     return {
         "embed": Spec(
             (v, d), (None, "width"), "normal", "model.embed_tokens.weight", "pad_rows", "compute"
         ),
-        "layers": {"sliding": dict(stacked), "full": dict(stacked)},
+        "layers": {
+            group.name: {n: stack_spec(s, group) for n, s in block_specs(cfg, group.kind).items()}
+            for group in cfg.plan.groups.values()
+        },
         "final_norm": Spec((d,), ("embed",), "ones", "model.norm.weight"),
         "head": Spec(
             (d, v), (None, "vocab"), "normal", "lm_head.weight", "transpose_pad", "compute"

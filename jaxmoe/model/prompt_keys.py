@@ -84,9 +84,9 @@ def attend_with_prompt(
             v_prompt,
             sink_N,
             q_positions_BT=positions_PQ[:, cut],
-            k_positions_BS=prompt.kind.positions_BC,
+            k_positions_BS=prompt.stack.positions_BC,
             q_segment_ids_BT=segments_PQ[:, cut],
-            k_segment_ids_BS=prompt.kind.segments_BC,
+            k_segment_ids_BS=prompt.stack.segments_BC,
             **options,
         )
         for cut in cuts
@@ -99,7 +99,7 @@ def attend_with_prompt(
 
 def _group_samples(x_BT: Array, prompt: PromptKeys) -> Array:
     """[B, T, …] as [P, samples·T, …]; places without a row are zeros, so they see no key."""
-    prompts = prompt.kind.positions_BC.shape[0]
+    prompts = prompt.stack.positions_BC.shape[0]
     if prompt.place_B is not None:
         shape = (prompts * prompt.samples, *x_BT.shape[1:])
         x_BT = jnp.zeros(shape, x_BT.dtype).at[prompt.place_B].set(x_BT)

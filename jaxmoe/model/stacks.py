@@ -14,34 +14,34 @@ from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
 
 
 class PackedLayer(NamedTuple):
-    """The packed matrices of one layer, in the stack of all layers of its kind.
+    """The packed matrices of one layer, in the stack of its group.
 
-    The stack keeps its axis of pairs, because on a mesh its axis of experts may be sharded, and
+    The stack keeps its axis of layers, because on a mesh its axis of experts may be sharded, and
     sharded experts of several layers are not consecutive.
     """
 
-    stack: Mxfp4  # [pairs, E, …]
-    pair: Int32[Array, ""]
+    stack: Mxfp4  # [layers, E, …]
+    index: Int32[Array, ""]
 
     @property
     def part(self) -> Mxfp4Part:
         """The same matrices as kernels find them, by their offset; no data moves."""
         n_experts = self.stack.shape[1]
         return Mxfp4Part(
-            Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in self.stack)), self.pair * n_experts
+            Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in self.stack)), self.index * n_experts
         )
 
 
 def remove_packed(layers: Params) -> Params:
-    """Return the layers stacked over pairs, with None in place of packed leaves."""
+    """Return the stacked layers, with None in place of packed leaves."""
     return jax.tree.map(lambda x: None if _is_packed(x) else x, layers, is_leaf=_is_packed)
 
 
-def restore_packed(layers: Params, all_layers: Params, pair: Int32[Array, ""]) -> Params:
-    """Return one pair's parameters, with its packed leaves as a `PackedLayer` of the full stack."""
+def restore_packed(layers: Params, all_layers: Params, index: Int32[Array, ""]) -> Params:
+    """Return one scanned step's layers, with packed leaves as a `PackedLayer` of the full stack."""
 
     def select_leaf(stacked: Leaf, scanned: Leaf) -> Leaf:
-        return PackedLayer(stacked, pair) if _is_packed(stacked) else scanned
+        return PackedLayer(stacked, index) if _is_packed(stacked) else scanned
 
     return jax.tree.map(select_leaf, all_layers, layers, is_leaf=_is_packed)
 

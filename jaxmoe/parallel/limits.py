@@ -13,7 +13,7 @@ from jaxmoe.config import Config, describe_engine, require
 from jaxmoe.config.episodes import context_name
 from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.distributed.host import count_free_bytes
-from jaxmoe.model.params import param_specs
+from jaxmoe.model.params import block_specs
 from jaxmoe.parallel.rounding import packed_cuts
 from jaxmoe.parallel.sharding import partition_axes
 
@@ -76,7 +76,7 @@ def _check_rounded(cfg: Config) -> None:
 
     Rows of packed experts are not sharded: a shard of them would cut groups of 32.
     """
-    specs = param_specs(cfg.model)["layers"]["full"]
+    specs = block_specs(cfg.model)
     for name, size in (("w_gate_up", "2 * model.d_expert"), ("w_down", "model.d_model")):
         spec = specs[name]
         names = packed_cuts(partition_axes(spec.axes, spec.shape, cfg.mesh.sizes))[-1]

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops, plain_ops
-from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.model.params import Spec, block_specs, param_specs
 from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel import vocabulary
@@ -106,10 +106,8 @@ class MeshOps:
         return self.rules.rows, self.rules.time
 
     def cut_axes(self, spec: Spec) -> tuple[Names, ...]:
-        """Return the mesh axes of each dimension of a parameter; of one layer, if it is stacked."""
-        names = partition_axes(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
-        # The scan over pairs of layers has removed the leading axis.
-        return names[1:] if spec.axes[0] == "pair" else names
+        """Return the mesh axes of each dimension of a parameter."""
+        return partition_axes(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
 
     def run_sharded(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         """Return fn in a shard_map over this mesh."""
@@ -382,8 +380,8 @@ class MeshOps:
 
     @property
     def layer(self) -> dict[str, Spec]:
-        """Specs of a layer; those of both kinds of layers are equal."""
-        return self.specs["layers"]["full"]
+        """Specs of a layer, as the scan over stacks passes it to the ops."""
+        return block_specs(self.cfg)
 
     def replicated_axes(self, names: Names) -> Names:
         """Return the axes along which devices have the same data, if `names` shard it."""
@@ -423,10 +421,9 @@ class MeshOps:
             spec = self.layer[name]
             if isinstance(x, PackedLayer | Rounded):
                 return gather_packed(x, self.cut_axes(spec), dtype)
-            axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
             axes = tuple(
                 () if axis == "expert" else names
-                for axis, names in zip(axes, self.cut_axes(spec), strict=True)
+                for axis, names in zip(spec.axes, self.cut_axes(spec), strict=True)
             )
             return gather_param(x, axes, dtype if spec.read == "compute" else x.dtype)
 

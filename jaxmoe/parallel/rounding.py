@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, UInt8
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.params import param_specs
+from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import MATRICES, map_experts
 from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel.exchange import device_index
@@ -107,8 +107,8 @@ def packed_specs(x: PackedLayer | Rounded, cuts: Cuts) -> Leaf:
         master: Leaf = mesh_spec(*cuts)
         return Rounded(packed_specs(layer, cuts), master)
     stack: Leaf = mesh_spec((), *packed_cuts(cuts))
-    pair: Leaf = mesh_spec()
-    return PackedLayer(stack, pair)
+    index: Leaf = mesh_spec()
+    return PackedLayer(stack, index)
 
 
 def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Leaf:
@@ -130,7 +130,7 @@ def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Lea
 def _gather_columns(layer: PackedLayer, names: Names) -> Mxfp4 | Mxfp4Part:
     if not names:
         return layer.part
-    shards = (lax.dynamic_index_in_dim(x, layer.pair, keepdims=False) for x in layer.stack)
+    shards = (lax.dynamic_index_in_dim(x, layer.index, keepdims=False) for x in layer.stack)
     return Mxfp4(*(lax.all_gather(x, names, axis=2, tiled=True) for x in shards))
 
 
@@ -168,9 +168,9 @@ def _own_scales(master_edf: Array, scales_EDF: Array, cuts: Cuts) -> UInt8[Array
 
 
 def _master_cuts(cfg: ModelConfig, mesh: Mesh) -> dict[str, tuple[Names, ...]]:
-    """Return the mesh axes of each dimension of the experts' masters, stacked over pairs."""
-    specs = param_specs(cfg)["layers"]["full"]
+    """Return the mesh axes of each dimension of the experts' masters, stacked over layers."""
+    specs = block_specs(cfg)
     return {
-        name: partition_axes(specs[name].axes, specs[name].shape, mesh.shape, RULES)
+        name: ((), *partition_axes(specs[name].axes, specs[name].shape, mesh.shape, RULES))
         for name in MATRICES
     }

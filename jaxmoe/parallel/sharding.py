@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
-from jaxmoe.model.params import map_specs
+from jaxmoe.model.params import STACK, map_specs
 from jaxmoe.shapes import Leaf, Params
 
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
@@ -121,7 +121,7 @@ def partition_axes(
     rules: Mapping[str, Names] = RULES,
 ) -> tuple[Names, ...]:
     """Return the mesh axes that shard each dimension of a parameter; none is used twice."""
-    vector = len([axis for axis in axes if axis != "pair"]) < 2
+    vector = len([axis for axis in axes if axis != STACK]) < 2
     used: set[str] = set()
     cuts = []
     for axis, dim in zip(axes, shape, strict=True):

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
+from jaxmoe.config_file import override
 from jaxmoe.model.params import param_specs
+from jaxmoe.model.trainable import policy_specs
 from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
@@ -21,6 +23,7 @@ from jaxmoe.plan.compiled import microbatch_tokens
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.computed_tokens import ComputedTokens, count_full_lengths
+from jaxmoe.rl.muon import muon_flops
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rollout.native_memory import rows_cache_bytes
 from jaxmoe.run.memory import (
@@ -61,14 +64,15 @@ class Bounds:
 def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -> StepWork:
     """Work of a step by the config alone; `sharing` is that of `shared_at_full_lengths`.
 
-    flops = (scored·f + epochs·(f + g·linear + 2.5·attention + (1 + g)·head + recomputed)) / devices
+    flops = (scored·f + epochs·(f + g·linear + 2.5·attention + (1 + g)·head + recomputed)
+    + updates·muon) / devices
     over all sequences, with f = linear + attention + head a forward and head = 2·D·V a token, which
     the backward pass recomputes. g is 2, and 1 with LoRA, whose frozen matrices have no gradient of
     their own; the products of adapters are not counted. Of shared rows padding counts, which the
     linear layers compute as other tokens.
     traffic is a lower bound: a layer's weights once per pass and microbatch, once more where they
-    are gathered, the gradients' sum in float32, seven arrays of the optimizer, and each layer's
-    arrays written and read once per pass.
+    are gathered, the gradients' sum in float32, weights, gradient and the optimizer's state in an
+    update, and each layer's arrays written and read once per pass.
     """
     m, mesh, full = cfg.model, cfg.mesh, count_full_lengths(cfg, sharing)
     flops, head = pass_flops(cfg, full.batch)
@@ -92,16 +96,18 @@ def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -
     weights = layer_bytes(cfg) * m.n_layers + head_bytes
     mem = plan_memory(cfg)
     arrays = layer_traffic(cfg, microbatch_tokens(cfg, sharing))
+    update = a.updates * muon_flops(policy_specs(m, cfg.lora)) if cfg.optim.is_muon else 0
+    state = plan_memory(override(cfg, "optim.moments=device")).optimizer
     n_params = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     # The sum of the gradients is read and written in float32, 8 bytes a parameter.
     traffic = n_microbatches * (
         passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * n_params
     )
     return StepWork(
-        flops=(scored + a.epochs * trained) / mesh.devices,
+        flops=(scored + a.epochs * trained + update) / mesh.devices,
         useful=useful / mesh.devices,
-        # AdamW reads and writes the weights and both moments, and reads the gradient.
-        traffic=traffic + 7 * mem.weights * a.updates,
+        # An update reads and writes the weights and the state, and reads the gradient.
+        traffic=traffic + (3 * mem.weights + 2 * state) * a.updates,
     )
 
 

@@ -99,7 +99,10 @@ def _count_call(
     arrays = [sizes for dtype, sizes in call.operands if dtype == "bf16"]
     if "sink_attention" in call.name and mesh.sequence == 1:
         B, T, N = microbatch_rows(cfg), cfg.context, m.n_q_heads // mesh.tensor
-        window = m.sliding_window if "_window" in call.name else 0
+        windows = {kind.window for kind in m.plan.kinds if kind.window}
+        if "_window" in call.name and len(windows) > 1:
+            return None
+        window = windows.pop() if "_window" in call.name else 0
         case = AttentionCase("", B, T, T, N, m.n_kv_heads // mesh.tensor, m.head_dim, window)
         low, high = 0, T
         if part := re.search(r"_keys(\d+)", call.name):

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, sequence_logprobs
+from jaxmoe.model.params import fill_layer
 from jaxmoe.model.router import router_logits
 from jaxmoe.shapes import Params
 
@@ -119,8 +120,9 @@ def forward_by_op(
     tables = tuple(jnp.split(cos_sin, 2, axis=-1))
     x_BTD = call_op("embed", ops.embed, tokens_BT, params["embed"], cfg.dtype)
     for i in range(cfg.n_layers):
-        kind, window = (("sliding", cfg.sliding_window), ("full", None))[i % 2]
-        layer = jax.tree.map(lambda w, i=i: w[i // 2], params["layers"][kind])
+        group, index = cfg.plan.find_layer(i)
+        layer = jax.tree.map(lambda w, index=index: w[index], params["layers"][group])
+        layer, window = fill_layer(layer, cfg), cfg.plan.kinds[i].window
         h_BTD = call_op(f"{i}.attn_norm", ops.norm, x_BTD, layer["attn_norm"], cfg.rms_eps)
         qkv_BTF = call_op(f"{i}.qkv", project_qkv, h_BTD, layer)
         q, k, v = jnp.split(qkv_BTF, (q_size, q_size + kv_size), axis=-1)

@@ -52,16 +52,19 @@ def stale_layers(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
     groups = {name: GROUPS[name] for name in LAYERED}
     groups["everything"] = tuple(name for names in groups.values() for name in names)
     return [
-        _stale_hypothesis(f"stale_{group}_layer_{layer}", names, layer, previous)
+        _stale_hypothesis(
+            f"stale_{group}_layer_{layer}", names, (layer, *cfg.plan.find_layer(layer)), previous
+        )
         for layer in range(cfg.n_layers)
         for group, names in groups.items()
     ]
 
 
 def _stale_hypothesis(
-    name: str, names: tuple[str, ...], layer: int | None, previous: Params
+    name: str, names: tuple[str, ...], layer: tuple[int, str, int] | None, previous: Params
 ) -> Hypothesis:
-    layers = "every layer" if layer is None else f"layer {layer}"
+    """`layer`: its number, group and index in the stack; None: every layer."""
+    layers = "every layer" if layer is None else f"layer {layer[0]}"
     fix = (
         "vLLM must load these tensors: install this jaxmoe in its environment again "
         "(pip install --no-deps), and sync with --set rollout.vllm.transport=files"
@@ -76,7 +79,7 @@ def _stale_hypothesis(
 
 
 def _replace_tensors(
-    v: Variant, *, previous: Params, names: tuple[str, ...], layer: int | None
+    v: Variant, *, previous: Params, names: tuple[str, ...], layer: tuple[int, str, int] | None
 ) -> Variant:
     def pick_leaf(path: tuple[Any, ...], current: Leaf, old: Leaf) -> Leaf:
         # A packed leaf is two arrays; their attribute follows the parameter's name in the path.
@@ -85,9 +88,10 @@ def _replace_tensors(
             return current
         if layer is None:
             return old
-        if len(keys) == 1 or keys[1] != ("sliding", "full")[layer % 2]:
+        _, group, index = layer
+        if len(keys) == 1 or keys[1] != group:
             return current
         # A run's engine may read experts in four bits, and its trainer unrounded ones in float32.
-        return current.at[layer // 2].set(old[layer // 2].astype(current.dtype))
+        return current.at[index].set(old[index].astype(current.dtype))
 
     return replace(v, params=jax.tree_util.tree_map_with_path(pick_leaf, v.params, previous))

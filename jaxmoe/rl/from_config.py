@@ -22,7 +22,7 @@ from jaxmoe.config.function_specs import (
 )
 from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.model.check_ops import check_recorded, function_name
-from jaxmoe.model.params import abstract_params
+from jaxmoe.model.params import block_specs
 from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
 from jaxmoe.rl.presets import apply_preset
@@ -142,10 +142,9 @@ def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """Return the sizes after [B, T] of the arrays that terms get of `router.record`, by name."""
     # B and T differ, so that a function which swaps the two axes is refused.
     m, B, T = cfg.model, 2, 3
-    layer = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-        abstract_params(m, "float32")["layers"]["full"],
-    )
+    layer = {
+        name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in block_specs(m).items()
+    }
 
     def record(layer: Params) -> dict[str, jax.Array]:
         h_BTD = jnp.zeros((B, T, m.d_model), m.dtype)

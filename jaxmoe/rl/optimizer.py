@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey
 
-from jaxmoe.config import Config, OptimConfig
+from jaxmoe.config import Config, OptimConfig, require
+from jaxmoe.config.function_specs import parse_function
+from jaxmoe.rl.muon import make_muon
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.streamed import stream_state
 from jaxmoe.shapes import Leaf
@@ -18,27 +20,73 @@ from jaxmoe.shapes import Leaf
 def make_optimizer(
     cfg: OptimConfig, *, steps: int, lr: float | None = None, router_lr_scale: float = 1.0
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates.
+    """Clip by global norm, then the optimizer `cfg.name`.
 
-    Only matrices have weight decay (`weight_decay_mask`). The updates of routers are multiplied by
+    Its learning rate has a linear warm-up and a cosine decay over `steps` updates. Only matrices
+    have weight decay (`weight_decay_mask`). The updates of routers are multiplied by
     `router_lr_scale`.
+    Raises: ConfigError if `cfg.name` names no optimizer.
     """
-    schedule = learning_rate_schedule(cfg, steps=steps, lr=lr)
-    adamw = optax.adamw(
-        schedule,
-        b1=cfg.beta1,
-        b2=cfg.beta2,
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-        mask=weight_decay_mask if cfg.weight_decay else None,
-    )
+    tx = make_named_optimizer(cfg, learning_rate_schedule(cfg, steps=steps, lr=lr))
     # Clipping needs the norm of all gradients, so it stays outside of `stream_state`, which updates
-    # one layer pair at a time. identity() has the same empty state, so that optim.clip_norm does
-    # not change the structure of a checkpoint.
+    # one layer of each stack at a time. identity() has the same empty state, so that
+    # optim.clip_norm does not change the structure of a checkpoint.
     clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
     if router_lr_scale != 1.0:
-        adamw = _scale_updates_of_routers(adamw, router_lr_scale)
-    return optax.chain(clip, stream_state(adamw))
+        tx = _scale_updates_of_routers(tx, router_lr_scale)
+    return optax.chain(clip, stream_state(tx))
+
+
+def make_named_optimizer(
+    cfg: OptimConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Return the transformation that `cfg.name` names, with this learning rate.
+
+    AdamW and Muon have the config's betas, eps and weight decay; a function of the user's has the
+    options that are written with it. Raises: ConfigError if it is no optimizer.
+    """
+    mask = weight_decay_mask if cfg.weight_decay else None
+
+    def adamw(learning_rate: optax.Schedule) -> optax.GradientTransformation:
+        return optax.adamw(
+            learning_rate,
+            b1=cfg.beta1,
+            b2=cfg.beta2,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            mask=mask,
+        )
+
+    def muon(
+        learning_rate: optax.Schedule, *, momentum: float = 0.95
+    ) -> optax.GradientTransformation:
+        return make_muon(
+            learning_rate,
+            adamw(learning_rate),
+            momentum=momentum,
+            weight_decay=cfg.weight_decay,
+            mask=mask,
+        )
+
+    builtins = {"adamw": adamw, "muon": muon}
+    function = parse_function(cfg.name, "optim.name", ("learning_rate",), builtins)
+    require(
+        cfg.weight_decay == 0 or ":" not in cfg.name.partition("(")[0],
+        f"optim.weight_decay ({cfg.weight_decay:g}) is that of adamw and muon, and optim.name is "
+        f"{cfg.name}. Try --set optim.weight_decay=0.0, and write its own decay in optim.name.",
+    )
+    require(
+        cfg.moments == "device" or ":" not in cfg.name.partition("(")[0],
+        "optim.moments=host updates the layers pair by pair, which adamw and muon allow, and "
+        f"optim.name is {cfg.name}. Try --set optim.moments=device.",
+    )
+    tx = function(schedule)
+    require(
+        isinstance(tx, optax.GradientTransformation),
+        f"optim.name ({cfg.name}) must return an optax.GradientTransformation, got "
+        f"{type(tx).__name__}. Try --set optim.name=adamw.",
+    )
+    return tx
 
 
 def _scale_updates_of_routers(

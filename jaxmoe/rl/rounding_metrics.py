@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jaxmoe.config.layer_plan import LayerPlan
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.shapes import Leaf, Metrics, Params
@@ -21,7 +22,7 @@ from pallas_kernels.grouped_matmul.rounded import is_saturated
 SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
 
 
-def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
+def rounding_metrics(before: Params, after: Params, masters: Params, plan: LayerPlan) -> Metrics:
     """Shares of all values of the experts' matrices, and their distance from the masters.
 
     quant/moved_frac: values that this step changed.
@@ -35,14 +36,18 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
 
     before, after: packed weights (`round_experts`) around the step; masters: the weights after it.
     """
-    kinds = {
-        kind: _measure_kind(before["layers"][kind], layer, masters["layers"][kind])
-        for kind, layer in after["layers"].items()
+    groups = {
+        group: _measure_group(before["layers"][group], layer, masters["layers"][group])
+        for group, layer in after["layers"].items()
     }
-    # Layers alternate between the kinds, the sliding ones first.
     sums = {
-        name: jnp.stack([kinds["sliding"][name], kinds["full"][name]], axis=-1).reshape(-1)
-        for name in kinds["full"]
+        name: jnp.concatenate(
+            [
+                jnp.stack([groups[group.name][name] for group in block], axis=-1).reshape(-1)
+                for block in plan.blocks
+            ]
+        )
+        for name in groups[plan.blocks[0][0].name]
     }
     total = {name: jnp.sum(x_L) for name, x_L in sums.items()}
     return {
@@ -56,8 +61,8 @@ def rounding_metrics(before: Params, after: Params, masters: Params) -> Metrics:
     }
 
 
-def _measure_kind(old: Params, new: Params, masters: Params) -> dict[str, Array]:
-    """Sums over both matrices of each layer of a kind, arrays [L]."""
+def _measure_group(old: Params, new: Params, masters: Params) -> dict[str, Array]:
+    """Sums over both matrices of each layer of a group, arrays [L]."""
     sums: dict[str, Array] = {}
     for name in MATRICES:
         packed, master = new[name], masters[name].astype(jnp.float32)

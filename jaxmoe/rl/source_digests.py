@@ -30,7 +30,7 @@ def source_digests(cfg: Config) -> dict[str, str]:
     functions = (*vars(cfg.loss).values(), *vars(cfg.router).values())
     data = cfg.data
     texts = [data.map_rows, data.rewards, data.environment, data.tools, cfg.warmup.demonstrations]
-    texts += [cfg.rollout.engine, *functions]
+    texts += [cfg.rollout.engine, cfg.optim.name, *functions]
     digests: dict[str, str] = {}
     waiting = list(named_modules(text for text in texts if isinstance(text, str)))
     named = set(waiting)

@@ -57,6 +57,38 @@ class TrainState:
         """The complete policy (of a LoRA run the adapters): trained and frozen parameters."""
         return merge_params(self.params.policy, self.frozen.policy)
 
+    @property
+    def parts(self) -> dict[str, Leaf]:
+        """The state as a checkpoint stores it; whoever only uses the policy reads that part."""
+        return {
+            "policy": self.policy,
+            "critic": self.params.critic,
+            "reference": self.frozen.reference,
+            "optimizer": {"state": self.opt_state, "updates": self.step},
+        }
+
+    def replace_parts(self, parts: dict[str, Leaf]) -> "TrainState":
+        """Return the state with these parts; the same parameters of the policy are trained."""
+
+        def select(like: Leaf) -> Leaf:
+            return (
+                None
+                if like is None
+                else jax.tree.map(
+                    lambda x, y: None if x is None else y,
+                    like,
+                    parts["policy"],
+                    is_leaf=lambda x: x is None,
+                )
+            )
+
+        return TrainState(
+            Trained(select(self.params.policy), parts["critic"]),
+            replace(self.frozen, reference=parts["reference"], policy=select(self.frozen.policy)),
+            parts["optimizer"]["state"],
+            parts["optimizer"]["updates"],
+        )
+
 
 def init_state(
     trained: Trained,

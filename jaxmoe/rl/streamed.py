@@ -20,10 +20,25 @@ Space = jax.memory.Space
 def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `tx` with support for a state in host memory; a state on the device is unaffected.
 
-    Parameters under a key "layers", stacked by layer pairs, are updated one pair at a time. The
-    device holds the state of one pair only, and updates overwrite gradients. `tx` must be
-    elementwise, as AdamW is; clipping by a global norm is not.
+    Parameters under a key "layers", stacked over layers, are updated one index of the stacks at a
+    time. The device holds the state of that index only, and updates overwrite gradients. `tx` must
+    update each layer by itself, as AdamW and Muon do; clipping by a global norm does not.
     """
+
+    def update_stacks(trees: tuple[Leaf, Leaf, Leaf], size: int) -> tuple[Leaf, Leaf]:
+        grads, state, params = trees
+
+        def update_layer(i: Array, stacked: tuple[Leaf, Leaf]) -> tuple[Leaf, Leaf]:
+            def take_index(tree: Leaf) -> Leaf:
+                return jax.tree.map(lambda x: _take_layer(x, i), tree)
+
+            grads, state = stacked
+            layer_updated = tx.update(
+                take_index(grads), _put_tree(Space.Device, take_index(state)), take_index(params)
+            )
+            return jax.tree.map(lambda x, new: _write_layer(x, new, i), stacked, layer_updated)
+
+        return lax.fori_loop(0, size, update_layer, (grads, state))
 
     def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
         if all(_memory_space(x) == Space.Device for x in jax.tree.leaves(state)):
@@ -35,28 +50,9 @@ def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformati
         updated = jax.tree.map(
             lambda x, previous: jax.device_put(x, _memory_space(previous)), updated, other_args[:2]
         )
-        grads, state, params = _select_params((updates, state, params), layers=True)
-
-        def pair(i: Array, stacked: tuple[Leaf, Leaf]) -> tuple[Leaf, Leaf]:
-            def take_index(tree: Leaf) -> Leaf:
-                return jax.tree.map(lambda x: _take_pair(x, i), tree)
-
-            grads, state = stacked
-            pair_updated = tx.update(
-                take_index(grads), _put_tree(Space.Device, take_index(state)), take_index(params)
-            )
-            return jax.tree.map(
-                lambda x, updated_pair: _write_pair(x, updated_pair, i), stacked, pair_updated
-            )
-
-        if pairs := {len(x) for x in jax.tree.leaves(grads)}:
-            stacked = lax.fori_loop(0, max(pairs), pair, (grads, state))
-            updated = jax.tree.map(
-                lambda x, layer: layer if x is None else x,
-                updated,
-                stacked,
-                is_leaf=lambda x: x is None,
-            )
+        layers = _select_params((updates, state, params), layers=True)
+        for size in sorted({len(x) for x in jax.tree.leaves(layers[0])}):
+            updated = _fill_absent(updated, update_stacks(_select_stacks(layers, size), size))
         return updated
 
     return optax.GradientTransformation(tx.init, update)
@@ -73,22 +69,43 @@ def _put_tree(space: Space, tree: Leaf) -> Leaf:
 def _select_params(tree: Leaf, *, layers: bool) -> Leaf:
     """Return the leaves of layers, or the other leaves, with None in place of the rest.
 
-    Step counts, which are not below a parameter's key, belong to both.
+    Step counts, whose paths do not end as a parameter's, belong to both.
     """
 
-    def keep_if_selected(path: Any, x: Array) -> Array | None:
+    def keep_if_selected(path: Any, x: Leaf) -> Leaf:
         keys = [key.key for key in path if isinstance(key, DictKey)]
-        return x if not keys or ("layers" in keys) == layers else None
+        is_count = not isinstance(path[-1], DictKey)
+        return x if is_count or ("layers" in keys) == layers else None
 
-    return jax.tree_util.tree_map_with_path(keep_if_selected, tree)
+    return jax.tree_util.tree_map_with_path(keep_if_selected, tree, is_leaf=_is_masked)
 
 
-def _take_pair(x: Array, i: Array) -> Array:
+def _is_masked(x: Any) -> bool:
+    """True for the place of a parameter that another optimizer of optax.partition updates."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def _select_stacks(tree: Leaf, size: int) -> Leaf:
+    """Return the stacks of `size` layers and all scalars, with None in place of the others."""
+    return jax.tree.map(lambda x: x if not x.ndim or len(x) == size else None, tree)
+
+
+def _fill_absent(tree: Leaf, leaves: Leaf) -> Leaf:
+    """Return `tree` with `leaves` where it has None."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x,
+        tree,
+        leaves,
+        is_leaf=lambda x: x is None or _is_masked(x),
+    )
+
+
+def _take_layer(x: Array, i: Array) -> Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False) if x.ndim else x
 
 
-def _write_pair(x: Array, new: Array, i: Array) -> Array:
-    """Write one pair into the stack; a step count is the same for all pairs and stays."""
+def _write_layer(x: Array, new: Array, i: Array) -> Array:
+    """Write one layer into the stack; a step count is the same for all layers and stays."""
     if not x.ndim:
         return x
     return lax.dynamic_update_index_in_dim(x, jax.device_put(new, _memory_space(x)), i, 0)

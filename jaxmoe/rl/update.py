@@ -220,7 +220,7 @@ def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metric
         return {}
     before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
     masters = new.policy if scorer.place_masters is None else scorer.place_masters(new.policy)
-    return rounding_metrics(before, after, masters)
+    return rounding_metrics(before, after, masters, scorer.model.plan)
 
 
 def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import KVCache, init_cache
-from jaxmoe.model.cache import LayerKind, PromptKeys
+from jaxmoe.model.cache import KVStack, PromptKeys
 from jaxmoe.parallel.sharding import TRAINING, MeshRules, mesh_spec
 
 
@@ -39,13 +39,19 @@ def share_prompt_keys(
     """
     if cache.used.ndim > 0:
         raise ValueError("the rows of a prompt must write together, got a count of slots for each.")
-    rows = cache.full.positions_BC.shape[0] * samples
+    full = {name: cache.stacks[name] for name, g in cfg.plan.groups.items() if not g.kind.window}
+    rows = next(iter(cache.stacks.values())).positions_BC.shape[0] * samples
+    new = init_cache(cfg, rows, slots).stacks
     shared = KVCache(
-        sliding=_map_kind(cache.sliding, lambda x, axis: jnp.repeat(x, samples, axis=axis)),
-        full=init_cache(cfg, rows, slots).full,
+        stacks={
+            name: new[name]
+            if name in full
+            else _map_stack(stack, lambda x, axis: jnp.repeat(x, samples, axis=axis))
+            for name, stack in cache.stacks.items()
+        },
         used=jnp.zeros_like(cache.used),
         next_slot=cache.next_slot,
-        prompt=PromptKeys(cache.full, None, samples),
+        prompts={name: PromptKeys(stack, None, samples) for name, stack in full.items()},
     )
     if mesh is None:
         return shared
@@ -61,26 +67,27 @@ def share_prompt_keys(
 def take_rows(cache: KVCache, rows: Array) -> KVCache:
     """Return the cache of the rows with these indices, and of their prompts."""
     smaller = _map_arrays(cache, lambda x, axis: jnp.take(x, rows, axis=axis))
-    return replace(smaller, prompt=cache.prompt and _take_prompts(cache.prompt, rows))
+    prompts = {name: _take_prompts(prompt, rows) for name, prompt in cache.prompts.items()}
+    return replace(smaller, prompts=prompts)
 
 
 def _take_prompts(prompt: PromptKeys, rows: Array) -> PromptKeys:
     """The prompts of these rows. Where several rows have one prompt, some prompt is repeated and
     has no row, so that the shapes do not depend on the indices."""
     place_B = rows if prompt.place_B is None else prompt.place_B[rows]
-    n_prompts = min(prompt.kind.positions_BC.shape[0], rows.shape[0])
+    n_prompts = min(prompt.stack.positions_BC.shape[0], rows.shape[0])
     prompts, prompt_B = jnp.unique(
         place_B // prompt.samples, return_inverse=True, size=n_prompts, fill_value=None
     )
-    kind = _map_kind(prompt.kind, lambda x, axis: jnp.take(x, prompts, axis=axis))
+    stack = _map_stack(prompt.stack, lambda x, axis: jnp.take(x, prompts, axis=axis))
     place_B = prompt_B * prompt.samples + place_B % prompt.samples
-    return PromptKeys(kind, place_B.astype(jnp.int32), prompt.samples)
+    return PromptKeys(stack, place_B.astype(jnp.int32), prompt.samples)
 
 
 def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
     """Return the cache with the rows at these indices replaced by those of `part`."""
 
-    def put_kind(k: LayerKind, new: LayerKind) -> LayerKind:
+    def put_stack(k: KVStack, new: KVStack) -> KVStack:
         return replace(
             k,
             k=k.k.at[:, rows].set(new.k),
@@ -91,8 +98,7 @@ def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
 
     return replace(
         cache,
-        sliding=put_kind(cache.sliding, part.sliding),
-        full=put_kind(cache.full, part.full),
+        stacks={name: put_stack(stack, part.stacks[name]) for name, stack in cache.stacks.items()},
         used=cache.used.at[rows].set(part.used),
         next_slot=cache.next_slot.at[rows].set(part.next_slot),
     )
@@ -102,17 +108,16 @@ def _map_arrays(cache: KVCache, fn: Callable[[Array, int], Array]) -> KVCache:
     """Apply fn(array, axis of rows) to all arrays but those of the prompts."""
     return replace(
         cache,
-        sliding=_map_kind(cache.sliding, fn),
-        full=_map_kind(cache.full, fn),
+        stacks={name: _map_stack(stack, fn) for name, stack in cache.stacks.items()},
         used=cache.used if cache.used.ndim == 0 else fn(cache.used, 0),
         next_slot=cache.next_slot if cache.next_slot.ndim == 0 else fn(cache.next_slot, 0),
     )
 
 
-def _map_kind(kind: LayerKind, fn: Callable[[Array, int], Array]) -> LayerKind:
-    return LayerKind(
-        k=fn(kind.k, 1),
-        v=fn(kind.v, 1),
-        positions_BC=fn(kind.positions_BC, 0),
-        segments_BC=fn(kind.segments_BC, 0),
+def _map_stack(stack: KVStack, fn: Callable[[Array, int], Array]) -> KVStack:
+    return KVStack(
+        k=fn(stack.k, 1),
+        v=fn(stack.v, 1),
+        positions_BC=fn(stack.positions_BC, 0),
+        segments_BC=fn(stack.segments_BC, 0),
     )

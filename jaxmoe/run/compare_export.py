@@ -27,7 +27,7 @@ from jaxmoe.observe.progress import report_phase
 from jaxmoe.records import Rollout
 from jaxmoe.rollout.engine import Engine, open_engine
 from jaxmoe.run.kernels import choose_run_kernels
-from jaxmoe.run.memory import check_memory, scoring_stage
+from jaxmoe.run.memory import check_memory
 from jaxmoe.shapes import Metrics, Params
 
 N_PROMPTS, N_SAMPLES = 32, 2  # held-out prompts, and answers to each
@@ -59,7 +59,7 @@ def compare_export(cfg: Config, policy: Params, out: Path, *, version: int) -> E
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine="native"))
     kernels = choose_run_kernels(cfg)
     ops = make_engine_ops(cfg, kernels.impls) or make_ops(cfg, kernels.impls)
-    check_memory(cfg, scoring_stage(cfg))
+    check_memory(cfg, "scoring")
     task, round_params = open_task(cfg), rounding_from_config(cfg)
     score = jax.jit(partial(score_answers, cfg=cfg.model, ops=ops))
     scored = partial(_score_rollouts, score, version=version)

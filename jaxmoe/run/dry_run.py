@@ -4,6 +4,7 @@
 Nothing is written, started or trained. Next: jaxmoe/train.py.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxmoe.checkpoint.headers import read_headers
@@ -23,7 +24,14 @@ from jaxmoe.rl.computed_tokens import describe_sharing
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.run.kernels import describe_kernels
-from jaxmoe.run.memory import check_memory, format_bytes, layer_flops, plan_memory
+from jaxmoe.run.memory import (
+    POLICY_STAGES,
+    check_memory,
+    format_bytes,
+    layer_flops,
+    plan_memory,
+    stage_bytes,
+)
 
 RARE_PARTS = (
     "rounded",
@@ -38,12 +46,12 @@ RARE_PARTS = (
 def dry_run(cfg: Config, *stages: str) -> None:
     """Print the plan, and a summary of data, tokenizer and checkpoint.
 
-    `stages` are the command's stages of Memory.bytes_by_part.
+    `stages` are the command's stages of `stage_bytes`.
     Raises ConfigError, after printing everything, for the first setting that the command would
     refuse; the others are printed. The memory of a mesh for other machines is not checked.
     """
     check_mesh(cfg)
-    print(format_plan(cfg))
+    print(format_plan(cfg, *stages))
     print(f"  kernels      {describe_kernels(cfg)}")
     errors: list[ConfigError] = []
     # All checks run, so that one dry run shows every mistake.
@@ -64,7 +72,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
         raise errors[0]
 
 
-def format_plan(cfg: Config) -> str:
+def format_plan(cfg: Config, *stages: str) -> str:
     """Return the text of config, parameters, bytes per device, and the steps of the run.
 
     Raises ConfigError for an algorithm or a router that train would refuse.
@@ -73,9 +81,8 @@ def format_plan(cfg: Config) -> str:
     router_from_config(cfg.router)
     total, active = count_params(cfg.model)
     n_trained, n_params = count_trained(cfg)
-    mem, r = plan_memory(cfg), cfg.rollout
+    r = cfg.rollout
     axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
-    kinds = memory_labels(cfg)
     mesh_text = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
     lines = [
         to_json(cfg),
@@ -83,19 +90,7 @@ def format_plan(cfg: Config) -> str:
         f"parameters   {total:,} ({active:,} active per token)",
         f"trains       {n_trained:,} of {n_params:,}",
         f"devices      {cfg.mesh.devices} ({mesh_text}); bytes on each:",
-        *(
-            f"  {kinds.get(name, name):<13}{format_bytes(value)}"
-            for name, value in vars(mem).items()
-            if name != "host" and (value or name not in RARE_PARTS)
-        ),
-        f"  {'training':<13}{format_bytes(mem.training)}   (all but the cache)",
-        f"  {'sampling':<13}{format_bytes(mem.sampling)}   "
-        "(weights, moments, reference, copy, cache)",
-        *(
-            [f"offloaded      {format_bytes(mem.host)}   (in its host's memory)"]
-            if mem.host
-            else []
-        ),
+        *_memory_lines(cfg, *stages),
         "",
         "would run",
         f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
@@ -125,6 +120,31 @@ def format_plan(cfg: Config) -> str:
     return "\n".join(lines)
 
 
+def _memory_lines(cfg: Config, *stages: str) -> Iterator[str]:
+    """Bytes on a device by part: of a training, or of the one stage of another command."""
+    kinds = memory_labels(cfg)
+    if policy_stages := [stage for stage in stages if stage in POLICY_STAGES]:
+        (stage,) = policy_stages
+        parts = stage_bytes(cfg, stage)
+        for name, value in parts.items():
+            if value:
+                yield f"  {kinds.get(name, name):<13}{format_bytes(value)}"
+        total = format_bytes(sum(parts.values()))
+        yield f"  {stage:<13}{total}   (of a checkpoint, the policy alone is read)"
+        return
+    mem = plan_memory(cfg)
+    for name, value in vars(mem).items():
+        if name != "host" and (value or name not in RARE_PARTS):
+            yield f"  {kinds.get(name, name):<13}{format_bytes(value)}"
+    yield f"  {'training':<13}{format_bytes(mem.training)}   (all but the cache)"
+    yield (
+        f"  {'sampling':<13}{format_bytes(mem.sampling)}   "
+        "(weights, optimizer, reference, copy, cache)"
+    )
+    if mem.host:
+        yield f"offloaded      {format_bytes(mem.host)}   (in its host's memory)"
+
+
 def memory_labels(cfg: Config) -> dict[str, str]:
     """Labels of fields of Memory in a plan, if they differ from the names."""
     if not cfg.lora.ranks:
@@ -148,8 +168,8 @@ def _format_recomputation(cfg: Config) -> str:
     share = recomputed / (3 * flops.linear + 3.5 * flops.attention)
     scope = "all but attention" if cfg.optim.remat_keeps else "all"
     return (
-        f"{scope} of a layer pair: {recomputed * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
-        f"{share:.0%} of forward and backward"
+        f"{scope} of a period of layers: {recomputed * 1e-12:.3g} TFLOP for "
+        f"{cfg.context:,} tokens, {share:.0%} of forward and backward"
     )
 
 

@@ -12,7 +12,12 @@ from jaxmoe.shapes import Metrics, Params
 
 
 def check_finite(
-    metrics: Metrics, step: int, *, rate: tuple[str, float], rounded: Params | None = None
+    metrics: Metrics,
+    step: int,
+    *,
+    rate: tuple[str, float],
+    cfg: ModelConfig,
+    rounded: Params | None = None,
 ) -> None:
     """Raise ConfigError if a metric of the step is not finite, or an expert that is rounded.
 
@@ -22,7 +27,7 @@ def check_finite(
     """
     bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
     are_measured = not bad and "quant/relative_error" in metrics
-    place = "" if rounded is None or are_measured else find_not_finite(rounded)
+    place = "" if rounded is None or are_measured else find_not_finite(rounded, cfg)
     if bad or place:
         name, lr = rate
         broken = f"; the step broke {place}" if place else ""

@@ -160,7 +160,7 @@ class Job:
         values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
         rounded = None if self.cfg.quant.experts == "none" else state.policy
-        check_finite(values | layers, step, rate=rate, rounded=rounded)
+        check_finite(values | layers, step, rate=rate, cfg=self.cfg.model, rounded=rounded)
         self.layer_metrics = {
             name.removeprefix(LAYER_PREFIX): value.tolist() for name, value in layers.items()
         }

@@ -211,9 +211,9 @@ def _next_step(operation: str, name: str, verdict: KernelVerdict) -> str:
 def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
-    Attention has two cases, a full layer and a sliding one. Experts have one for each product that
-    may read them, whose name is the field "op". With batch-invariant numerics the linear layers of
-    an accelerator are grouped matmuls of one group (invariant_on_chip.py).
+    Attention has a case for each window, of a full layer and of a sliding one. Experts have one for
+    each product that may read them, whose name is the field "op". With batch-invariant numerics the
+    linear layers of an accelerator are grouped matmuls of one group (invariant_on_chip.py).
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
@@ -228,8 +228,12 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         "grouped_matmul": MatmulCase("run", rows, m.d_expert, m.d_model, sizes, rank),
     }
     full = AttentionCase("run", B, T, T, N, K, H, layout=layout)
+    windows = sorted({kind.window or 0 for kind in m.plan.kinds})
     cases = {
-        "sink_attention": [full, full._replace(name="run_window", window=m.sliding_window)],
+        "sink_attention": [
+            full._replace(name="run_window" if window else "run", window=window)
+            for window in windows
+        ],
         "grouped_swiglu": [],
         "grouped_matmul": [],
         "token_logprobs": [
@@ -250,9 +254,10 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         B = min(r.max_parallel_sequences, r.sequences_per_step)
         B = max(1, B // (mesh.row_shards * mesh.sequence))
         full = AttentionCase("run", B, 1, T, N, K, H, layout="right")
-        slots = min(m.sliding_window, T)
-        sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)
-        cases["decode_attention"] = [full, sliding]
+        cases["decode_attention"] = [
+            full._replace(name="run_window", S=min(window, T), window=window) if window else full
+            for window in windows
+        ]
     fields = {operation: [x._asdict() for x in group] for operation, group in cases.items()}
     for operation, case in experts.items():
         names = [operation + suffix for suffix in _product_suffixes(cfg)]

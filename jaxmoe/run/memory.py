@@ -7,7 +7,6 @@ No weight is read or made. Next: jaxmoe/run/dry_run.py prints the result.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,13 @@ from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
     copy_bytes,
     count_local_entries,
-    full_copy_bytes,
     packed_bytes,
 )
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.from_config import find_recorded_sizes
+from jaxmoe.rl.state import Trained
+from jaxmoe.run.optimizer_memory import muon_work_bytes, optimizer_bytes
+from jaxmoe.run.policy_memory import POLICY_STAGES, base_bytes, policy_stage_bytes
 from jaxmoe.run.routing_memory import routing_bytes
 
 
@@ -39,20 +40,22 @@ class Memory:
     frozen: int  # other frozen weights of a LoRA run, in the dtypes that they are read in
     rows: int  # rows of an embedding in host memory: those of a step's tokens
     table: int  # all rows of it, while sampling
-    optimizer: int  # two moments, unless they are on the host
+    optimizer: int  # what the optimizer keeps, unless it is on the host
     reference: int  # trained weights as they were before RL, for the KL term
     engine_copy: int  # the engine's copy of the policy's weights
-    gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
+    gathered: (
+        int  # gathered weights of a period of layers, except experts; their gradients in float32
+    )
     gradients: int  # with microbatches including their float32 sum
-    update: int  # the optimizer's updates
+    update: int  # the optimizer's updates; of Muon also what it computes them from
     activations: int  # of one microbatch, forward and backward
     routing: int  # what the router did, for all tokens of a batch
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
-    host: int  # in host memory: moments, inputs of layer pairs, an embedding
+    host: int  # in host memory: moments, inputs of periods of layers, an embedding
 
     def bytes_by_part(self, stage: str) -> dict[str, int]:
-        """Return the parts in memory during a stage: training, sampling, syncing or scoring."""
+        """Return the parts in memory during a stage: training, sampling or syncing."""
         base = "packed", "frozen"
         resident = ("weights", *base, "optimizer", "reference", "engine_copy")
         names = {
@@ -69,7 +72,6 @@ class Memory:
             ),
             "sampling": (*resident, "table", "cache"),
             "syncing": (*resident, "rounded", "ahead"),
-            "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # no training state
         }[stage]
         parts = {name: getattr(self, name) for name in names}
         # The old and the new copy of the engine exist at the same time.
@@ -90,17 +92,17 @@ def plan_memory(cfg: Config) -> Memory:
     """Return bytes per device: exact except for activations, of which live arrays are counted.
 
     Weights are cast and gathered one layer at a time, forward and backward. XLA gathers the other
-    layer of a pair concurrently, and holds the gradients of both in float32 until they are
+    layers of a period concurrently, and holds the gradients of all in float32 until they are
     reduce-scattered. For 20B and 120B on H200s XLA reports 4 to 12 % more for the step.
 
     Activations are those of the microbatch's tokens on one device, with a prompt for each sample:
     rows with shared prompts hold no more, and the warm start has none. With remat they are the
-    input of each layer pair, with optim.remat_keeps=attention also (o, lse) of each layer, and the
-    working set of one pair; without remat, the working set of every layer. The gradient of a
-    working set is as large. A layer's working set is its norm outputs, q, k, v, the attention's
-    output and lse, and per active expert one row of input, gate, up, hidden and output; with
-    optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a pair has
-    gradients at a time.
+    input of each period of layers, with optim.remat_keeps=attention also (o, lse) of each layer,
+    and the working set of one period; without remat, the working set of every layer. The gradient
+    of a working set is as large. A layer's working set is its norm outputs, q, k, v, the
+    attention's output and lse, and per active expert one row of input, gate, up, hidden and output;
+    with optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a
+    period has gradients at a time.
     A critic's own backbone saves as much for the backward pass as the policy, at the same time.
     For a CPU in float32 XLA reports up to 2 % more with remat, up to two fifths more without.
     """
@@ -111,10 +113,12 @@ def plan_memory(cfg: Config) -> Memory:
     local_critic = count_local_entries(backbone, cfg)
     lora = bool(cfg.lora.ranks)
     # Adapters are float32, whatever optim.param_dtype is.
-    weight_bytes = 4 if lora else jnp.dtype(cfg.optim.param_dtype).itemsize
+    dtype = jnp.dtype("float32" if lora else cfg.optim.param_dtype)
+    weight_bytes = dtype.itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
     policy = policy_specs(m, cfg.lora)
-    local_trained = count_local_entries(split_params(policy, cfg.trainable)[0], cfg)
+    trained_policy = split_params(policy, cfg.trainable)[0]
+    local_trained = count_local_entries(trained_policy, cfg)
     local_frozen = count_local_entries(policy, cfg) - local_trained
     trained = local_trained + local_critic + count_local_entries(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
@@ -129,13 +133,16 @@ def plan_memory(cfg: Config) -> Memory:
     rows = 2 * expert_tokens * compute_bytes * routed  # and their gradient
     arrays = tokens * (compute_bytes * (4 * m.d_model + heads) + 4 * (m.n_q_heads + m.n_experts))
     layer = 2 * arrays + rows
-    inputs = m.n_layers // 2 * tokens * m.d_model * compute_bytes
+    period = len(m.plan.blocks[0])  # layers that one step of the scan runs
+    inputs = sum(block[0].size for block in m.plan.blocks) * tokens * m.d_model * compute_bytes
     inputs_on_host = cfg.optim.remat_inputs == "host"
     saved_activations = (0 if inputs_on_host else inputs) if cfg.optim.remat else m.n_layers * layer
     # Even without remat the backward pass recomputes the rows of a chunk.
     if expert_tokens < tokens and not cfg.optim.remat:
         saved_activations -= (m.n_layers - 1) * rows
-    host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
+    critic = {"value_head": value_head, "backbone": backbone}
+    moments = optimizer_bytes(cfg, Trained(trained_policy, critic if value_head else None), dtype)
+    host_moments = moments if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
     # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
@@ -156,14 +163,14 @@ def plan_memory(cfg: Config) -> Memory:
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
-        optimizer=2 * trained * weight_bytes - host_moments,
+        optimizer=moments - host_moments,
         reference=local_trained * weight_bytes if has_reference else 0,
         engine_copy=engine.weights,
-        gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
+        gathered=period * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
-        update=trained * weight_bytes,
+        update=trained * weight_bytes + (muon_work_bytes(cfg) if cfg.optim.is_muon else 0),
         activations=saved_activations * (2 if own_backbone else 1)
-        + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
+        + ((period * layer - ((period - 1) * arrays if lora else 0)) if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
         cache=engine.cache,
         ahead=engine.cache + engine.weights + (table if has_host_table else 0)
@@ -183,18 +190,11 @@ def rounded_bytes(cfg: Config) -> int:
     return packed_bytes([spec for spec in specs if spec.is_packable], cfg)
 
 
-def base_bytes(cfg: Config) -> tuple[int, int, int]:
-    """Bytes of a LoRA run's frozen weights: experts, other weights, the embedding table."""
-    specs = param_specs(cfg.model)
-    table = specs.pop("embed")
-    experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
-    dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
-    return (
-        # Four bits for each value, and one byte for 32 of them.
-        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),
-        full_copy_bytes(dense, cfg),
-        full_copy_bytes(table, cfg),
-    )
+def stage_bytes(cfg: Config, stage: str) -> dict[str, int]:
+    """Bytes on one device by part, in a stage of a training or of another command."""
+    if stage in POLICY_STAGES:
+        return policy_stage_bytes(cfg, stage)
+    return plan_memory(cfg).bytes_by_part(stage)
 
 
 def microbatch_rows(cfg: Config) -> int:
@@ -228,23 +228,23 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
     m, T = cfg.model, cfg.context if tokens is None else tokens
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
     weights = m.d_model * (heads + m.n_experts + 3 * cfg.computed_experts * m.d_expert)
-    window = min(m.sliding_window, T)
-    # Of one full and one sliding layer, whose window grows up to its size and then stays.
-    pairs = T * (T + 1) // 2 + window * (window + 1) // 2 + (T - window) * window
-    half = m.n_layers // 2
+    windows = [min(kind.window or T, T) for kind in m.plan.kinds]
+    # A window grows up to its size and then stays.
+    pairs = sum(w * (w + 1) // 2 + (T - w) * w for w in windows)
     return LayerFlops(
-        linear=m.n_layers * 2 * T * weights, attention=half * 4 * m.n_q_heads * m.head_dim * pairs
+        linear=m.n_layers * 2 * T * weights, attention=4 * m.n_q_heads * m.head_dim * pairs
     )
 
 
 def check_memory(cfg: Config, *stages: str) -> None:
     """Raise ConfigError if the largest of these stages does not fit into this machine's memory.
 
-    `stages` are those of Memory.bytes_by_part. A mesh for other machines is not checked.
+    `stages` are those of `stage_bytes`. A mesh for other machines is not checked.
     """
     if cfg.mesh.devices not in (1, jax.device_count()):
         return
-    check_host(cfg, plan_memory(cfg).host)
+    if not set(stages) & set(POLICY_STAGES):
+        check_host(cfg, plan_memory(cfg).host)
     if (available := device_bytes()) is None:
         return
     has_device_memory = jax.local_devices()[0].platform != "cpu"
@@ -258,7 +258,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     needed = _bytes_needed(cfg, largest)
     if needed <= available:
         return
-    name, size = max(plan_memory(cfg).bytes_by_part(largest).items(), key=lambda item: item[1])
+    name, size = max(stage_bytes(cfg, largest).items(), key=lambda item: item[1])
     candidate, changes = find_smaller_config(cfg, largest, available, host=has_device_memory)
     if _bytes_needed(candidate, largest) <= available:
         advice = f"Try {' '.join(changes)}, which needs"
@@ -292,13 +292,8 @@ def find_smaller_config(
     return candidate, changes
 
 
-def scoring_stage(cfg: Config) -> str:
-    """Return the memory stage of eval and doctor; a run's checkpoint includes its moments."""
-    return "sampling" if (Path(cfg.workdir) / "checkpoints").is_dir() else "scoring"
-
-
 def _bytes_needed(cfg: Config, stage: str) -> int:
-    return sum(plan_memory(cfg).bytes_by_part(stage).values())
+    return sum(stage_bytes(cfg, stage).values())
 
 
 def device_bytes() -> int | None:

@@ -128,7 +128,7 @@ def test_a_wrong_override_says_what_to_type(assignment, answer):
 BROKEN = [
     "model.d_model=0",
     "model.n_q_heads=7",
-    "model.n_layers=3",
+    "model.layer_types=sliding,full",
     "model.experts_per_token=9",
     "model.head_dim=15",
     "model.dtype=float16",

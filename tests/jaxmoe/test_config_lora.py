@@ -15,6 +15,7 @@ TINY = load_config("tiny.py")
         ["mesh.fsdp=2"],
         ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
         ["optim.moments=host"],
+        ["optim.name=muon(momentum=0.9)"],
         ["critic.backbone=own", "loss.advantages=gae"],
     ],
     ids=str,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.run import restore_run
+from jaxmoe.checkpoint.run import restore_policy
 from jaxmoe.checkpoint.store import find_latest_step
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
@@ -23,8 +23,6 @@ from jaxmoe.export import main as export_main
 from jaxmoe.model import init_params
 from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.programs import supervised_program
 from jaxmoe.train import main, open_job, warm_start
@@ -74,9 +72,7 @@ def test_trainer_and_engine_read_the_same_bits_and_the_export_has_them(tmp_path,
     assert "max 0 nats; other experts in 0.00% of (token, layer)" in capsys.readouterr().out
 
     cfg = override(load_config("tiny_mxfp4.py"), *SETTINGS, invariant, "steps=2", f"workdir={work}")
-    optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
-    position = restore_run(work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents={})
-    trained = round_experts(position.state.policy)
+    trained = round_experts(restore_policy(work, cfg, None, contents={}).params)
     exported = load_params(out, cfg.model, experts="packed")
     for kind in ("sliding", "full"):
         for name in MATRICES:

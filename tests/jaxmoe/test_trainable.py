@@ -62,7 +62,7 @@ def restore(work):
     settings = (f"{key}={value}" for key, value in RUN.items())
     cfg = override(load_config("tiny.py"), *settings, f"workdir={work}")
     shapes = stage_shapes(cfg, warmup_optimizer(cfg), rl_optimizer(cfg))
-    position = restore_run(work, cfg, shapes, to_train=False)
+    position = restore_run(work, cfg, shapes)
     assert position is not None
     return cfg, position
 

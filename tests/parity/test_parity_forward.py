@@ -52,7 +52,11 @@ def make_case(hugging, tmp_path_factory):
     def make_case(batch: int, time: int, first: int, **config) -> Case:
         key = (batch, time, first, *sorted(config.items()))
         if key not in cases_made:
-            model = hugging.model(**config)
+            kinds = config.pop("kinds", "sf")
+            names = {"s": "sliding_attention", "f": "full_attention"}
+            n_layers = config.get("num_hidden_layers", 4)
+            types = [names[kinds[i % len(kinds)]] for i in range(n_layers)]
+            model = hugging.model(layer_types=types, **config)
             directory = tmp_path_factory.mktemp("model")
             model.save_pretrained(directory)
             cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
@@ -159,10 +163,13 @@ COMBINATIONS = [
     ("long", "bfloat16", "invariant"),
     ("far", "bfloat16", "fast"),
     ("far", "float32", "invariant"),
+    ("three", "float32", "fast"),
 ]
 CASES = {
     "long": dict(batch=1, time=160, first=0, sliding_window=128),
     "far": dict(batch=2, time=45, first=5000, sliding_window=9),
+    # Period three, and two layers after the last complete period.
+    "three": dict(batch=2, time=45, first=0, sliding_window=9, num_hidden_layers=5, kinds="ssf"),
 }
 
 
@@ -183,7 +190,7 @@ def test_logits_and_every_gradient_agree_with_transformers(
     # a flipped expert is no rounding error; the models are made so that none flips
     assert all((naive[1] == chosen).all() for naive in naives) and (actual[1] == chosen).all()
     assert len(np.unique(chosen.reshape(-1, 4), axis=0)) > 20  # of 35 sets
-    assert set(actual[2]) == set(want) and len(want) == 4 * 17 + 3
+    assert set(actual[2]) == set(want) and len(want) == case.cfg.n_layers * 17 + 3
     floor = worst_of_the_layers(naives, want)
     results = [check_deviation("logits", actual[0], [naive[0] for naive in naives], logits, dtype)]
     for tensor in want:

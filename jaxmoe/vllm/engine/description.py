@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxmoe.config import Config, require
 from jaxmoe.config.engine import EngineDescription
+from jaxmoe.config.layer_plan import has_gpt_oss_order
 from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
 
 # The doctor must open an engine whose log-probs differ from the trainer's, in order to explain why.
@@ -59,6 +60,12 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
 def check_vllm(cfg: Config) -> None:
     """Raise ConfigError for settings that vLLM cannot sample with."""
     r, vllm = cfg.rollout, cfg.rollout.vllm
+    require(
+        cfg.model.has_gpt_oss_layers and has_gpt_oss_order(cfg.model.plan),
+        "rollout.engine=vllm needs the layers of GPT-OSS, sliding and full in turn with sinks and "
+        f"biases: vLLM's model has no others. Got model.layer_types={cfg.model.layer_types}. Try "
+        "--set rollout.engine=native.",
+    )
     truncates = r.top_k > 0 or r.top_p < 1
     require(
         not (truncates and r.temperature != 1.0),

@@ -112,8 +112,8 @@ def _fill_matrix(adapters: Params, matrix: AdaptedMatrix) -> None:
     """Fill one layer's pair of one matrix with random values, A scaled by the matrix's inputs."""
     pair: Pair = adapters["layers"][matrix.keys[1]][matrix.name]
     dice = np.random.default_rng(3)
-    pair.a[matrix.pair] = dice.normal(size=pair.a[matrix.pair].shape) / np.sqrt(matrix.inputs)
-    pair.b[matrix.pair] = dice.normal(size=pair.b[matrix.pair].shape)
+    pair.a[matrix.index] = dice.normal(size=pair.a[matrix.index].shape) / np.sqrt(matrix.inputs)
+    pair.b[matrix.index] = dice.normal(size=pair.b[matrix.index].shape)
 
 
 @cache

@@ -70,7 +70,7 @@ def _iterate_tensors(
         # A sharded array has no single buffer to view.
         if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
             tensor = torch.from_dlpack(leaf)
-            tensor = tensor if entry.pair is None else tensor[entry.pair]
+            tensor = tensor if entry.index is None else tensor[entry.index]
         else:
             # numpy cannot export its bfloat16 by DLPack, jax can.
             tensor = torch.from_dlpack(jnp.asarray(gather_sent(params, entry)))

@@ -50,7 +50,7 @@ def list_sent(cfg: ModelConfig, experts: Experts) -> list[Entry]:
                 shape,
                 entry.param_shape,
                 entry.keys,
-                entry.pair,
+                entry.index,
                 "same",
                 entry.read,
                 matrix=entry,
@@ -88,7 +88,7 @@ def gather_sent(params: Params, entry: Entry, *, receives: bool = True) -> np.nd
         return gather_entry(params, entry, receives=receives)
     packed = _packed_leaf(params, entry)
     part = packed.scales_EDF if entry.is_scales else packed.nibbles_EDF
-    part = gather_leaf(part, entry.pair, receives=receives)
+    part = gather_leaf(part, entry.index, receives=receives)
     if not receives:
         return part
     out = np.empty(entry.shape, np.uint8)
@@ -107,11 +107,11 @@ def device_sent(params: Params, entry: Entry, dtype: str, device: Any) -> jax.Ar
     """Return a tensor in the checkpoint's layout on one device, which needs room for two copies."""
     if not isinstance(entry, PackedPart):
         leaf, kind = leaf_of(params, entry), sent_dtype(entry, dtype)
-        return device_tensor(leaf, entry.pair, entry.layout, entry.shape, kind, device)
+        return device_tensor(leaf, entry.index, entry.layout, entry.shape, kind, device)
     packed = _packed_leaf(params, entry)
     part = packed.scales_EDF if entry.is_scales else packed.nibbles_EDF
-    shape = part.shape if entry.pair is None else part.shape[1:]
-    part = device_tensor(part, entry.pair, entry.matrix.layout, shape, "uint8", device)
+    shape = part.shape if entry.index is None else part.shape[1:]
+    part = device_tensor(part, entry.index, entry.matrix.layout, shape, "uint8", device)
     return jnp.swapaxes(part, 1, 2) if entry.is_scales else _nibbles_to_blocks(part)
 
 

@@ -40,7 +40,7 @@ def random_tensors(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         layers = range(("sliding", "full").index(kind), cfg.n_layers, 2) if "{}" in spec.hf else [0]
         for layer in layers:
             name = spec.hf.format(layer)
-            shape = spec.shape[1:] if spec.axes[0] == "pair" else spec.shape
+            shape = spec.shape[1:] if spec.is_stacked else spec.shape
             if name.endswith(EXPERTS):
                 n_experts, summed, out = shape
                 scales = rng.integers(0, 255, (n_experts, out, summed // 32), np.uint8)

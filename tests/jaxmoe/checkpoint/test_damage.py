@@ -24,6 +24,10 @@ def tree():
     }
 
 
+def parts():
+    return {"policy": {"w": tree()["w"]}, "optimizer": tree()}
+
+
 def bits_of(tree):
     return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
@@ -32,7 +36,7 @@ def bits_of(tree):
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     for step in (1, 2):
-        store.save_checkpoint(directory, step, tree(), EXTRA, keep=2)
+        store.save_checkpoint(directory, step, parts(), EXTRA, keep=2)
     return directory
 
 
@@ -57,7 +61,7 @@ def test_no_random_damage_of_a_run_checkpoint_is_silent(saved, tmp_path, faults,
     draw, refused = random.Random(faults), 0
     files = sorted(p.relative_to(saved) for p in (saved / "2").rglob("*") if p.is_file())
     largest = max(files, key=lambda path: (saved / path).stat().st_size)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts())
     for fault in range(faults):
         bad = shutil.copytree(saved, tmp_path / str(fault))
         fault_text = damage_file(bad / (draw.choice(files) if fault % 3 else largest), draw)
@@ -70,9 +74,9 @@ def test_no_random_damage_of_a_run_checkpoint_is_silent(saved, tmp_path, faults,
             assert "\n" not in str(error) and str(bad) in str(error), fault_text
             assert f"move {bad / '2'} away" in str(error), fault_text
             shutil.rmtree(bad / "2")
-            assert bits_of(store.restore_checkpoint(bad, 1, like)) == bits_of(tree()), fault_text
+            assert bits_of(store.restore_checkpoint(bad, 1, like)) == bits_of(parts()), fault_text
         else:
-            assert extra == EXTRA and bits_of(state) == bits_of(tree()), fault_text
+            assert extra == EXTRA and bits_of(state) == bits_of(parts()), fault_text
     output = capfd.readouterr()
     assert output.err == "" and refused > faults / 4
 
@@ -81,10 +85,13 @@ def test_an_array_whose_bits_changed_is_named(saved, tmp_path):
     bad = shutil.copytree(saved, tmp_path / "bad")
     path = bad / "2" / "digests" / "metadata"
     metadata = json.loads(path.read_text())
-    metadata["arrays"]["deep/b"] = f"{int(metadata['arrays']['deep/b'], 16) ^ 1:016x}"
+    name = "optimizer/deep/b"
+    metadata["arrays"][name] = f"{int(metadata['arrays'][name], 16) ^ 1:016x}"
     path.write_text(json.dumps(metadata))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
-    with pytest.raises(store.CheckpointError, match=r"deep/b has other bits .* resume from 1\."):
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts())
+    with pytest.raises(
+        store.CheckpointError, match=r"optimizer/deep/b has other bits .* resume from 1\."
+    ):
         store.restore_checkpoint(bad, 2, like)
     shutil.rmtree(bad / "1")
     with pytest.raises(store.CheckpointError, match="start again: there is no older one"):

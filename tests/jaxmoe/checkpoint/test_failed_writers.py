@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from jaxmoe.checkpoint.store import CheckpointError, save_checkpoint
 
 folder = Path(sys.argv[1])
-state = {f"array {i}": jnp.full((3, 3), i) for i in range(60)}
-save_checkpoint(folder, 1, state, {}, keep=3)
+parts = {"policy": {f"array {i}": jnp.full((3, 3), i) for i in range(60)}}
+save_checkpoint(folder, 1, parts, {}, keep=3)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:
-    save_checkpoint(folder, 2, state, {}, keep=3)
+    save_checkpoint(folder, 2, parts, {}, keep=3)
 except CheckpointError as error:
     print(error)
 else:
     raise SystemExit("the save must fail")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-save_checkpoint(folder, 2, state, {}, keep=3)
+save_checkpoint(folder, 2, parts, {}, keep=3)
 """
 
 

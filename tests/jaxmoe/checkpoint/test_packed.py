@@ -162,7 +162,7 @@ def test_jax_arrays_are_exported_like_numpy_ones(loaded, tensors):
 def test_a_device_decodes_one_layers_matrices_for_an_engine(loaded, dense, dtype):
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts.down_proj"):
         entry = next(entry for entry in list_entries(CFG) if entry.name == name)
-        args = entry.pair, entry.layout, entry.shape, dtype, jax.devices()[0]
+        args = entry.index, entry.layout, entry.shape, dtype, jax.devices()[0]
         actual, expected = (device_tensor(leaf_of(x, entry), *args) for x in (loaded, dense))
         assert bits(actual) == bits(expected)
 
@@ -308,7 +308,7 @@ def test_packing_is_what_an_export_does_and_tells_each_matrixs_error(tmp_path):
             assert leaf_of(packed_params, entry) is leaf_of(params, entry)
             continue
         assert bits(leaf_of(packed_params, entry)) == bits(leaf_of(exported, entry))
-        before, after = (leaf_of(t, entry)[entry.pair].astype(float) for t in (params, values))
+        before, after = (leaf_of(t, entry)[entry.index].astype(float) for t in (params, values))
         relative = np.linalg.norm(after - before) / np.linalg.norm(before)
         assert errors[entry.name].relative == pytest.approx(relative, rel=1e-5)
         assert errors[entry.name].largest == pytest.approx(np.abs(after - before).max(), rel=1e-6)

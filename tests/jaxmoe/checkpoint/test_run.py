@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxmoe.checkpoint import run
@@ -20,6 +21,7 @@ from jaxmoe.checkpoint.run import (
     initial_params,
     lock_run_folder,
     record_config,
+    restore_policy,
     restore_run,
     save_run,
 )
@@ -97,13 +99,37 @@ def test_moments_may_move_between_the_host_and_the_device(tmp_path):
         assert memory_kinds == {kind}
 
 
-def test_a_checkpoint_without_digests_is_restored_and_told_of(tmp_path, capsys):
+def test_a_checkpoint_of_one_part_is_refused(tmp_path):
     saved(tmp_path)
-    assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert "has no digests" not in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "checkpoints" / "1000003" / "digests")
-    assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert capsys.readouterr().out.count("has no digests: damage cannot be detected\n") == 1
+    (tmp_path / "checkpoints" / "1000003" / "policy").rename(
+        tmp_path / "checkpoints" / "1000003" / "state"
+    )
+    for restore in (lambda: restore_run(tmp_path, CFG, SHAPES), lambda: used(tmp_path, CFG)):
+        with pytest.raises(ConfigError, match="an earlier version of jaxmoe. Try a new --workdir"):
+            restore()
+
+
+def test_another_optimizer_is_blamed_by_its_name(tmp_path):
+    saved(tmp_path)
+    shapes = stage_shapes(CFG, optax.sgd(0.1), optax.sgd(0.1))
+    with pytest.raises(ConfigError) as error:
+        restore_run(tmp_path, CFG, shapes)
+    message = str(error.value)
+    assert "must fit the run's optimizer: optimizer/state/1/0/count" in message
+    assert "--set optim.name=MODULE:FUNCTION" in message and "\n" not in message
+    assert bits_of(used(tmp_path, CFG).params) == bits_of(initial_params(CFG))
+
+
+def test_the_policy_is_read_without_the_other_parts(tmp_path):
+    cfg = override(CFG, "optim.trainable=(?!.*router).*")
+    state = init_state(Trained(initial_params(cfg)), TX, trainable=cfg.trainable)
+    save_run(tmp_path, cfg, Position("warmup", 3, state, {}))
+    shutil.rmtree(tmp_path / "checkpoints" / "3" / "optimizer")
+    policy = used(tmp_path, CFG)  # which parameters train is no matter
+    assert policy is not None and (policy.stage, policy.step, policy.rl_step) == ("warmup", 3, 0)
+    assert bits_of(policy.params) == bits_of(initial_params(cfg))
+    with pytest.raises(ConfigError, match="optimizer is missing"):
+        restore_run(tmp_path, cfg, stage_shapes(cfg, TX, TX))
 
 
 def test_rl_comes_after_the_warm_start(tmp_path):
@@ -115,13 +141,18 @@ def test_rl_comes_after_the_warm_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
+    "change",
+    ["optim.name=muon", "optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"],
 )
 def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
     state = init_state(Trained(initial_params(CFG)), TX)
     save_run(tmp_path, CFG, Position("rl", 3, state, {}))
     with pytest.raises(ConfigError, match=change.split("=")[0]):
         restore_run(tmp_path, override(CFG, change), SHAPES)
+
+
+def used(work, cfg, contents=None):
+    return restore_policy(work, cfg, None, contents=contents)
 
 
 def saved(work, cfg=CFG):
@@ -177,11 +208,11 @@ def test_a_run_that_drops_long_prompts_keeps_what_says_which_these_are(tmp_path)
     drops = override(CFG, "data.overlong_prompts=drop")
     saved(tmp_path, drops)
     shorter = override(drops, "data.max_prompt_tokens=50")
-    for train in (True, False):
+    for read in (used, lambda work, cfg: restore_run(work, cfg, SHAPES)):
         with pytest.raises(ConfigError, match="data.max_prompt_tokens=512"):
-            restore_run(tmp_path, shorter, SHAPES, to_train=train)
+            read(tmp_path, shorter)
         with pytest.raises(ConfigError, match="data.overlong_prompts=drop"):
-            restore_run(tmp_path, CFG, SHAPES, to_train=train)
+            read(tmp_path, CFG)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +232,10 @@ def test_a_checkpoint_is_scored_on_rows_it_did_not_train_on(tmp_path, change, re
     saved(tmp_path)
     cfg = override(CFG, change)
     if not refused:
-        assert restore_run(tmp_path, cfg, SHAPES, to_train=False) is not None
+        assert used(tmp_path, cfg) is not None
         return
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
-        restore_run(tmp_path, cfg, SHAPES, to_train=False)
+        used(tmp_path, cfg)
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
@@ -221,7 +252,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
                 pass
         with pytest.raises(ConfigError, match="another process trains in it"):
             restore_run(tmp_path, CFG, SHAPES)
-        restore_run(tmp_path, CFG, SHAPES, to_train=False)  # it may be scored meanwhile
+        used(tmp_path, CFG)  # it may be scored meanwhile
         process.kill()
         process.wait()
     with lock_run_folder(tmp_path):  # what a killed one leaves is nothing
@@ -293,7 +324,7 @@ def test_a_moved_file_is_the_same_task_whose_rows_were_trained_on(tmp_path):
     save_run(tmp_path, saved_cfg, Position("rl", 3, state, {}), {key: "c0ffee"})
 
     def scored(cfg, digest):
-        return restore_run(tmp_path, cfg, SHAPES, to_train=False, contents={key: digest})
+        return used(tmp_path, cfg, {key: digest})
 
     moved = override(CFG, "data.task=there")
     assert scored(moved, "c0ffee") is not None and scored(moved, "decaf") is not None

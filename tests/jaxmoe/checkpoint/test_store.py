@@ -30,6 +30,10 @@ def tree(seed=0):
     }
 
 
+def parts(seed=0):
+    return {"policy": tree(seed)}
+
+
 def bits_of(tree):
     return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
@@ -40,9 +44,9 @@ def abstract(tree):
 
 def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
     extra = {"stage": "rl", "data": {"epoch": 3, "at": [1, 2]}, "none": None}
-    store.save_checkpoint(tmp_path / "c", 7, tree(4), extra, keep=2)
-    assert bits_of(store.restore_checkpoint(tmp_path / "c", 7, abstract(tree()))) == bits_of(
-        tree(4)
+    store.save_checkpoint(tmp_path / "c", 7, parts(4), extra, keep=2)
+    assert bits_of(store.restore_checkpoint(tmp_path / "c", 7, abstract(parts()))) == bits_of(
+        parts(4)
     )
     assert store.restore_extra(tmp_path / "c", 7) == extra
     assert capfd.readouterr().err == ""
@@ -51,7 +55,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
 def test_only_the_newest_are_kept(tmp_path):
     assert store.find_latest_step(tmp_path / "c") is None
     for step in (1, 5, 9, 1_000_002):
-        store.save_checkpoint(tmp_path / "c", step, tree(step), {}, keep=2)
+        store.save_checkpoint(tmp_path / "c", step, parts(step), {}, keep=2)
     assert store.find_latest_step(tmp_path / "c") == 1_000_002
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1000002", "9"]
 
@@ -75,7 +79,7 @@ def test_a_lost_process_is_no_fault_of_the_disk(tmp_path, monkeypatch, kind):
 
         with monkeypatch.context() as patch:
             patch.setattr(store, "_open_manager", lost)
-            store.save_checkpoint(tmp_path / "c", 7, tree(), {}, keep=2)
+            store.save_checkpoint(tmp_path / "c", 7, parts(), {}, keep=2)
 
     with pytest.raises(store.CheckpointError, match="Gloo"):
         save_of(1)
@@ -86,57 +90,57 @@ def test_a_lost_process_is_no_fault_of_the_disk(tmp_path, monkeypatch, kind):
 
 
 def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
-    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
-    abstract_state = abstract(tree())
-    abstract_state["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
+    store.save_checkpoint(tmp_path, 1, parts(), {}, keep=2)
+    abstract_state = abstract(parts())
+    abstract_state["policy"]["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
     with pytest.raises(
         store.CheckpointError, match=r"deep/f32 is \(3, 11\) .* in the checkpoint and \(3, 12\)"
     ):
         store.restore_checkpoint(tmp_path, 1, abstract_state)
-    del abstract_state["deep"]
-    with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent in the config"):
+    del abstract_state["policy"]["deep"]
+    with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent in the run"):
         store.restore_checkpoint(tmp_path, 1, abstract_state)
 
 
 def test_a_truncated_file_is_a_clear_error(tmp_path):
-    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
-    for path in (tmp_path / "1" / "state").rglob("d/*"):
+    store.save_checkpoint(tmp_path, 1, parts(), {}, keep=2)
+    for path in (tmp_path / "1" / "policy").rglob("d/*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(store.CheckpointError, match="checkpoint 1 .* complete and readable") as e:
-        store.restore_checkpoint(tmp_path, 1, abstract(tree()))
+        store.restore_checkpoint(tmp_path, 1, abstract(parts()))
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("like", [((5,), "bfloat16"), ((), "float32")])
 def test_another_dtype_or_rank_is_refused_with_both_sides_named(tmp_path, like):
-    store.save_checkpoint(tmp_path, 1, {"x": jnp.ones(5, jnp.float32)}, {}, keep=2)
+    store.save_checkpoint(tmp_path, 1, {"policy": {"x": jnp.ones(5, jnp.float32)}}, {}, keep=2)
     with pytest.raises(
         store.CheckpointError,
-        match=r"x is \(5,\) float32 in the checkpoint and \(.*\) \w+ in the config",
+        match=r"x is \(5,\) float32 in the checkpoint and \(.*\) \w+ in the run",
     ):
-        store.restore_checkpoint(tmp_path, 1, {"x": jax.ShapeDtypeStruct(*like)})
+        store.restore_checkpoint(tmp_path, 1, {"policy": {"x": jax.ShapeDtypeStruct(*like)}})
 
 
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_step_that_is_not_newer_is_refused_aloud(tmp_path, step):
-    store.save_checkpoint(tmp_path, 5, tree(5), {"v": 1}, keep=2)
+    store.save_checkpoint(tmp_path, 5, parts(5), {"v": 1}, keep=2)
     with pytest.raises(store.CheckpointError, match=f"checkpoint {step} must come after 5"):
-        store.save_checkpoint(tmp_path, step, tree(6), {"v": 2}, keep=2)
+        store.save_checkpoint(tmp_path, step, parts(6), {"v": 2}, keep=2)
     assert store.restore_extra(tmp_path, 5) == {"v": 1}
 
 
 def test_keeping_none_is_refused_before_anything_is_dropped(tmp_path):
-    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
+    store.save_checkpoint(tmp_path, 1, parts(), {}, keep=2)
     with pytest.raises(store.CheckpointError, match="save.keep"):
-        store.save_checkpoint(tmp_path, 2, tree(), {}, keep=0)
+        store.save_checkpoint(tmp_path, 2, parts(), {}, keep=0)
     assert store.find_latest_step(tmp_path) == 1
 
 
 def test_a_workdir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(store.CheckpointError, match="--workdir"):
-        store.save_checkpoint(tmp_path / "file", 1, tree(), {}, keep=2)
+        store.save_checkpoint(tmp_path / "file", 1, parts(), {}, keep=2)
 
 
 @pytest.fixture
@@ -155,12 +159,13 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("foreseen", [True, False])
 def test_a_full_disk_fails_in_one_line_and_keeps_the_earlier_one(small_disk, monkeypatch, foreseen):
-    x = {"x": jnp.asarray(np.random.default_rng(0).integers(0, 2**30, 700_000), jnp.int32)}
+    numbers = np.random.default_rng(0).integers(0, 2**30, 700_000)
+    x = {"policy": {"x": jnp.asarray(numbers, jnp.int32)}}
     directory = small_disk / "c"
     store.save_checkpoint(directory, 1, x, {}, keep=2)
     if not foreseen:  # the space was there when asked for, and another program took it
         monkeypatch.setattr(store.shutil, "disk_usage", lambda p: _Plenty)
-    bigger = {"x": jnp.concatenate([x["x"], x["x"] + 1])}
+    bigger = {"policy": {"x": jnp.asarray(np.concatenate([numbers, numbers + 1]), jnp.int32)}}
     with pytest.raises(store.CheckpointError, match="checkpoint 2 needs 5.6 MB") as e:
         store.save_checkpoint(directory, 2, bigger, {}, keep=2)
     assert "\n" not in str(e.value)
@@ -171,7 +176,7 @@ def test_a_full_disk_fails_in_one_line_and_keeps_the_earlier_one(small_disk, mon
 
 
 def test_a_disk_without_inodes_is_told_as_such_and_keeps_the_earlier_one(small_disk):
-    x = {"x": jnp.zeros(100)}
+    x = {"policy": {"x": jnp.zeros(100)}}
     directory = small_disk / "c"
     store.save_checkpoint(directory, 1, x, {}, keep=2)
     free = os.statvfs(small_disk).f_favail
@@ -196,7 +201,7 @@ SAVER = """
 import sys, numpy as np, jax.numpy as jnp
 from pathlib import Path
 from jaxmoe.checkpoint import store
-x = {"x": jnp.asarray(np.random.default_rng(0).random(12_500_000), jnp.float32)}
+x = {"policy": {"x": jnp.asarray(np.random.default_rng(0).random(12_500_000), jnp.float32)}}
 store.save_checkpoint(Path(sys.argv[1]), 1, x, {"n": 1}, keep=2)
 for step in range(2, 50):
     print("saving", flush=True)
@@ -233,8 +238,9 @@ def test_a_save_that_was_killed_is_never_picked_up_and_is_cleaned_at_the_next(tm
         newest = store.find_latest_step(directory)
         assert newest is not None
         assert store.restore_extra(directory, newest) == {"n": newest}
-        like = {"x": jax.ShapeDtypeStruct((12_500_000,), jnp.float32)}
-        assert store.restore_checkpoint(directory, newest, like)["x"].shape == (12_500_000,)
-        store.save_checkpoint(directory, 100, {"x": jnp.zeros(3)}, {}, keep=2)
+        like = {"policy": {"x": jax.ShapeDtypeStruct((12_500_000,), jnp.float32)}}
+        restored = store.restore_checkpoint(directory, newest, like)
+        assert restored["policy"]["x"].shape == (12_500_000,)
+        store.save_checkpoint(directory, 100, {"policy": {"x": jnp.zeros(3)}}, {}, keep=2)
         assert not halves(directory)
     assert half, "no kill fell into a save: this test showed nothing"

@@ -29,10 +29,10 @@ B = 2
 
 def test_sliding_layers_hold_only_their_window():
     cache = init_cache(CFG, B, 29)
-    assert cache.sliding.k.shape == (1, B, 9, 48)
-    assert cache.full.k.shape == (1, B, 29, 48)
-    assert init_cache(CFG, B, 5).sliding.k.shape == (1, B, 5, 48)
-    assert init_cache(CFG, B, 513).full.k.shape == (1, B, 576, 48)
+    assert cache.stacks["sliding"].k.shape == (1, B, 9, 48)
+    assert cache.stacks["full"].k.shape == (1, B, 29, 48)
+    assert init_cache(CFG, B, 5).stacks["sliding"].k.shape == (1, B, 5, 48)
+    assert init_cache(CFG, B, 513).stacks["full"].k.shape == (1, B, 576, 48)
 
 
 def test_bytes_are_those_of_the_arrays():
@@ -56,11 +56,13 @@ def test_after_every_token_the_sliding_slots_hold_the_last_window(prefill):
     for position in range(prefill, prefill + 12):
         positions = jnp.full((B, 1), position)
         cache = run(params, jnp.zeros((B, 1), jnp.int32), positions, cache)
-        cached = np.asarray(cache.sliding.positions_BC)[np.asarray(cache.sliding.segments_BC) > 0]
+        cached = np.asarray(cache.stacks["sliding"].positions_BC)[
+            np.asarray(cache.stacks["sliding"].segments_BC) > 0
+        ]
         first = max(0, position - 8)
         want = np.arange(first, position + 1)
         np.testing.assert_array_equal(np.sort(cached.reshape(B, -1), axis=1), [want] * B)
-        full = np.asarray(cache.full.segments_BC)
+        full = np.asarray(cache.stacks["full"].segments_BC)
         np.testing.assert_array_equal(full.sum(axis=1), [position + 1] * B)
 
 

@@ -54,8 +54,8 @@ def test_newer_files_keep_theta_among_the_rope_parameters():
     [
         ({"model_type": "llama"}, "model_type must be 'gpt_oss', got 'llama'"),
         (
-            {"layer_types": ["full_attention"] * 6},
-            "layer_types must be sliding_attention and full_attention, alternating",
+            {"layer_types": ["full_attention"] * 5},
+            "layer_types must be 6 of sliding_attention and full_attention",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type must be 'yarn' or 'default'"),
     ],

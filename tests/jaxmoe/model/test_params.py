@@ -48,11 +48,11 @@ def test_the_released_models_have_their_published_counts(cfg, total, active):
     assert actual[0] == total and abs(actual[1] - active) < 0.05e9
 
 
-def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
+def test_every_layer_is_stacked_over_layers_and_has_its_axes():
     tree = param_specs(CFG)
     assert tree["layers"]["sliding"] == tree["layers"]["full"]
     for spec in tree["layers"]["full"].values():
-        assert spec.shape[0] == 3 and spec.axes[0] == "pair" and "{}" in spec.hf
+        assert spec.shape[0] == 3 and spec.is_stacked and "{}" in spec.hf
     assert all(len(s.shape) == len(s.axes) for s in list_specs(CFG))
     hf_names = [s.hf for s in list_specs(CFG)]
     assert len(set(hf_names)) == len(tree["layers"]["full"]) + 3

@@ -28,17 +28,17 @@ def broken_params(value, dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_broken_expert_is_named_by_layer_matrix_and_number(value, dtype):
     params = broken_params(value, dtype)
-    assert find_not_finite(params) == "layer 3, w_down, expert 5 (1 such matrices)"
+    assert find_not_finite(params, CFG) == "layer 3, w_down, expert 5 (1 such matrices)"
     sharded = jax.device_put(params, param_shardings(CFG, make_mesh(MeshConfig(fsdp=2, expert=4))))
-    assert find_not_finite(sharded) == "layer 3, w_down, expert 5 (1 such matrices)"
+    assert find_not_finite(sharded, CFG) == "layer 3, w_down, expert 5 (1 such matrices)"
     gate_up = params["layers"]["sliding"]["w_gate_up"]
     params["layers"]["sliding"]["w_gate_up"] = gate_up.at[1, 0].set(value)
-    assert find_not_finite(params) == "layer 2, w_gate_up, expert 0 (2 such matrices)"
+    assert find_not_finite(params, CFG) == "layer 2, w_gate_up, expert 0 (2 such matrices)"
 
 
 def test_finite_experts_are_not_named_nor_are_other_weights():
     params = broken_params(np.finfo(np.float32).max)
     params["embed"] = params["embed"].at[0, 0].set(math.nan)
-    assert find_not_finite(params) == ""
+    assert find_not_finite(params, CFG) == ""
     without = params | {"layers": {"full": {"w_down": None}, "sliding": {}}}
-    assert find_not_finite(without) == ""
+    assert find_not_finite(without, CFG) == ""

@@ -54,20 +54,20 @@ def test_a_device_holds_its_share_of_the_real_models_and_little_more(cfg, mesh):
 
 def test_an_axis_of_the_mesh_cuts_a_parameter_once_and_only_where_it_divides():
     mesh = mesh_sizes(fsdp=2, expert=3, tensor=2)
-    assert partition_axes(("pair", "embed", "heads"), (2, 8, 12), mesh) == (
+    assert partition_axes(("stack", "embed", "heads"), (2, 8, 12), mesh) == (
         (),
         ("fsdp",),
         ("tensor", "expert"),
     )
-    assert partition_axes(("pair", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
-    assert partition_axes(("pair", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
+    assert partition_axes(("stack", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
+    assert partition_axes(("stack", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
         (),
         ("expert", "tensor"),
         ("fsdp",),
         (),
     )
-    assert partition_axes(("pair", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
-    assert partition_axes(("pair", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
+    assert partition_axes(("stack", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
+    assert partition_axes(("stack", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
 
 
 def test_whatever_mirrors_the_parameters_lies_as_they_do():

@@ -33,7 +33,8 @@ from jaxmoe.plan.sampler import CompiledSampler
 from jaxmoe.rl.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.sharing_from_config import row_sharing
-from jaxmoe.run.memory import base_bytes, layer_flops, plan_memory
+from jaxmoe.run.memory import layer_flops, plan_memory
+from jaxmoe.run.policy_memory import base_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
 from pallas_kernels.ahead_of_time import compiler_unavailable

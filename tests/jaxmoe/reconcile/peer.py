@@ -104,12 +104,15 @@ def peer_logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
 
     x = cast(params["embed"][tokens])
     rng = np.random.default_rng(len(tokens))
+    absent = {f"b_{name}": 0.0 for name in ("q", "k", "v", "o", "router")}
+    absent |= {f"b_{name}": np.zeros(cfg.n_experts) for name in ("gate_up", "down")}
+    absent["sinks"] = np.full(cfg.n_q_heads, -np.inf)
     for i in range(cfg.n_layers):
-        stack = params["layers"][("sliding", "full")[i % 2]]
-        p = {name: value[i // 2] for name, value in stack.items()}
-        window = (cfg.sliding_window if peer.window is None else peer.window, peer.full_window)[
-            i % 2
-        ]
+        group, index = cfg.plan.find_layer(i)
+        p = {name: value[index] for name, value in params["layers"][group].items()}
+        p = absent | p
+        window = cfg.plan.kinds[i].window if peer.window is None else peer.window
+        window = peer.full_window if cfg.plan.kinds[i].window is None else window
         layer_peer = peer if peer.scaled_layer in (None, i) else replace(peer, scale=1.0)
         x = cast(
             x

@@ -8,7 +8,7 @@ import optax
 import pytest
 from bigram import CFG
 
-from jaxmoe.config import OptimConfig
+from jaxmoe.config import ConfigError, OptimConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params
 from jaxmoe.rl.optimizer import (
@@ -154,3 +154,30 @@ def test_the_scale_of_the_routers_learning_rate_changes_their_updates_alone():
     ):
         factor = 0.25 if "router" in str(path) else 1.0
         np.testing.assert_array_equal(x * np.float32(factor), y)
+
+
+def test_an_optimizer_of_optax_is_named_with_its_options():
+    cfg = OptimConfig(lr=0.01, name="optax:sgd(momentum=0.5)", clip_norm=None, lr_warmup_steps=2)
+    np.testing.assert_allclose(updates(cfg, 9, count=3), [-0.015, -0.03375, -0.0525], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "adam"}, "no function 'adam'. Did you mean adamw?"),
+        ({"name": "muon(beta=0.9)"}, "optim.name: muon has no option 'beta'. Known: momentum"),
+        ({"name": "optax:global_norm"}, "takes updates, which is not available here"),
+        ({"name": "optax:constant_schedule"}, "takes value, which is not available here"),
+        ({"name": "tests.jaxmoe.rl.test_optimizer:no_optimizer"}, "must return an optax.Gradient"),
+        ({"name": "optax:lion", "weight_decay": 0.1}, "Try --set optim.weight_decay=0.0, and"),
+        ({"name": "optax:lion", "moments": "host"}, "Try --set optim.moments=device."),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(fields, message):
+    with pytest.raises(ConfigError) as error:
+        make_optimizer(OptimConfig(lr=0.1, **fields), steps=1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def no_optimizer(learning_rate):
+    return learning_rate

@@ -51,7 +51,7 @@ def test_every_metric_is_that_of_numpy_in_each_layer():
     # One layer stays as it was: the second of the full ones, which is layer 3.
     for name in MATRICES:
         new = change(new, "full", name, 1, old["layers"]["full"][name][1])
-    metrics = rounding_metrics(round_experts(old), round_experts(new), new)
+    metrics = rounding_metrics(round_experts(old), round_experts(new), new, CFG.plan)
     moved, rescaled, error, norm, distance, saturated, count = (np.zeros(4) for _ in range(7))
     for i, kind in enumerate(("sliding", "full")):
         for name in MATRICES:
@@ -126,7 +126,7 @@ def test_one_master_that_is_not_finite_makes_the_relative_error_so(dtype):
     cfg = tiny(d_model=64, d_expert=64, n_layers=4, n_experts=5)
     params = jax.tree.map(lambda x: x.astype(dtype), init_params(jax.random.key(0), cfg))
     before = round_experts(params)
-    measure = jax.jit(lambda after: rounding_metrics(before, round_experts(after), after))
+    measure = jax.jit(lambda after: rounding_metrics(before, round_experts(after), after, CFG.plan))
     assert np.isfinite(measure(params)["quant/relative_error"])
     for kind in ("sliding", "full"):
         for name in MATRICES:
@@ -140,7 +140,7 @@ def test_one_master_that_is_not_finite_makes_the_relative_error_so(dtype):
 def test_more_values_than_an_int32_counts_are_counted():
     def measure(params):
         packed = round_experts(params)
-        return rounding_metrics(packed, packed, params)
+        return rounding_metrics(packed, packed, params, gpt_oss_20b().plan)
 
     params = abstract_params(gpt_oss_20b())
     assert params["layers"]["full"]["w_gate_up"].size > 2**31

@@ -21,7 +21,7 @@ from pallas_kernels.ahead_of_time import chip_mesh, compile_on, compiler_unavail
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# three pairs of layers; a critic without any, of which one parameter is a scalar, as a count is
+# stacks of three layers; a critic without any, of which one parameter is a scalar, as a count is
 SHAPES = Trained(
     {"embed": (5, 7), "layers": {"full": {"w": (3, 4, 2), "b": (3, 6)}, "sliding": {"s": (3, 1)}}},
     {"value_head": {"w": (7,), "b": ()}},

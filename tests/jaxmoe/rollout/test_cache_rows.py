@@ -11,7 +11,7 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.model.cache import LayerKind, own_slots
+from jaxmoe.model.cache import KVStack, own_slots
 from jaxmoe.rollout.cache_rows import put_rows, repeat_rows, share_prompt_keys, take_rows
 from jaxmoe.rollout.decoding import prefill_prompts
 from pallas_kernels import decode_attention
@@ -59,14 +59,14 @@ def prefill(params):
     )[0]
 
 
-def add_slots(kind):
+def add_slots(stack):
     """Room for the answers behind the prompts, as an engine has it that copies them."""
     added = [(0, 0), (0, 0), (0, NEW), (0, 0)]
-    return LayerKind(
-        jnp.pad(kind.k, added),
-        jnp.pad(kind.v, added),
-        jnp.pad(kind.positions_BC, added[1:3]),
-        jnp.pad(kind.segments_BC, added[1:3]),
+    return KVStack(
+        jnp.pad(stack.k, added),
+        jnp.pad(stack.v, added),
+        jnp.pad(stack.positions_BC, added[1:3]),
+        jnp.pad(stack.segments_BC, added[1:3]),
     )
 
 
@@ -74,7 +74,8 @@ def add_slots(kind):
 def caches():
     """The cache of all samples with copies of the prompts, and with one copy of each."""
     cache = prefill(PARAMS)
-    copied = repeat_rows(replace(cache, full=add_slots(cache.full)), SAMPLES)
+    stacks = cache.stacks | {"full": add_slots(cache.stacks["full"])}
+    copied = repeat_rows(replace(cache, stacks=stacks), SAMPLES)
     return copied, share_prompt_keys(cache, SAMPLES, cfg=CFG, slots=NEW)
 
 
@@ -117,8 +118,8 @@ def test_rows_of_one_copy_have_equal_states(caches, ops):
     scale = np.abs(copied).max()
     np.testing.assert_allclose(shared, copied, atol=64 * EPS * scale)
     # A prompt is visible: without it the states are others.
-    empty = jax.tree.map(jnp.zeros_like, caches[1].prompt.kind)
-    blind = replace(caches[1], prompt=replace(caches[1].prompt, kind=empty))
+    empty = jax.tree.map(jnp.zeros_like, caches[1].prompts)
+    blind = replace(caches[1], prompts=empty)
     assert np.abs(read_rows(blind, np.arange(ROWS), ops, (1, 4))[0] - copied).max() > 0.01 * scale
 
 
@@ -127,8 +128,8 @@ def test_taken_rows_read_the_right_prompt(caches, rows):
     rows = np.asarray(rows)
     copied, shared = (read_rows(take_rows(cache, jnp.asarray(rows)), rows)[0] for cache in caches)
     np.testing.assert_allclose(shared, copied, atol=64 * EPS * max(1.0, np.abs(copied).max()))
-    taken = take_rows(caches[1], jnp.asarray(rows)).prompt
-    assert taken.kind.k.shape[1] == min(PROMPTS, len(rows))
+    taken = take_rows(caches[1], jnp.asarray(rows)).prompts["full"]
+    assert taken.stack.k.shape[1] == min(PROMPTS, len(rows))
 
 
 def test_rows_taken_twice_read_the_right_prompt(caches):
@@ -162,10 +163,10 @@ def test_a_row_does_not_read_its_siblings(caches):
 
 def test_a_prompt_has_slots_once_for_all_samples(caches):
     copied, shared = caches
-    assert copied.full.k.shape[1:3] == (ROWS, LONGEST + NEW)
-    assert shared.full.k.shape[1:3] == (ROWS, NEW)
-    assert shared.prompt.kind.k.shape[1:3] == (PROMPTS, LONGEST)
-    assert shared.sliding.k.shape == copied.sliding.k.shape
+    assert copied.stacks["full"].k.shape[1:3] == (ROWS, LONGEST + NEW)
+    assert shared.stacks["full"].k.shape[1:3] == (ROWS, NEW)
+    assert shared.prompts["full"].stack.k.shape[1:3] == (PROMPTS, LONGEST)
+    assert shared.stacks["sliding"].k.shape == copied.stacks["sliding"].k.shape
 
 
 def test_rows_put_back_have_what_the_part_wrote(caches):

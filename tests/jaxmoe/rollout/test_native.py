@@ -104,7 +104,8 @@ def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     assert cut._loaded is not None
     limits = np.full(32, NEW, np.int32)
     state, _ = cut._prefill_batch(cut._loaded, PROMPTS[:4], STOPPING, 7, 8, 4, 0, limits)
-    for x in (state.cache.full.k, state.cache.prompt.kind.k, state.cache.sliding.k):
+    stacks = *state.cache.stacks.values(), state.cache.prompts["full"].stack
+    for x in (stack.k for stack in stacks):
         assert x.addressable_shards[0].data.shape[1] == x.shape[1] // 4
 
 

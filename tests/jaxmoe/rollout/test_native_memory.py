@@ -54,7 +54,7 @@ def test_the_planned_cache_has_the_engines_bytes(prompt, answer):
     )
     stored = sum(x.nbytes for x in jax.tree.leaves(state.cache))
     assert stored == rows_cache_bytes(cfg, 2, answer)
-    assert (state.cache.prompt is not None) == (answer == 8)
+    assert bool(state.cache.prompts) == (answer == 8)
 
 
 def test_only_decode_attention_reads_a_prompt_in_parts():

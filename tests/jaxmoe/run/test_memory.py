@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import optax
 import pytest
 from printed_plan import what_runs
 
@@ -19,12 +20,20 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, cast_for_forward, count_params, param_specs
+from jaxmoe.parallel.param_bytes import count_local_entries
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes
 from jaxmoe.rollout.engine import open_engine
 from jaxmoe.run.dry_run import format_plan
-from jaxmoe.run.memory import check_memory, device_bytes, layer_flops, plan_memory
+from jaxmoe.run.memory import (
+    check_memory,
+    device_bytes,
+    format_bytes,
+    layer_flops,
+    plan_memory,
+    stage_bytes,
+)
 
 PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
@@ -113,7 +122,7 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     for name in ("engine_copy", "gathered", "reference", "cache"):
         assert getattr(with_critic, name) == getattr(plain, name)
     assert with_critic.sampling - plain.sampling == 12 * extra
-    # the inputs of its layer pairs wait for the backward pass, at the same time as the policy's
+    # the inputs of its layers wait for the backward pass, at the same time as the policy's
     inputs = BIG.model.n_layers // 2 * 8 * BIG.context * width * 2
     assert with_critic.activations - plain.activations == inputs
     every_layer = override(single, "optim.remat=False")
@@ -121,8 +130,17 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     assert policy_and_critic.activations == 2 * plan_memory(every_layer).activations
 
 
-@pytest.mark.parametrize("backbone", ["none", "own", "shared"])
-def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
+def factored(learning_rate):
+    """Statistics of rows and columns, whose shapes are not the parameters'."""
+    return optax.adafactor(learning_rate, min_dim_size_to_factor=9)
+
+
+OPTIMIZERS = ["muon", "optax:sgd", f"{__name__}:factored"]
+STATES = [("none", "adamw"), ("own", "adamw"), ("shared", "adamw"), ("own", "muon")]
+
+
+@pytest.mark.parametrize(("backbone", "name"), [*STATES, *(("none", x) for x in OPTIMIZERS)])
+def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone, name):
     advantages = "group_advantages" if backbone == "none" else "gae"
     cfg = override(
         BIG,
@@ -130,6 +148,7 @@ def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
         f"critic.backbone={backbone}",
         f"loss.advantages={advantages}",
         "critic.pretrain_steps=3",
+        f"optim.name={name}",
     )
     supervised = make_optimizer(cfg.optim, steps=1)
     state, mem = stage_shapes(cfg, supervised, rl_optimizer(cfg))["rl"], plan_memory(cfg)
@@ -139,6 +158,28 @@ def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
 
     assert nbytes(state.params) == mem.weights
     assert 0 <= nbytes(state.opt_state) - mem.optimizer < 100  # counters
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_computes_with_ten_copies():
+    adamw, muon = (plan_memory(override(BIG, f"optim.name={name}")) for name in ("adamw", "muon"))
+    assert adamw.weights < muon.optimizer < 0.55 * adamw.optimizer
+    gate = 4 * BIG.model.n_experts * BIG.model.d_model * BIG.model.d_expert
+    assert muon.update == adamw.update + 10 * gate
+
+
+@pytest.mark.parametrize("mesh", [[], ["mesh.fsdp=1", "mesh.expert=1"]])
+def test_a_policy_is_used_in_the_memory_of_its_parameters(mesh, capsys):
+    """And no optimizer is asked, whose module may be absent there."""
+    cfg = override(load_config("gptoss20b.py"), *mesh, "optim.name=gone:optimizer")
+    specs = param_specs(cfg.model)
+    nbytes = 4 * count_local_entries(specs, cfg)
+    assert sum(stage_bytes(cfg, "exporting").values()) == nbytes
+    assert nbytes < sum(stage_bytes(cfg, "evaluating").values()) < 1.1 * nbytes
+    text = format_plan(cfg, "evaluating")
+    total = format_bytes(sum(stage_bytes(cfg, "evaluating").values()))
+    assert f"evaluating   {total}   (of a checkpoint, the policy alone is read)" in text
+    with pytest.raises(ConfigError, match="gone:optimizer must be a function that can be imported"):
+        format_plan(cfg)
 
 
 def test_a_shared_critic_is_a_value_head():
@@ -183,7 +224,7 @@ def test_a_mesh_of_two_halves_what_it_cuts(axis):
     two = override(single, f"mesh.{axis}=2")
     logical = {name for name, axes in RULES.items() if axis in axes}
     specs = jax.tree.leaves(param_specs(BIG.model), is_leaf=lambda x: hasattr(x, "axes"))
-    matrices = [s for s in specs if len(s.axes) - ("pair" in s.axes) > 1 or axis == "tensor"]
+    matrices = [s for s in specs if len(s.axes) - s.is_stacked > 1 or axis == "tensor"]
     cut = sum(4 * math.prod(s.shape) for s in matrices if logical & set(s.axes))
     before, after = plan_memory(single), plan_memory(two)
     assert before.weights - after.weights == cut // 2
@@ -205,7 +246,7 @@ def test_what_recomputation_keeps_of_attention_is_counted():
     extra = plan_memory(keeping).activations - plan_memory(BIG).activations
     assert extra == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
     line, kept_line = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
-    assert line.startswith("all of a layer pair") and "all but attention" in kept_line
+    assert line.startswith("all of a period of layers") and "all but attention" in kept_line
     assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
 
 

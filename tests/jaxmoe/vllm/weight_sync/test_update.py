@@ -79,7 +79,7 @@ def naive(params, entry) -> np.ndarray:
     actual = params
     for key in entry.keys:
         actual = actual[key]
-    actual = np.asarray(actual if entry.pair is None else actual[entry.pair])
+    actual = np.asarray(actual if entry.index is None else actual[entry.index])
     if entry.layout.startswith("transpose"):
         actual = actual.T
     if entry.layout.startswith("gate_up"):
@@ -137,14 +137,14 @@ def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
     assert not list_leftovers(tmp_path)
 
 
-def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
-    """Over a mesh as the rules say; or also the layer pairs, over the first axis."""
+def spread(params, cfg, fsdp: int, expert: int, along_layers: bool = False):
+    """Over a mesh as the rules say; or also the layers, over the first axis."""
     sizes = MeshConfig(fsdp=fsdp, expert=expert)
     mesh = make_mesh(sizes, jax.devices()[: fsdp * expert])
 
     def put(spec, leaf):
         names = list(partition_axes(spec.axes, spec.shape, mesh.shape))
-        if along_pairs and spec.axes[0] == "pair" and ("fsdp",) not in names:
+        if along_layers and spec.is_stacked and ("fsdp",) not in names:
             names[0] = ("fsdp",)
         return jax.device_put(leaf, NamedSharding(mesh, mesh_spec(*names)))
 
@@ -159,9 +159,9 @@ def test_arrays_cut_over_devices_are_published_like_whole_ones(tmp_path, fsdp, e
     assert write_update(cut, tmp_path).digests == write_update(params, tmp_path).digests
 
 
-def test_arrays_cut_along_layer_pairs_are_published_like_whole_ones(tmp_path):
+def test_arrays_cut_along_layers_are_published_like_whole_ones(tmp_path):
     params = random_params()
-    cut = spread(params, CFG, 2, 2, along_pairs=True)
+    cut = spread(params, CFG, 2, 2, along_layers=True)
     assert not cut["layers"]["full"]["b_gate_up"].is_fully_replicated
     assert write_update(cut, tmp_path).digests == write_update(params, tmp_path).digests
 
