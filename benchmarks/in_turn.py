@@ -23,7 +23,7 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.shapes import Metrics, Params
 
@@ -60,9 +60,8 @@ def make_step(
 ) -> Callable[[], Metrics]:
     """Return a step of RL on a drawn batch, which trains `params` further at each call."""
     tx = rl_optimizer(cfg)
-    step = jax.jit(
-        partial(rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate),
-        donate_argnums=0,
+    step = jit_step(
+        tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate, donate_argnums=0
     )
     state, batch = init_state(Trained(params), tx, frozen), draw_batch(cfg)
 

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 
@@ -29,7 +28,7 @@ class Desk:
         from jaxmoe.rl.scorer import Scorer
         from jaxmoe.rl.sharing_from_config import sharing_from_config
         from jaxmoe.rl.state import Trained, init_state
-        from jaxmoe.rl.update import rl_step
+        from jaxmoe.rl.update import jit_step
         from jaxmoe.rollout.native import NativeEngine
 
         self.cfg = read_hf_config(directory)
@@ -53,9 +52,8 @@ class Desk:
             steps=1,
         )
         self.sharing = sharing_from_config(lengths, self.ops.attend)
-        self.step_fn = jax.jit(
-            partial(rl_step, tx=tx, algorithm=self.grpo, scorer=Scorer(self.cfg, self.ops)),
-            donate_argnums=0,
+        self.step_fn = jit_step(
+            tx=tx, algorithm=self.grpo, scorer=Scorer(self.cfg, self.ops), donate_argnums=0
         )
         self.engine = NativeEngine(
             self.cfg,

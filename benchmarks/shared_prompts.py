@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 
 
 def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str, float], Any]:
@@ -49,10 +48,11 @@ def compile_step(cfg: Config, shares: bool) -> tuple[Callable[[], Any], dict[str
         sharing=sharing,
         tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
     )
-    step = jax.jit(
-        partial(
-            rl_step, tx=tx, algorithm=algorithm, scorer=scorer, microbatches=cfg.optim.microbatches
-        ),
+    step = jit_step(
+        tx=tx,
+        algorithm=algorithm,
+        scorer=scorer,
+        microbatches=cfg.optim.microbatches,
         donate_argnums=0,
     )
     state = init_state(Trained(init_params(jax.random.key(0), cfg.model)), tx)

@@ -5,7 +5,7 @@ The engine's token ids are used as they are; text is never tokenised again.
 Next: jaxmoe/rl/batch.py converts rollouts to the arrays of a training step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -85,6 +85,9 @@ class Rollout:
     # bool [T], True for the tokens that the policy sampled; None: it sampled all of them
     policy_mask: np.ndarray | None = None
     env_rewards: Mapping[str, float] = field(default_factory=dict)  # by part; their sum is earned
+    # float64 [T], the rewards that are paid at tokens; 0 at those of the environment. The answer's
+    # reward includes their sum, and the rest of it is paid at the last token. None: all of it is.
+    token_rewards: np.ndarray | None = None
     env_metrics: Mapping[str, float] = field(default_factory=dict)  # by metric name
     # why the infrastructure, and not the policy, spoilt the episode, which then has no reward:
     # "reset", "env_error", "env_timeout", "close", "sandbox"; "" for any other episode
@@ -108,6 +111,40 @@ class Rollout:
         """[start, end) of each turn of the policy among the tokens, in order."""
         edges = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0, append=0))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def place_turn_rewards(
+    rewards: Sequence[float], turns: Sequence[tuple[int, int]], n_tokens: int
+) -> np.ndarray:
+    """Return float64 [T]: the reward of each of the first turns at its last token."""
+    placed = np.zeros(n_tokens)
+    for reward, (_, end) in zip(rewards, turns, strict=False):
+        placed[end - 1] = reward
+    return placed
+
+
+def add_token_rewards(*parts: np.ndarray | None) -> np.ndarray | None:
+    """Return the sum of rewards by token; None if there are none."""
+    placed = [part for part in parts if part is not None]
+    return np.sum(placed, axis=0) if placed else None
+
+
+def find_reward_problem(rollout: Rollout) -> str | None:
+    """Return the reason why no answer can have these `token_rewards`, or None."""
+    rewards = rollout.token_rewards
+    if rewards is None:
+        return None
+    if not isinstance(rewards, np.ndarray) or rewards.shape != rollout.tokens.shape:
+        kind = rewards.shape if isinstance(rewards, np.ndarray) else type(rewards).__name__
+        return f"token_rewards must be {rollout.tokens.shape}, one reward per token, got {kind}"
+    invalid = np.flatnonzero(~np.isfinite(rewards) | ((rewards != 0) & ~rollout.sampled_mask))
+    if invalid.size:
+        t = invalid[0]
+        return (
+            "token_rewards must be finite, and 0 at tokens that the policy did not sample; token "
+            f"{t} has {rewards[t]}"
+        )
+    return None
 
 
 def find_mask_problem(rollout: Rollout) -> str | None:

@@ -52,6 +52,7 @@ from jaxmoe.rl.state import (
     init_warmup_state,
     stage_shapes,
 )
+from jaxmoe.rl.update import CheckedStep
 from jaxmoe.rollout.engine import BaseReader
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.run.dry_run import dry_run
@@ -200,7 +201,7 @@ def train_rl(job: Job) -> None:
     cfg, parts, engine, state = job.cfg, job.parts, job.engine, job.position.state
     a = parts.algorithm
     program = parts.rl_program(cfg, job.ops, parts.mesh, a, parts.tx, state)
-    step_fn = jax.jit(program.fn, **program.options)
+    step_fn = CheckedStep(program.fn, program.check, **program.options)
     sharing = sharing_from_config(cfg, parts.ops.attend)
     # With "auto" each batch is shared or not, and each of the two ways has a program.
     programs = 1 if sharing is None or sharing.is_unconditional else 2

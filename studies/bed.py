@@ -181,6 +181,7 @@ def make_bed_step(
     ) -> Any:
         tx = make_rate_optimizer(cfg, rate)
         program = rl_program(cfg, ops, None, algorithm, tx, state, step=step)
+        program.check(state, batch, minibatches, base)  # while it is traced, once
         return program.fn(state, batch, minibatches, base)
 
     engine = open_bed_engine(cfg, engine_ops)

@@ -5,8 +5,6 @@ A random GPT-OSS of two layers learns to answer with even token ids. Everything 
 of jaxmoe that `python -m jaxmoe.train` calls too; replace any of them by your own.
 """
 
-from functools import partial
-
 import jax
 import numpy as np
 
@@ -19,7 +17,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rollout.native import NativeEngine
 
 STEPS, PROMPTS, SAMPLES, NEW_TOKENS, PAD_ID = 20, 8, 8, 8, 0
@@ -56,9 +54,7 @@ def main(steps: int = STEPS) -> list[float]:
     tx = make_optimizer(OptimConfig(lr=3e-3), steps=steps)
     reference = jax.tree.map(np.asarray, params)
     state = init_state(Trained(params), tx, Frozen(reference=reference))
-    step_fn = jax.jit(
-        partial(rl_step, tx=tx, algorithm=algorithm, scorer=Scorer(cfg, ops)), donate_argnums=0
-    )
+    step_fn = jit_step(tx=tx, algorithm=algorithm, scorer=Scorer(cfg, ops), donate_argnums=0)
 
     rewards = []
     for step in range(1, steps + 1):

@@ -42,5 +42,10 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     )
     if is_missing.any():
         mask_BT = np.asarray(batch.loss_mask_BT) & ~is_missing[:, None]
-        batch = replace(batch, loss_mask_BT=mask_BT, rewards_B=rewards.astype(np.float32))
+        batch = replace(
+            batch,
+            loss_mask_BT=mask_BT,
+            rewards_B=rewards.astype(np.float32),
+            rewards_BT=np.where(mask_BT, batch.rewards_BT, 0.0).astype(np.float32),
+        )
     return batch

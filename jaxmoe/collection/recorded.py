@@ -108,6 +108,7 @@ def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
         "reward": _round_number(reward),
         "stop": str(rollout.stop),
         **({"fault": truncate_text(fault, MIN_CHARS)} if fault else {}),
+        **_turn_row(rollout, reward),
     } | _episode_row(rollout, task.tokenizer)
 
 
@@ -128,6 +129,16 @@ def _episode_row(rollout: Rollout, tokenizer: Tokenizer) -> Row:
         texts[half : half + n_omitted] = [[ENVIRONMENT, "", f"[…{n_omitted} messages…]"]]
     n_env = len(rollout.tokens) - rollout.n_sampled
     return {"turns": len(rollout.turns), "env_length": n_env, "transcript": texts}
+
+
+def _turn_row(rollout: Rollout, reward: float) -> Row:
+    """The rewards of the turns, which add up to the answer's; {} if all of it is at the end."""
+    placed, turns = rollout.token_rewards, rollout.turns
+    if placed is None or len(turns) < 2 or not math.isfinite(reward):
+        return {}
+    rewards = [math.fsum(placed[start:end]) for start, end in turns]
+    rewards[-1] += reward - math.fsum(placed)
+    return {"turn_rewards": [_round_number(x) for x in rewards]}
 
 
 def truncate_text(text: str, limit: int = MAX_CHARS) -> str:

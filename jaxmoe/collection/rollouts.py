@@ -21,7 +21,7 @@ from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.distributed.processes import map_shares
-from jaxmoe.records import Rollout
+from jaxmoe.records import Rollout, add_token_rewards
 from jaxmoe.rewards.rewards import (
     BatchRewards,
     ReportProgress,
@@ -98,6 +98,11 @@ def collect_rollouts(
         parts.extend(scores.parts)
         seconds["time/rollout_s"] += answered - start
         seconds["time/reward_s"] += time.perf_counter() - answered
+        if scores.token_rewards:
+            rollouts = [
+                replace(r, token_rewards=add_token_rewards(r.token_rewards, placed))
+                for r, placed in zip(rollouts, scores.token_rewards, strict=True)
+            ]
         return rollouts, scores.rewards
 
     rollouts, rewards, metrics = dynamic_sampling(
@@ -162,6 +167,10 @@ def score_across_processes(
             "parts": scores.parts,
             "fault": scores.first_fault,
             "faults": scores.faults or [""] * len(share),
+            "token_rewards": [
+                None if x is None else x.tolist()
+                for x in scores.token_rewards or [None] * len(share)
+            ],
         }
 
     if jax.process_count() == 1:
@@ -174,4 +183,7 @@ def score_across_processes(
         [part for share in shares for part in share["parts"]],
         [fault for share in shares for fault in share["faults"]],
         first_fault=faults[0] if faults else "",
+        token_rewards=[
+            None if x is None else np.array(x) for share in shares for x in share["token_rewards"]
+        ],
     )

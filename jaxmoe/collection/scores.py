@@ -68,7 +68,7 @@ def make_samples(
 ) -> list[Sample]:
     """The parsed rollouts for reward functions, each as an answer to the row of its number."""
     return [
-        Sample(number, source[number], answer, rollout.tokens.tolist())
+        Sample(number, source[number], answer, rollout.tokens.tolist(), rollout.turns)
         for number, answer, rollout in zip(numbers, answers, rollouts, strict=True)
     ]
 

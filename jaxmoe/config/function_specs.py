@@ -88,12 +88,12 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def array_parameters(function: Callable[..., Any]) -> list[str]:
+def array_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the arrays that a function takes: its positional parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
-    return [
+    return tuple(
         p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-    ]
+    )
 
 
 def split_calls(text: str) -> list[str]:

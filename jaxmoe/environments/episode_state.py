@@ -4,6 +4,7 @@
 Next: jaxmoe/environments/episodes.py.
 """
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -118,6 +119,10 @@ class EpisodeResult:
     def rewards(self, n_steps: int) -> dict[str, float]:
         """The rewards of the first steps and of the end, added up by part."""
         return add_numbers(*(rewards for rewards, _ in self.steps[:n_steps]), self.closing_rewards)
+
+    def turn_rewards(self, n_steps: int) -> list[float]:
+        """The reward of each of the first steps; those of the end are no step's."""
+        return [math.fsum(rewards.values()) for rewards, _ in self.steps[:n_steps]]
 
     def metrics(self, n_steps: int) -> dict[str, float]:
         """The metrics of the first steps, added up."""

@@ -33,7 +33,7 @@ from jaxmoe.environments.episode_state import (
 )
 from jaxmoe.environments.step_check import check_reset
 from jaxmoe.environments.transcripts import read_last_turn
-from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, place_turn_rewards
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.replies import Reply, ReplyThreads, open_reply_channel
 from jaxmoe.user_code import user_code
@@ -230,9 +230,13 @@ class Episodes:
         # A message in the name of another role ends its episode, so it is in the last turn.
         is_forged = read_last_turn(rollout, self._tokenizer).is_forged
         lost, fault = result.find_loss(rollout.stop)
+        paid, placed = result.turn_rewards(n_steps), None
+        if any(paid):
+            placed = place_turn_rewards(paid, rollout.turns, len(rollout.tokens))
         return replace(
             rollout,
             env_rewards=result.rewards(n_steps),
+            token_rewards=placed,
             env_metrics=result.metrics(n_steps) | {"hack/forged_turn": float(is_forged)},
             lost=lost,
             env_fault=fault,

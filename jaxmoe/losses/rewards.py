@@ -21,7 +21,7 @@ def overlong_penalty(lengths_B: Int[Array, " B"], *, max_tokens: int, buffer: in
 
 
 def token_rewards(
-    rewards_B: Float[Array, " B"],
+    rewards: Float[Array, " B"] | Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     kl_BT: Float[Array, "B T"] | None = None,
     *,
@@ -29,10 +29,14 @@ def token_rewards(
 ) -> Float[Array, "B T"]:
     """The answer's reward at its last unmasked token, minus β·kl at every unmasked token.
 
+    Rewards [B, T] of tokens are at unmasked tokens what they are.
     Numerics: float32, no gradient; a row without an unmasked token gets 0.
     Source: InstructGPT, arXiv:2203.02155 eq. 2, as verl's apply_kl_penalty.
     """
-    rewards_BT = jnp.where(last_token_mask(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
+    is_paid_BT, rewards_BT = mask_BT, rewards.astype(jnp.float32)
+    if rewards.ndim == 1:
+        is_paid_BT, rewards_BT = last_token_mask(mask_BT), rewards_BT[:, None]
+    rewards_BT = jnp.where(is_paid_BT, rewards_BT, 0.0)
     if kl_BT is not None:
         # A KL in the reward acts through the advantages, as any other reward does. `kl_term` is the
         # one with a gradient of its own.

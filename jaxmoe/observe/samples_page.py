@@ -50,7 +50,7 @@ def format_samples(step: int, rows: Rows, width: int = 100) -> str:
         if row.get("answer") is not None:
             lines.append(f"  stored answer: {_shorten(row['answer'], width)}")
         for sample in row.get("samples") or [row]:
-            line = f"    reward {_format_number(sample.get('reward'))}"
+            line = f"    reward {_format_reward(sample)}"
             if "samples" in row:
                 line += (
                     f"  advantage {_format_number(sample.get('advantage'), '+.2f')}"
@@ -168,7 +168,7 @@ def _row_html(row: Mapping[str, Any]) -> str:
     )
     if row.get("kind") != "group":
         body = (
-            f"<p class=n>greedy · reward {_format_number(row.get('reward'))}"
+            f"<p class=n>greedy · reward {_format_reward(row)}"
             f"{_note_html(row)}</p>"
             f"{_transcript_html(row) or _answer_html(row)}"
         )
@@ -177,9 +177,16 @@ def _row_html(row: Mapping[str, Any]) -> str:
     return f"<section>{head}{stored}{body}</section>"
 
 
+def _format_reward(sample: Mapping[str, Any]) -> str:
+    """The reward of an answer, and those of its turns if they have several."""
+    turns = sample.get("turn_rewards")
+    by_turn = f" ({', '.join(map(_format_number, turns))} by turn)" if turns else ""
+    return f"{_format_number(sample.get('reward'))}{by_turn}"
+
+
 def _sample_html(sample: Mapping[str, Any]) -> str:
     summary = (
-        f"reward {_format_number(sample.get('reward'))}"
+        f"reward {_format_reward(sample)}"
         f" · advantage {_format_number(sample.get('advantage'), '+.3f')}"
         f" · {_format_number(sample.get('length'))} tokens"
         f" · |Δlogp| mean {_format_number(sample.get('gap_mean'), '.1e')},"

@@ -80,6 +80,7 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     shapes = batch_shapes(cfg, a, sharing)
     arguments = (state, *sharded_batch_shapes(*shapes, mesh), step_base_shapes(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
+    program.check(*arguments)
     start = time.perf_counter()
     try:
         shard_map_mesh = drop_unit_axes(mesh) if run_mesh else mesh  # the mesh of every shard_map

@@ -38,6 +38,7 @@ class Sample:
     row: Row
     parsed: ParsedResponse
     tokens: Sequence[int]  # all of the response, its stop token included
+    turns: Sequence[tuple[int, int]] = ()  # [start, end) of the policy's among them; (): one turn
 
     @property
     def prompt(self) -> Any:

@@ -6,7 +6,6 @@ Next: jaxmoe/collection/tasks.py calls this.
 """
 
 import math
-import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 from jaxmoe.config import ConfigError
 from jaxmoe.config.calls import parse_call
 from jaxmoe.config.function_specs import split_calls
+from jaxmoe.records import add_token_rewards
 from jaxmoe.rewards.conventions import (
     TRL_CONVENTION,
     Convention,
@@ -25,8 +25,10 @@ from jaxmoe.rewards.conventions import (
     detect_convention,
     is_undecided,
 )
+from jaxmoe.rewards.read_float import read_float
 from jaxmoe.rewards.reward_process import CrashError, LateError, Runner, run_inline
 from jaxmoe.rewards.reward_specs import import_reward, is_async
+from jaxmoe.rewards.token_rewards import describe_sizes, read_token_rewards
 from jaxmoe.shapes import Metrics
 from jaxmoe.user_code import read_text
 
@@ -68,6 +70,9 @@ class BatchRewards:
     # of each sample: "" or the first of FAULTS; empty if there is none
     faults: list[str] = field(default_factory=list)
     first_fault: str = ""  # one sentence about the first of them
+    # of each sample: the part of its reward that is paid at tokens (Rollout.token_rewards); [] if
+    # all of every reward is paid at the last token
+    token_rewards: list[np.ndarray | None] = field(default_factory=list)
 
 
 def read_rewards(
@@ -141,6 +146,7 @@ def score_samples(
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
     faults, first_fault = [""] * len(samples), ""
+    token_rewards: list[np.ndarray | None] = [None] * len(samples)
     for reward in rewards:
         values, kinds, error = _call_reward(
             reward, samples, report, run, state or SimpleNamespace()
@@ -171,7 +177,7 @@ def score_samples(
             numbers = {
                 name if name.startswith("hack/") else f"reward/{reward.name}/{name}/mean": number
                 for name, part in values_of_sample.items()
-                if name != "score" and (number := _to_float(part)) is not None
+                if name != "score" and (number := read_float(part)) is not None
             }
             # A sign that several functions count is counted if one of them saw it.
             for name in numbers.keys() & metrics.keys():
@@ -183,7 +189,11 @@ def score_samples(
                     faults[i] = faults[i] or "undecided"
                     first_fault = first_fault or f"{reward.label}: undecided on {sample.label}"
                 continue
-            value = _to_float(values_of_sample["score"])
+            value = read_float(values_of_sample["score"])
+            placed = None
+            if value is None:
+                placed = read_token_rewards(values_of_sample["score"], sample)
+                value = None if placed is None else float(placed.sum())
             total = math.nan if value is None else totals[i] + reward.weight * value
             # Rewards are float32 on the device. NaN fails the comparison too.
             if value is None or not abs(total) <= np.finfo(np.float32).max:
@@ -192,11 +202,13 @@ def score_samples(
                 first_bad = first_bad or (
                     f"{reward.label} must return a finite number, or a dict with one as its score, "
                     f"got {values_of_sample['score']!r:.60} (weight {reward.weight:g}) on "
-                    f"{sample.label}"
+                    f"{sample.label}{describe_sizes(values_of_sample['score'], sample)}"
                 )
                 continue
             totals[i] = total
             scored[i] = True
+            if placed is not None:
+                token_rewards[i] = add_token_rewards(token_rewards[i], reward.weight * placed)
             metrics |= {f"reward/{reward.name}/mean": value} | numbers
         if first_bad is not None:
             # A few may be the policy's doing, and their share has a limit; all are the function's.
@@ -213,7 +225,9 @@ def score_samples(
         for metrics, fault in zip(parts, faults, strict=True):
             metrics["reward/faulty_frac"] = float(bool(fault))
     totals_or_nan = np.where(scored, totals, np.nan).astype(np.float32)
-    return BatchRewards(totals_or_nan, parts, faults if any(faults) else [], first_fault)
+    return BatchRewards(
+        totals_or_nan, parts, faults if any(faults) else [], first_fault, token_rewards
+    )
 
 
 def _call_reward(
@@ -319,14 +333,3 @@ def mean_part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
         )
         for name in names
     }
-
-
-def _to_float(value: Any) -> float | None:
-    """The value as a float, for numbers, booleans and scalar arrays; None for anything else."""
-    is_scalar_array = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
-    if is_scalar_array or isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            return None
-    return None

@@ -10,9 +10,8 @@ jaxmoe/rl/from_config.py makes one from a config, and jaxmoe/rl/validate.py refu
 cannot work. Next: jaxmoe/rl/loss.py applies it.
 """
 
-from dataclasses import dataclass
-
-from jaxtyping import Array
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxmoe import losses
 from jaxmoe.config.function_specs import array_parameters
@@ -20,11 +19,23 @@ from jaxmoe.losses import group_advantages, ppo_clip, token_mean
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.terms import OLD_ROUTING, TERM_ARRAYS, Function, Term
 
-# The arrays that a function of each kind may take, by name.
+# The arrays that a function of each kind may take, by name; in addition to those in `Batch.extra`
+# and `Batch.shared`, and recorded ones (`Ops.record`), except in "kl".
 ARRAYS = {
     "objective": TERM_ARRAYS,
     "terms": TERM_ARRAYS,
-    "advantages": ("rewards_PR", "rewards_BT", "values_BT", "bootstrap_B", "mask_BT"),
+    "advantages": (
+        "rewards_PR",
+        "rewards_BT",
+        "values_BT",
+        "bootstrap_B",
+        "mask_BT",
+        "token_mask_BT",
+        "rollout_logp_BT",
+        "old_logp_BT",
+        "ref_logp_BT",
+        "step",
+    ),
     "aggregation": ("mask_BT", "keep_BT"),
     "rollout_correction": (
         "log_ratio_BT",
@@ -92,6 +103,15 @@ CHOICES = {
 }
 
 
+class ArrayNames(NamedTuple):
+    """Names of the arrays that the functions of an algorithm take, in the order of parameters."""
+
+    objective: tuple[str, ...]
+    advantages: tuple[str, ...]
+    aggregation: tuple[str, ...]
+    rollout_correction: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """The loss of a step. The defaults are on-policy GRPO with the mean over tokens."""
@@ -106,6 +126,19 @@ class Algorithm:
     terms: tuple[Term, ...] = ()  # added to the objective: kl_term, entropy_term, value_term, yours
     reward_kl: Term | None = None  # KL from the reference, subtracted from the tokens' rewards
     critic: str = "none"  # "own" or "shared" backbone
+    array_names: ArrayNames = field(
+        init=False, compare=False, repr=False
+    )  # those of a term are in the term
+
+    def __post_init__(self) -> None:
+        # A signature is read here, once, and never while a step is traced.
+        names = ArrayNames(
+            array_parameters(self.objective),
+            array_parameters(self.advantages),
+            array_parameters(self.aggregation),
+            tuple(map(array_parameters, self.rollout_correction)),
+        )
+        object.__setattr__(self, "array_names", names)
 
     @property
     def updates(self) -> int:
@@ -115,21 +148,25 @@ class Algorithm:
     @property
     def needs_scoring(self) -> bool:
         """True if the step computes old log-probs of the batch before its first gradient."""
-        takes_old_routing = any(self.takes_array(name) for name in OLD_ROUTING)
-        return self.old_logp == "recomputed" or self.reward_kl is not None or takes_old_routing
+        takes_old = any(self.takes_array(name) for name in OLD_ROUTING)
+        takes_old |= "old_logp_BT" in self.array_names.advantages
+        return self.old_logp == "recomputed" or self.reward_kl is not None or takes_old
 
     @property
     def needs_reference(self) -> bool:
         """True if a function of the loss takes the log-probs of the frozen reference."""
-        return self.takes_array("ref_logp_BT")
+        return "ref_logp_BT" in self.array_names.advantages or self.takes_array("ref_logp_BT")
 
     @property
     def needs_old_experts(self) -> bool:
         """True if a function of the loss takes the trainer's experts before the first update."""
-        corrected = self.corrects_before_updates and any(
-            "switched_BT" in array_parameters(f) for f in self.rollout_correction
-        )
+        corrected = self.corrects_before_updates and self.corrects_switches
         return corrected or any(map(self.takes_array, ("old_experts_BTLA", "old_switched_BT")))
+
+    @property
+    def corrects_switches(self) -> bool:
+        """True if a rollout correction takes switched_BT."""
+        return any("switched_BT" in names for names in self.array_names.rollout_correction)
 
     @property
     def corrects_before_updates(self) -> bool:
@@ -140,14 +177,30 @@ class Algorithm:
     def takes_array(self, name: str) -> bool:
         """True if the objective, a term, or the reward's KL takes the array of that name."""
         reward = () if self.reward_kl is None else (self.reward_kl,)
-        functions = [self.objective, *(term.fn for term in (*self.terms, *reward))]
-        return any(name in array_parameters(f) for f in functions)
+        terms = (*self.terms, *reward)
+        return name in self.array_names.objective or any(name in term.array_names for term in terms)
+
+    @property
+    def normalizes_late(self) -> bool:
+        """True if the loss divides by retained tokens that are known only after the gradient."""
+        return not self.corrects_before_updates and "keep_BT" in self.array_names.aggregation
+
+    def recorded_before_updates(self, batch: Batch) -> set[str]:
+        """Names of the arrays of `Ops.record` that functions take before the first gradient."""
+        corrections = self.array_names.rollout_correction if self.corrects_before_updates else ()
+        names = {*self.array_names.advantages}.union(*corrections)
+        of_step = {*ARRAYS["advantages"], *ARRAYS["rollout_correction"]}
+        return names - of_step - {*batch.extra, *batch.shared}
 
 
-def select_old_logp(a: Algorithm, batch: Batch, detached_logp_BT: Array) -> Array:
-    """The log-probs that the ratio compares with; `detached_logp_BT` are the current ones."""
-    return {
-        "detached": detached_logp_BT,
-        "recomputed": batch.old_logp_BT,
-        "rollout": batch.rollout_logp_BT,
-    }[a.old_logp]
+def list_functions(a: Algorithm) -> list[tuple[str, Function, tuple[str, ...]]]:
+    """Return (key in a config, function, names of the arrays that it takes) of each function."""
+    names = a.array_names
+    corrections = zip(a.rollout_correction, names.rollout_correction, strict=True)
+    return [
+        ("loss.advantages", a.advantages, names.advantages),
+        ("loss.aggregation", a.aggregation, names.aggregation),
+        *(("loss.rollout_correction", fn, arrays) for fn, arrays in corrections),
+        ("loss.objective", a.objective, names.objective),
+        *(("loss.terms", term.fn, term.array_names) for term in a.terms),
+    ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert rollouts to the arrays of one step. Next: jaxmoe/rl/update.py."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.parallel.sharding import replicate_arrays, shard_batch
-from jaxmoe.records import Prompt, Rollout, find_mask_problem
+from jaxmoe.records import Prompt, Rollout, find_mask_problem, find_reward_problem
 from jaxmoe.rl.engine_experts import stack_engine_experts
 from jaxmoe.shapes import Leaf
 
@@ -39,11 +40,14 @@ class Batch:
     # The samples of a prompt are neighbours; advantages compare this many rows with each other.
     # It is static, because the shapes of the advantages depend on it.
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
+    # float32; the reward of each answer at its tokens, which adds up to rewards_B; None: all of it
+    # at the last token that is trained on
+    rewards_BT: Leaf = None
     truncated_B: Leaf = None  # bool; the answer was cut off, such as at max_new_tokens
     routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
-    # Rows of your own, [B, …], that the terms of the loss take by name.
+    # Rows of your own, [B, …], that the functions of the loss take by name.
     extra: dict[str, Leaf] = field(default_factory=dict)
-    # Arrays of the complete batch, by name, that the terms of the loss take, such as a load [L, E].
+    # Arrays of the complete batch, by name, that these functions take, such as a load [L, E].
     shared: dict[str, Leaf] = field(default_factory=dict)
     packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, if sequences share rows
     packed: Leaf = None  # PackedRows of one microbatch, in jaxmoe.rl.microbatches
@@ -51,6 +55,8 @@ class Batch:
     old_logp_BT: Leaf = None  # float32; the trainer before the update
     old_experts_BTLA: Leaf = None  # expert_dtype; those of the trainer before the update
     old_router_logits_BTLE: Leaf = None  # float32; those of the trainer before the update
+    # Arrays of `Ops.record` in the forward before the first update, if functions take them by then.
+    recorded: dict[str, Leaf] = field(default_factory=dict)
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     old_values_BT: Leaf = None  # float32; the critic's values before the update
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
@@ -100,7 +106,7 @@ def rollout_batch(
     # In another order, answers to different prompts would be compared with each other without an
     # error.
     check_prompt_groups([r.prompt.id for r in rollouts], samples)
-    if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
+    if np.shape(rewards_B) != (len(rollouts),) or not np.isfinite(rewards_B).all():
         raise ValueError(
             f"every rollout must have a finite reward, got {len(rewards_B)} for {len(rollouts)}: "
             f"{np.flatnonzero(~np.isfinite(rewards_B))[:8].tolist()} are not finite."
@@ -122,12 +128,34 @@ def rollout_batch(
         batch,
         rollout_logp_BT=logp_BT,
         rewards_B=rewards_B.astype(np.float32),
+        rewards_BT=_stack_rewards(rollouts, rewards_B, mask_BT),
         samples_per_prompt=samples,
         truncated_B=np.array([r.stop.is_truncation for r in rollouts]),
         routed_experts_BTLA=None
         if n_experts is None
         else stack_engine_experts(rollouts, length, n_experts),
     )
+
+
+def _stack_rewards(
+    rollouts: Sequence[Rollout], rewards_B: np.ndarray, mask_BT: np.ndarray
+) -> np.ndarray:
+    """Return float32 [B, T]: what each answer is paid at its tokens, and the rest at the last.
+
+    Raises ValueError for token rewards that are not finite, or of another size.
+    """
+    rewards_BT = np.zeros(mask_BT.shape, np.float32)
+    for i, (r, row, reward) in enumerate(zip(rollouts, rewards_BT, rewards_B, strict=True)):
+        if problem := find_reward_problem(r):
+            raise ValueError(f"rollout {i} (prompt {r.prompt.id}): {problem}.")
+        start = len(r.prompt.tokens)
+        end = start + len(r.tokens)
+        unpaid = reward
+        if r.token_rewards is not None:
+            row[start:end] = r.token_rewards
+            unpaid = reward - math.fsum(r.token_rewards)
+        row[end - 1] += unpaid
+    return rewards_BT
 
 
 def _sampled_logp(r: Rollout) -> np.ndarray:

@@ -8,12 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-
 from jaxmoe.config import Config, RouterConfig, require
 from jaxmoe.config.function_specs import (
-    array_parameters,
     bind_function,
     parse_call,
     parse_function,
@@ -21,15 +17,13 @@ from jaxmoe.config.function_specs import (
     split_calls,
 )
 from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
-from jaxmoe.model.check_ops import check_recorded, function_name
-from jaxmoe.model.params import block_specs
+from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.routers_from_config import record_from_config
-from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm
+from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm, list_functions
 from jaxmoe.rl.presets import apply_preset
-from jaxmoe.rl.scorer import recorded_rows
+from jaxmoe.rl.scorer import find_recorded_sizes
 from jaxmoe.rl.terms import Function, Term, entropy_term, kl_term, missing_array, value_term
 from jaxmoe.rl.validate import check_algorithm, check_old_arrays, check_staleness
-from jaxmoe.shapes import Params
 
 ROUTER_TERMS = {fn.__name__: fn for fn in (load_balance, z_loss, router_kl, router_entropy)}
 
@@ -40,8 +34,10 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     Raises ConfigError for an algorithm that cannot run: unknown names or options, arrays that are
     not available, groups that are too small, two corrections of the same mismatch.
     """
-    loss, recorded = apply_preset(cfg.loss), find_recorded_sizes(cfg)
-    arrays = ARRAYS | {"objective": (*ARRAYS["objective"], *recorded)}
+    loss, m = apply_preset(cfg.loss), cfg.model
+    record = record_from_config(cfg.router, m.experts_per_token)
+    recorded = find_recorded_sizes(record, m)
+    arrays = {kind: (*names, *recorded) for kind, names in ARRAYS.items() if kind != "kl"}
     functions = {
         name: parse_function(
             getattr(loss, name), f"loss.{name}", arrays[name], LOSSES, CHOICES[name]
@@ -66,7 +62,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         rollout_correction=parse_functions(
             loss.rollout_correction,
             "loss.rollout_correction",
-            ARRAYS["rollout_correction"],
+            arrays["rollout_correction"],
             LOSSES,
             CHOICES["rollout_correction"],
         ),
@@ -84,13 +80,11 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     available |= dict.fromkeys(
         ("router_logits_BTLE", "old_router_logits_BTLE"), "router_logits_BTLE" in recorded
     )
-    functions = (algorithm.objective, *(term.fn for term in algorithm.terms))
-    for fn in (*functions, *algorithm.rollout_correction):
-        for name in array_parameters(fn):
+    for key, fn, names in list_functions(algorithm):
+        for name in names:
             if not available.get(name, True):
-                raise missing_array(fn, name)
+                raise missing_array(key, fn, name, arrays[key.removeprefix("loss.")])
             _check_switches_exist(fn, name, cfg.router.replay)
-    m = cfg.model
     routing = (m.n_layers, m.n_experts, m.experts_per_token)
     check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
     check_old_arrays(algorithm)
@@ -136,24 +130,3 @@ def parse_terms(text: str, recorded: Iterable[str] = ()) -> tuple[Term, ...]:
         f"{key} must name each function once, got {text!r}: their metrics would be one.",
     )
     return tuple(terms)
-
-
-def find_recorded_sizes(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Return the sizes after [B, T] of the arrays that terms get of `router.record`, by name."""
-    # B and T differ, so that a function which swaps the two axes is refused.
-    m, B, T = cfg.model, 2, 3
-    layer = {
-        name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in block_specs(m).items()
-    }
-
-    def record(layer: Params) -> dict[str, jax.Array]:
-        h_BTD = jnp.zeros((B, T, m.d_model), m.dtype)
-        routing_BTA = jnp.zeros((B, T, m.experts_per_token))
-        fn = record_from_config(cfg.router, m.experts_per_token)
-        recorded = fn(h_BTD, layer, routing_BTA.astype(jnp.int32), routing_BTA)
-        check_recorded(recorded, h_BTD, fn)
-        stacked = {name: jnp.stack(m.n_layers * [x]) for name, x in recorded.items()}
-        return recorded_rows(stacked)
-
-    # eval_shape traces without allocating or computing, so this costs the same at any model size.
-    return {name: x.shape[2:] for name, x in jax.eval_shape(record, layer).items()}

@@ -1,125 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the loss on [B, T] arrays, without a model: what is computed before a gradient,
-and the sum of objective and terms.
+"""From a scored batch to the optimizer: advantages, loss weights, the loss and its gradient.
 
-    estimate_advantages -> compute_loss_weights -> sum_terms
+    estimate_advantages -> update_minibatch: compute_loss_weights -> policy_loss -> sum_terms
 
-jaxmoe/rl/validate.py traces these functions on abstract arrays before a run. jaxmoe/rl/update.py
-differentiates them. Next: jaxmoe/losses/objectives.py.
+Functions of the user's take arrays by name. jaxmoe/rl/validate.py traces what needs no model on
+abstract arrays before a run. Next: jaxmoe/losses/objectives.py.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, require
-from jaxmoe.config.function_specs import array_parameters, select_arrays
-from jaxmoe.losses import masked_mean, masked_sum, token_rewards
+from jaxmoe.config import ConfigError, GateConfig, require
+from jaxmoe.losses import masked_sum, token_rewards
 from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.rl.algorithm import Algorithm, select_old_logp
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import LossAux
-from jaxmoe.rl.switches import find_switched_tokens, find_switches_of_loss
-from jaxmoe.rl.terms import (
-    Function,
-    Term,
-    check_token_shape,
-    missing_array,
-    select_term_arrays,
+from jaxmoe.rl.metrics import (
+    UpdateMetrics,
+    engine_gap,
+    find_tokens_without_gradient,
+    is_gate_closed,
+    update_metrics,
 )
+from jaxmoe.rl.microbatches import (
+    GRADIENTS,
+    LossAux,
+    map_microbatches,
+    mean_metrics,
+    share_scalars,
+)
+from jaxmoe.rl.router_metrics import expert_switches, replay_agreement, router_rows
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Frozen, Trained, TrainState
+from jaxmoe.rl.switches import find_switched_tokens, find_switches_of_loss
+from jaxmoe.rl.terms import Function, add_terms, check_new_names, check_token_shape
+from jaxmoe.shapes import Leaf, Params
 
 
 def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     """Compute advantages, returns if there is a critic, and the correction if it is known.
 
-    This is done for the complete batch, before it is split into minibatches.
+    This is done for the complete batch, before it is split into minibatches. The
+    `samples_per_prompt` rows of a prompt are neighbours. A row whose mask is all False still counts
+    as a member of its group, unless its reward is NaN, which means that it has none.
+    Advantages and returns are 0 at masked tokens.
     """
-    mask_BT, kl_BT = batch.loss_mask_BT, None
+    mask_BT, kl_BT, kl_coef = batch.loss_mask_BT, None, 0.0
+    arrays = collect_known_arrays(batch)
+    totals_B = batch.rewards_B.astype(jnp.float32)
     if a.reward_kl is not None:
-        fn = a.reward_kl.fn
-        kl_BT = fn(
-            **select_term_arrays(
-                fn,
-                {
-                    # A reward is fixed before the update, so its KL is that of the policy
-                    # before the update.
-                    "logp_BT": batch.old_logp_BT,
-                    "ref_logp_BT": batch.ref_logp_BT,
-                    "old_logp_BT": batch.old_logp_BT,
-                    "mask_BT": mask_BT,
-                },
-            )
-        )
-    advantages_BT, returns_BT = compute_advantages(
-        a,
-        batch.rewards_B,
-        mask_BT,
-        kl_BT,
-        batch.old_values_BT,
-        batch.bootstrap_B,
-        samples=batch.samples_per_prompt,
-    )
-    advantages_BT = lax.stop_gradient(advantages_BT)
+        # A reward is fixed before the update, so its KL is that of the policy before the update.
+        early_arrays = arrays | {"logp_BT": batch.old_logp_BT}
+        kl_BT = a.reward_kl.fn(**{name: early_arrays[name] for name in a.reward_kl.array_names})
+        kl_coef = a.reward_kl.weight
+        # Group advantages compare one number per answer, so the penalties of its tokens are summed.
+        totals_B = totals_B - kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
+    arrays["rewards_PR"] = totals_B.reshape(-1, batch.samples_per_prompt)
+    rewards = batch.rewards_B if batch.rewards_BT is None else batch.rewards_BT
+    arrays["rewards_BT"] = token_rewards(rewards, mask_BT, kl_BT, kl_coef=kl_coef)
+    result = a.advantages(**{name: arrays[name] for name in a.array_names.advantages})
+    advantages_BT, returns_BT = spread_advantages(result, batch, a)
     correction = None
     # Both log-probs are known before the gradient only in this case. It is also the only place
     # where a correction sees the complete batch, which `normalize` needs.
     if a.corrects_before_updates:
-        correction = compute_correction(
-            a,
-            batch.old_logp_BT,
-            batch.rollout_logp_BT,
-            advantages_BT,
-            mask_BT,
-            mask_BT,
-            switched_BT=find_switched_tokens(batch.old_experts_BTLA, batch.routed_experts_BTLA)
-            if a.needs_old_experts
-            else None,
-        )
+        early_arrays = {"advantages_BT": advantages_BT, "batch_mask_BT": mask_BT}
+        if a.corrects_switches:
+            early_arrays["switched_BT"] = find_switched_tokens(
+                batch.old_experts_BTLA, batch.routed_experts_BTLA
+            )
+        correction = compute_correction(a, arrays | early_arrays)
     return replace(batch, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction)
 
 
-def compute_advantages(
-    a: Algorithm,
-    rewards_B: Array,
-    mask_BT: Array,
-    kl_BT: Array | None,
-    values_BT: Array | None,
-    bootstrap_B: Array | None = None,
-    *,
-    samples: int,
-) -> tuple[Array, Array | None]:
-    """Return (advantages, returns or None) at every token; 0 at masked tokens.
+def collect_known_arrays(batch: Batch) -> dict[str, Any]:
+    """Return the arrays of a scored batch that functions may take before its first gradient."""
+    return {
+        **batch.extra,
+        **batch.shared,
+        **batch.recorded,
+        "values_BT": batch.old_values_BT,
+        "bootstrap_B": batch.bootstrap_B,
+        "mask_BT": batch.loss_mask_BT,
+        "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
+        "rollout_logp_BT": batch.rollout_logp_BT,
+        "old_logp_BT": batch.old_logp_BT,
+        "ref_logp_BT": batch.ref_logp_BT,
+    }
 
-    The `samples` rows of a prompt are neighbours. A row whose mask is all False still counts as a
-    member of its group, unless its reward is NaN, which means that it has none.
-    """
-    totals_B = rewards_B.astype(jnp.float32)
-    kl_coef = 0.0 if a.reward_kl is None else a.reward_kl.weight
-    if kl_BT is not None:
-        # Group advantages compare one number per answer, so the penalties of its tokens are summed.
-        totals_B = totals_B - kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
-    rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=kl_coef)
-    result = a.advantages(
-        **select_arrays(
-            a.advantages,
-            {
-                "rewards_PR": totals_B.reshape(-1, samples),
-                "rewards_BT": rewards_BT,
-                "values_BT": values_BT,
-                "bootstrap_B": bootstrap_B,
-                "mask_BT": mask_BT,
-            },
-        )
-    )
+
+def spread_advantages(result: Any, batch: Batch, a: Algorithm) -> tuple[Array, Array | None]:
+    """Return (advantages, returns or None) [B, T] of what the estimator returned for the batch."""
+    mask_BT, samples = batch.loss_mask_BT, batch.samples_per_prompt
     advantages, returns = result if isinstance(result, tuple) else (result, None)
-    group_shape = (len(rewards_B) // samples, samples)
+    group_shape = (len(mask_BT) // samples, samples)
     shape = jnp.shape(advantages)
     returns_shape = mask_BT.shape if returns is None else jnp.shape(returns)
     if shape not in (group_shape, mask_BT.shape) or returns_shape != mask_BT.shape:
@@ -130,7 +114,70 @@ def compute_advantages(
         )
     if shape != mask_BT.shape:
         advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
-    return jnp.where(mask_BT, advantages, 0.0), returns
+    return lax.stop_gradient(jnp.where(mask_BT, advantages, 0.0)), returns
+
+
+def update_minibatch(
+    state: TrainState,
+    batch: Batch,
+    *,
+    base: Params | None = None,
+    tx: optax.GradientTransformation,
+    algorithm: Algorithm,
+    scorer: Scorer,
+    gate: GateConfig,
+    gap: UpdateMetrics | None,
+    microbatches: int,
+) -> tuple[TrainState, UpdateMetrics, Array]:
+    """Make one optimizer update on a scored minibatch, unless the gate is closed.
+
+    `gap` has metrics of the engine relative to the trainer before the step; if it is None they are
+    computed from this update's forward. Returns state, metrics, and the forward's log-probs.
+    """
+    # The base is not part of the state, which is the carry of a scan and would be copied with it.
+    frozen = replace(state.frozen, base=base)
+    if scorer.round_params is not None:
+        frozen = scorer.pack_policy(state.params, frozen)
+    batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
+    loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
+    grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
+    (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
+    # Which tokens are dropped is known only after all microbatches, and they must share one
+    # denominator. The loss is linear in it, so loss and gradient are rescaled.
+    if algorithm.normalizes_late:
+        kept_weight = aux.sums.pop("kept")
+        # If every token is dropped, loss and gradient are 0, and any positive denominator leaves
+        # them so.
+        share = jnp.sum(batch.loss_weights_BT) / jnp.where(kept_weight > 0, kept_weight, 1.0)
+        # The factor is cast, since a float32 factor would promote gradients of another dtype.
+        loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
+    old_logp_BT = select_old_logp(algorithm, batch, aux.rows["logp_BT"])
+    metrics = update_metrics(batch, aux.rows, old_logp_BT)
+    sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
+    term_metrics = mean_metrics(aux, batch)
+    require(
+        not term_metrics.keys() & {*metrics.to_dict(), *sums},
+        f"a term's metric must have a name of its own, got {sorted(term_metrics)}.",
+    )
+    metrics |= UpdateMetrics(term_metrics | sums)
+    if algorithm.critic != "none":
+        metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
+    metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
+    if "experts_BTLA" in aux.rows:
+        metrics |= UpdateMetrics(expert_switches(aux.rows["experts_BTLA"], batch))
+    if "chosen_experts_BTLA" in aux.rows:
+        chosen_BTLA = aux.rows["chosen_experts_BTLA"]
+        metrics |= UpdateMetrics(replay_agreement(chosen_BTLA, batch, scorer.model.n_experts))
+    metrics |= UpdateMetrics(rows=aux.rows.get("router", {}))
+    closed = is_gate_closed(metrics.means, gate)
+    metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
+    # Without a gate there is no condition, so none is compiled into the step.
+    if not gate.has_limits:
+        return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
+    # A closed gate leaves out the complete update: neither the moments nor the count of updates, on
+    # which the learning rate depends, see the batch.
+    state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
+    return state, metrics, aux.rows["logp_BT"]
 
 
 def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:
@@ -141,15 +188,30 @@ def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:
     keep_BT = mask_BT = batch.loss_mask_BT
     if batch.correction is not None and batch.correction.keep_BT is not None:
         keep_BT = mask_BT & batch.correction.keep_BT
-    arrays = {"mask_BT": mask_BT, "keep_BT": keep_BT}
-    loss_weights_BT = a.aggregation(**select_arrays(a.aggregation, arrays))
+    arrays = {**batch.extra, **batch.shared, "mask_BT": mask_BT, "keep_BT": keep_BT}
+    loss_weights_BT = a.aggregation(**{name: arrays[name] for name in a.array_names.aggregation})
     check_token_shape(loss_weights_BT, mask_BT, a.aggregation)
     return replace(batch, loss_weights_BT=lax.stop_gradient(loss_weights_BT))
 
 
-def needs_late_normalization(a: Algorithm) -> bool:
-    """True if the loss divides by retained tokens that are known only after the gradient."""
-    return not a.corrects_before_updates and "keep_BT" in array_parameters(a.aggregation)
+def policy_loss(
+    params: Trained, frozen: Frozen, batch: Batch, *, algorithm: Algorithm, scorer: Scorer
+) -> tuple[Array, LossAux]:
+    """Return the loss of one (micro)batch by `sum_terms`, and the arrays that its metrics need."""
+    params = scorer.full_params(params, frozen)
+    out = scorer.score_policy(params, batch)
+    if algorithm.critic == "own":
+        out |= scorer.score_values(params, batch)
+    loss, aux = sum_terms(algorithm, batch, out)
+    compares = batch.routed_experts_BTLA is not None and scorer.replay != "R3"
+    if compares and "experts_BTLA" in out:
+        aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
+    if scorer.replay == "R3" and "chosen_experts_BTLA" in out:
+        aux.rows["chosen_experts_BTLA"] = lax.stop_gradient(out["chosen_experts_BTLA"])
+    m = scorer.model
+    if router := router_rows(out, out["logp_BT"], m.n_experts, m.experts_per_token):
+        aux.rows["router"] = lax.stop_gradient(router)
+    return loss, aux
 
 
 def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Array, LossAux]:
@@ -163,43 +225,15 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
     """
     mask_BT, logp_BT = batch.loss_mask_BT, out["logp_BT"]
     detached_logp_BT = lax.stop_gradient(logp_BT)
-    # With old_logp=detached the ratio is 1 at every token and has the gradient of the log-prob.
-    old_logp_BT = select_old_logp(a, batch, detached_logp_BT)
-    # Functions take arrays by name, so a second array of a name would silently replace the first.
-    _check_new_names(
-        {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
-    )
-    arrays = {
-        **batch.extra,
-        **batch.shared,
-        **out,
-        "old_logp_BT": old_logp_BT,
-        "rollout_logp_BT": batch.rollout_logp_BT,
-        "ref_logp_BT": batch.ref_logp_BT,
-        "advantages_BT": batch.advantages_BT,
-        "returns_BT": batch.returns_BT,
-        "old_values_BT": batch.old_values_BT,
-        "mask_BT": mask_BT,
-        "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
-        "routed_experts_BTLA": batch.routed_experts_BTLA,
-        "old_experts_BTLA": batch.old_experts_BTLA,
-        "old_router_logits_BTLE": batch.old_router_logits_BTLE,
-    } | find_switches_of_loss(a, batch, out)
-    objective_BT = a.objective(**select_term_arrays(a.objective, arrays))
+    arrays = collect_arrays(a, batch, out)
+    objective_BT = a.objective(**{name: arrays[name] for name in a.array_names.objective})
     check_token_shape(objective_BT, mask_BT, a.objective)
     correction = batch.correction
     # The engine is compared with the policy of this forward. A microbatch does not know the
     # complete batch, so `check_algorithm` refuses a correction that takes batch_mask_BT.
     if not a.corrects_before_updates:
-        correction = compute_correction(
-            a,
-            detached_logp_BT,
-            batch.rollout_logp_BT,
-            batch.advantages_BT,
-            mask_BT,
-            None,
-            switched_BT=arrays.get("switched_BT"),
-        )
+        of_forward = {**out, "old_logp_BT": logp_BT}
+        correction = compute_correction(a, arrays | lax.stop_gradient(of_forward))
     loss_weights_BT = batch.loss_weights_BT
     if correction.keep_BT is not None:
         loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
@@ -215,73 +249,66 @@ def sum_terms(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> tuple[Arr
             "no_gradient_BT": find_tokens_without_gradient(a, arrays),
         }
     )
-    if needs_late_normalization(a):
+    if a.normalizes_late:
         aux.sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
-    for term in a.terms:
-        summand, term_aux, is_scalar = evaluate_term(term, arrays, loss_weights_BT)
-        if is_scalar and term.weight and needs_late_normalization(a):
-            raise ConfigError(
-                f"loss.terms: {function_name(term.fn)} returns a scalar, and loss.aggregation "
-                "rescales the complete loss when it knows which tokens are dropped. Return [B, T], "
-                "or try --set loss.old_logp=recomputed."
-            )
-        repeated = {*aux.sums, *aux.totals} & {*term_aux.sums, *term_aux.totals}
-        _check_new_names(repeated, "the metrics of two terms")
-        aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
-        # A term of weight 0 is only a metric. Adding 0·f would make the loss NaN where f is not
-        # finite.
-        if term.weight != 0.0:
-            loss = loss + term.weight * summand
+    loss, aux = add_terms(a.terms, arrays, loss_weights_BT, loss, aux, rescales=a.normalizes_late)
     if a.critic != "none":
         aux.rows["values_BT"] = out["values_BT"]
     return loss, jax.tree.map(lax.stop_gradient, aux)
 
 
-def compute_correction(
-    a: Algorithm,
-    old_logp_BT: Array,
-    rollout_logp_BT: Array,
-    advantages_BT: Array,
-    mask_BT: Array,
-    batch_mask_BT: Array | None,
-    *,
-    switched_BT: Array | None = None,
-) -> Correction:
+def collect_arrays(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> dict[str, Any]:
+    """Return the arrays of a (micro)batch and its forward that the functions of the loss take."""
+    # Functions take arrays by name, so a second array of a name would silently replace the first.
+    check_new_names(
+        {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
+    )
+    return {
+        **batch.extra,
+        **batch.shared,
+        **out,
+        # With old_logp=detached the ratio is 1 at every token and has the log-prob's gradient.
+        "old_logp_BT": select_old_logp(a, batch, lax.stop_gradient(out["logp_BT"])),
+        "rollout_logp_BT": batch.rollout_logp_BT,
+        "ref_logp_BT": batch.ref_logp_BT,
+        "advantages_BT": batch.advantages_BT,
+        "returns_BT": batch.returns_BT,
+        "old_values_BT": batch.old_values_BT,
+        "mask_BT": batch.loss_mask_BT,
+        "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
+        "routed_experts_BTLA": batch.routed_experts_BTLA,
+        "old_experts_BTLA": batch.old_experts_BTLA,
+        "old_router_logits_BTLE": batch.old_router_logits_BTLE,
+    } | find_switches_of_loss(a, batch, out)
+
+
+def select_old_logp(a: Algorithm, batch: Batch, detached_logp_BT: Array) -> Array:
+    """The log-probs that the ratio compares with; `detached_logp_BT` are the current ones."""
+    return {
+        "detached": detached_logp_BT,
+        "recomputed": batch.old_logp_BT,
+        "rollout": batch.rollout_logp_BT,
+    }[a.old_logp]
+
+
+def compute_correction(a: Algorithm, arrays: Mapping[str, Any]) -> Correction:
     """Apply an algorithm's rollout corrections in order.
 
     The result has the last weights, and keeps a token that every rejection keeps. Raises
     ConfigError for a correction that does not fit those before it: only one may set weights, and
     others modify them.
     """
-    arrays: dict[str, Any] = {
-        "log_ratio_BT": log_ratios(old_logp_BT, rollout_logp_BT, mask_BT),
-        "old_logp_BT": old_logp_BT,
-        "rollout_logp_BT": rollout_logp_BT,
-        "advantages_BT": advantages_BT,
-        "mask_BT": mask_BT,
-    }
-    if switched_BT is not None:
-        arrays["switched_BT"] = switched_BT
-    if batch_mask_BT is not None:
-        arrays["batch_mask_BT"] = batch_mask_BT
-    total = Correction()
-    for function in a.rollout_correction:
-        modifies_weights = "weights_BT" in array_parameters(function)
+    ratio_BT = log_ratios(arrays["old_logp_BT"], arrays["rollout_logp_BT"], arrays["mask_BT"])
+    arrays, total = {**arrays, "log_ratio_BT": ratio_BT}, Correction()
+    for function, names in zip(a.rollout_correction, a.array_names.rollout_correction, strict=True):
+        modifies_weights = "weights_BT" in names
         require(
             "weights_BT" in arrays or not modifies_weights,
             f"loss.rollout_correction: {function_name(function)} takes weights_BT, and no "
             "correction before it sets them. Try "
             f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
         )
-        if "switched_BT" in array_parameters(function) and switched_BT is None:
-            raise missing_array(function, "switched_BT")
-        require(
-            batch_mask_BT is not None or "batch_mask_BT" not in array_parameters(function),
-            f"loss.rollout_correction: {function_name(function)} takes batch_mask_BT, which is "
-            "known before the gradient only if the batch is scored first. Try --set "
-            "loss.old_logp=recomputed.",
-        )
-        step = function(**select_arrays(function, arrays))
+        step = function(**{name: arrays[name] for name in names})
         _check_correction(step, function, modifies_weights, "weights_BT" in arrays)
         updates = {name: x for name, x in step._asdict().items() if x is not None}
         if total.keep_BT is not None and step.keep_BT is not None:
@@ -313,64 +340,11 @@ def _check_correction(
     )
 
 
-def evaluate_term(
-    term: Term, arrays: Mapping[str, Any], loss_weights_BT: Float[Array, "B T"]
-) -> tuple[Float[Array, ""], LossAux, bool]:
-    """Return the value of a term that the loss adds, before its weight, its metrics, and True if
-    the term's function returned a scalar.
-
-    Raises ConfigError for a value that is neither [B, T] nor a scalar.
-    """
-    mask_BT, total = arrays["mask_BT"], arrays["total"]
-    value = term.fn(**select_term_arrays(term.fn, arrays))
-    value, metrics = value if isinstance(value, tuple) else (value, {})
-    name = f"loss.terms: {function_name(term.fn)}"
-    is_scalar = jnp.shape(value) == ()
-    if is_scalar:
-        summand = mean = jnp.asarray(value)
-    elif jnp.shape(value) == mask_BT.shape:
-        summand = masked_sum(value * loss_weights_BT, mask_BT)
-        mean = masked_mean(value, mask_BT, total)
-    else:
-        raise ConfigError(
-            f"{name} must return [B, T] = {mask_BT.shape} or a scalar, got {jnp.shape(value)}."
-        )
-    totals = {}
-    for key, x in metrics.items():
-        if jnp.shape(x) not in ((), mask_BT.shape):
-            raise ConfigError(
-                f"{name} must return metrics of shape [B, T] or scalars; {key} has "
-                f"shape {jnp.shape(x)}."
-            )
-        x = jnp.asarray(x, jnp.float32)
-        # `mean_metrics` divides every total by the number of tokens. A scalar is meant to be added
-        # as it is, so the division is undone in advance.
-        totals[key] = masked_sum(x, mask_BT) if x.ndim else x * total
-    sums = {term.name: mean} if term.name else {}
-    return summand, LossAux(sums=sums, totals=totals), is_scalar
-
-
-def _check_new_names(repeated: Set[str], subject: str) -> None:
-    if repeated:
-        raise ConfigError(
-            f"loss: {subject} must have different names, got {sorted(repeated)} twice."
-        )
-
-
-def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Bool[Array, "B T"]:
-    """Return True at unmasked tokens whose log-prob gets no gradient from the objective.
-
-    For the metric policy/clip_frac alone; the gradient of training is taken in jaxmoe/rl/update.py.
-    Computed by differentiating the objective, so it is right for any.
-    """
-    selected = select_term_arrays(a.objective, arrays)
-    # This runs while the loss is being differentiated. The stop keeps jax from tracing a second
-    # derivative of the objective.
-    selected = jax.tree.map(lax.stop_gradient, selected)
-    if "logp_BT" not in selected:
-        return arrays["mask_BT"]
-
-    def total(logp_BT: Array) -> Array:
-        return masked_sum(a.objective(**(selected | {"logp_BT": logp_BT})), arrays["mask_BT"])
-
-    return arrays["mask_BT"] & (jax.grad(total)(selected["logp_BT"]) == 0.0)
+def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransformation) -> TrainState:
+    """Return the state after one optax update; gradients are cast to the parameters' dtype."""
+    # Sums over microbatches are float32. They would widen moments of another dtype, and the next
+    # step would be compiled again.
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return replace(state, params=params, opt_state=opt_state, step=state.step + 1)

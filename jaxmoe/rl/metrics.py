@@ -4,18 +4,21 @@
 No metric is a mean of microbatches' means. Next: jaxmoe/observe/alerts.py reads them.
 """
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean
+from jaxmoe.config import GateConfig
+from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
 from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
-from jaxmoe.rl.algorithm import Algorithm, select_old_logp
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Leaf, Metrics
 
@@ -59,14 +62,15 @@ def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetr
     )
 
 
-def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> UpdateMetrics:
+def update_metrics(
+    batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array, "B T"]
+) -> UpdateMetrics:
     """Metrics of an update; `rows` are the arrays that its loss returned (`LossAux.rows`).
 
     policy/…: ratio and clipping relative to old_logp, entropy, KL. rollout_corr/…: effects of the
     rollout correction. critic/…: values and returns.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    old_logp_BT = select_old_logp(a, batch, logp_BT)
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
     means = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
@@ -129,3 +133,35 @@ def clip_fractions(batch: Batch, no_gradient_BT: Bool[Array, "B T"]) -> Metrics:
         "policy/clip_frac_high": high,
         "policy/clip_frac_low": low,
     }
+
+
+def find_tokens_without_gradient(a: Algorithm, arrays: Mapping[str, Any]) -> Bool[Array, "B T"]:
+    """Return True at unmasked tokens whose log-prob gets no gradient from the objective.
+
+    For the metric policy/clip_frac alone; the gradient of training is taken in jaxmoe/rl/loss.py.
+    Computed by differentiating the objective, so it is right for any.
+    """
+    selected = {name: arrays[name] for name in a.array_names.objective}
+    # This runs while the loss is being differentiated. The stop keeps jax from tracing a second
+    # derivative of the objective.
+    selected = jax.tree.map(lax.stop_gradient, selected)
+    if "logp_BT" not in selected:
+        return arrays["mask_BT"]
+
+    def total(logp_BT: Array) -> Array:
+        return masked_sum(a.objective(**(selected | {"logp_BT": logp_BT})), arrays["mask_BT"])
+
+    return arrays["mask_BT"] & (jax.grad(total)(selected["logp_BT"]) == 0.0)
+
+
+def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
+    """Return True if trainer and engine differ by more than the gate allows; NaN closes it too."""
+    if not gate.has_limits:
+        return False
+    # Each comparison asks whether the gate may be open. With NaN it is False, and the gate closes.
+    is_open = gap["rollout_corr/ess"] >= gate.ess
+    if gate.k3 is not None:
+        is_open = (gap["rollout_corr/k3_kl"] <= gate.k3) & is_open
+    if gate.abs_diff is not None:
+        is_open = (gap["train_rollout_logprob_abs_diff"] <= gate.abs_diff) & is_open
+    return ~is_open

@@ -5,7 +5,7 @@ A batch is split into equal parts, or packed by tokens: several sequences share 
 model's context, separated by segment ids. Samples of one prompt may share its tokens too
 (jaxmoe/rl/shared_prompts.py). Packing changes only what the model reads. The losses always see
 [B, T] arrays in which a row is one sequence: what a shared token has, all its samples get, and
-their gradients of it add up. Next: jaxmoe/rl/update.py.
+their gradients of it add up. Next: jaxmoe/rl/loss.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array
 
+from jaxmoe.losses.aggregation import token_total
 from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.rl.batch import Batch, map_rows
-from jaxmoe.shapes import Leaf
+from jaxmoe.shapes import Leaf, Metrics
 
 SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how results of microbatches are merged
 
@@ -137,6 +138,24 @@ def map_microbatches(
     reduced, rows = lax.scan(add, start, parts)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     return jax.tree.map(lambda merge_op, a, b: b if merge_op == ROWS else a, merge, reduced, rows)
+
+
+def share_scalars(batch: Batch, step: Array) -> Batch:
+    """Return the batch with the scalars that every microbatch of an update shares.
+
+    `total` is the number of trained tokens and `n_tokens` that of all tokens, float32 and at least
+    1. `step` is the number of steps before this one; a `step` in `batch.shared` has precedence.
+    """
+    scalars = {
+        "total": token_total(jnp.asarray(batch.loss_mask_BT)),
+        "n_tokens": token_total(jnp.asarray(batch.segment_ids_BT) > 0),
+    }
+    return replace(batch, shared={"step": step} | batch.shared | scalars)
+
+
+def mean_metrics(aux: LossAux, batch: Batch) -> Metrics:
+    """Metrics that are sums over microbatches, and means over the trained tokens of the update."""
+    return aux.sums | {name: x / batch.shared["total"] for name, x in aux.totals.items()}
 
 
 def _map_packed(fn: Any, batch: Batch, merge: Any) -> Any:

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
+from jaxmoe.model.check_ops import check_recorded
 from jaxmoe.model.head import shift_right
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import with_rounded
 from jaxmoe.model.trainable import merge_params
 from jaxmoe.rl.batch import Batch
@@ -97,6 +100,10 @@ class Scorer:
         hidden_BTD, _ = replace(self, replay="").run_forward(params.critic["backbone"], batch)
         return critic_values(params, hidden_BTD, batch)
 
+    def recorded_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return `find_recorded_sizes` of the arrays that `score_policy` returns."""
+        return find_recorded_sizes(self.ops.record, self.model)
+
     def run_forward(
         self, params: Params, batch: Batch
     ) -> tuple[Float[Array, "_ _ D"], dict[str, Array]]:
@@ -137,6 +144,26 @@ def recorded_rows(recorded: Mapping[str, Array]) -> dict[str, Array]:
         )
         rows[f"{stem}_BTL{axes[2:]}"] = jnp.moveaxis(x_LBT, 0, 2)
     return rows
+
+
+def find_recorded_sizes(record: Callable[..., Any], m: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the sizes after [B, T] of the arrays that `Ops.record` gives to the loss, by name."""
+    # B and T differ, so that a function which swaps the two axes is refused.
+    B, T = 2, 3
+    layer = {
+        name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in block_specs(m).items()
+    }
+
+    def record_layers(layer: Params) -> dict[str, Array]:
+        h_BTD = jnp.zeros((B, T, m.d_model), m.dtype)
+        routing_BTA = jnp.zeros((B, T, m.experts_per_token))
+        recorded = record(h_BTD, layer, routing_BTA.astype(jnp.int32), routing_BTA)
+        check_recorded(recorded, h_BTD, record)
+        stacked = {name: jnp.stack(m.n_layers * [x]) for name, x in recorded.items()}
+        return recorded_rows(stacked)
+
+    # eval_shape traces without allocating or computing, so this costs the same at any model size.
+    return {name: x.shape[2:] for name, x in jax.eval_shape(record_layers, layer).items()}
 
 
 def critic_values(

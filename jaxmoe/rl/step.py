@@ -10,21 +10,25 @@ trained tokens in the complete batch. For another loss, pass another function.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from jaxmoe.losses import cross_entropy
-from jaxmoe.losses.aggregation import token_total
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import GRADIENTS, LossAux, map_microbatches
+from jaxmoe.rl.loss import apply_gradients
+from jaxmoe.rl.microbatches import (
+    GRADIENTS,
+    LossAux,
+    map_microbatches,
+    mean_metrics,
+    share_scalars,
+)
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
-from jaxmoe.shapes import Leaf, Metrics
+from jaxmoe.shapes import Metrics
 
 LossFn = Callable[..., tuple[Array, LossAux]]
 
@@ -51,34 +55,6 @@ def train_step(
     metrics = mean_metrics(aux, batch) | aux.maxima | aux.minima
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     return apply_gradients(state, grads, tx), metrics
-
-
-def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransformation) -> TrainState:
-    """Return the state after one optax update; gradients are cast to the parameters' dtype."""
-    # Sums over microbatches are float32. They would widen moments of another dtype, and the next
-    # step would be compiled again.
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-
-
-def share_scalars(batch: Batch, step: Array) -> Batch:
-    """Return the batch with the scalars that every microbatch of an update shares.
-
-    `total` is the number of trained tokens and `n_tokens` that of all tokens, float32 and at least
-    1. `step` is the number of steps before this one; a `step` in `batch.shared` has precedence.
-    """
-    scalars = {
-        "total": token_total(jnp.asarray(batch.loss_mask_BT)),
-        "n_tokens": token_total(jnp.asarray(batch.segment_ids_BT) > 0),
-    }
-    return replace(batch, shared={"step": step} | batch.shared | scalars)
-
-
-def mean_metrics(aux: LossAux, batch: Batch) -> Metrics:
-    """Metrics that are sums over microbatches, and means over the trained tokens of the update."""
-    return aux.sums | {name: x / batch.shared["total"] for name, x in aux.totals.items()}
 
 
 def supervised_loss_fn(

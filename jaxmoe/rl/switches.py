@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses.routed_ratios import move_to_next_token
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
@@ -41,9 +40,7 @@ def find_switches_of_loss(
     The experts of this forward, in its results `out`, are compared with the engine's and with those
     before the first update. None if one of them is not recorded.
     """
-    takes_late = not a.corrects_before_updates and any(
-        "switched_BT" in array_parameters(f) for f in a.rollout_correction
-    )
+    takes_late = not a.corrects_before_updates and a.corrects_switches
     compared = {"switched_BT": batch.routed_experts_BTLA, "old_switched_BT": batch.old_experts_BTLA}
     # Computed only if it is taken, so that a step without such a function is compiled as before.
     return {

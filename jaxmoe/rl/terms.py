@@ -5,11 +5,11 @@
 
 with m the loss weights and w the importance weights. A term f of shape [B, T] is summed with the
 loss weights, as the objective is; a scalar is added as it is. A function takes arrays by the names
-of its parameters; `TERM_ARRAYS` lists them. Next: jaxmoe/rl/loss.py evaluates them.
+of its parameters; `TERM_ARRAYS` lists those of every step. Next: jaxmoe/rl/loss.py adds them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.function_specs import array_parameters, select_arrays
-from jaxmoe.losses import clipped_value_loss, kl_k3, masked_mean
+from jaxmoe.config.function_specs import array_parameters
+from jaxmoe.losses import clipped_value_loss, kl_k3, masked_mean, masked_sum
 from jaxmoe.model.check_ops import function_name
+from jaxmoe.rl.microbatches import LossAux
 
 Function = Callable[..., Any]
 
 # Arrays of the routing before the first update of a batch, which the scoring forward returns.
 OLD_ROUTING = ("old_router_logits_BTLE", "old_experts_BTLA", "old_switched_BT")
-# The arrays that the objective and the terms may take, in addition to recorded ones (`Ops.record`).
-# Terms, not the objective, may take those in `Batch.extra` and `Batch.shared`, too.
+# The arrays that the objective and the terms may take, in addition to recorded ones (`Ops.record`)
+# and those in `Batch.extra` and `Batch.shared`.
 TERM_ARRAYS = (
     "logp_BT",
     "old_logp_BT",
@@ -74,6 +75,10 @@ class Term:
     fn: Function
     weight: float = 1.0  # 0: the term is a metric only
     name: str = ""  # metric of the term's mean over trained tokens, or of the scalar; "": none
+    array_names: tuple[str, ...] = field(init=False, compare=False)  # names of the arrays of `fn`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "array_names", array_parameters(self.fn))
 
 
 def entropy_term(coef: float) -> Term:
@@ -83,7 +88,8 @@ def entropy_term(coef: float) -> Term:
 
 def kl_term(coef: float, kl: Function = kl_k3) -> Term:
     """coef·KL(policy, reference) at every token; the metric is policy/kl_ref."""
-    return Term(partial(reference_kl, kl=kl), coef, "policy/kl_ref")
+    fn = partial(reference_kl, kl=kl, kl_arrays=array_parameters(kl))
+    return Term(fn, coef, "policy/kl_ref")
 
 
 def value_term(coef: float = 0.5, clip: float = 0.5) -> Term:
@@ -103,12 +109,16 @@ def reference_kl(
     mask_BT: Bool[Array, "B T"],
     *,
     kl: Function = kl_k3,
+    kl_arrays: tuple[str, ...] = ("logp_BT", "logq_BT"),
 ) -> Float[Array, "B T"]:
-    """Return the KL divergence from the reference at every token; 0 at masked tokens."""
+    """Return the KL divergence from the reference at every token; 0 at masked tokens.
+
+    `kl_arrays` are the names of the arrays of `kl`.
+    """
     # Select before exp: at a masked token, NaN times a zero cotangent would still be NaN.
     arrays = {"logp_BT": logp_BT, "logq_BT": ref_logp_BT, "old_logp_BT": old_logp_BT}
     arrays = {name: jnp.where(mask_BT, x, 0.0) for name, x in arrays.items()}
-    kl_BT = kl(**select_arrays(kl, arrays))
+    kl_BT = kl(**{name: arrays[name] for name in kl_arrays})
     check_token_shape(kl_BT, mask_BT, kl)
     return kl_BT
 
@@ -129,26 +139,92 @@ def value_loss(
     return masked_mean(loss_BT, mask_BT, total), {"critic/clip_frac": is_clipped_BT}
 
 
-def select_term_arrays(function: Function, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that a function of the loss takes.
+def add_terms(
+    terms: Iterable[Term],
+    arrays: Mapping[str, Any],
+    loss_weights_BT: Float[Array, "B T"],
+    loss: Array,
+    aux: LossAux,
+    *,
+    rescales: bool,
+) -> tuple[Array, LossAux]:
+    """Return the loss with its terms added, and their metrics added to `aux`.
 
-    Raises ConfigError for one that is None or missing, with what to type.
+    `rescales` is True if the complete loss is rescaled after the gradient.
     """
-    for name in array_parameters(function):
-        if arrays.get(name) is None:
-            raise missing_array(function, name)
-    return select_arrays(function, arrays)
+    for term in terms:
+        summand, term_aux, is_scalar = evaluate_term(term, arrays, loss_weights_BT)
+        if is_scalar and term.weight and rescales:
+            raise ConfigError(
+                f"loss.terms: {function_name(term.fn)} returns a scalar, and loss.aggregation "
+                "rescales the complete loss when it knows which tokens are dropped. Return [B, T], "
+                "or try --set loss.old_logp=recomputed."
+            )
+        repeated = {*aux.sums, *aux.totals} & {*term_aux.sums, *term_aux.totals}
+        check_new_names(repeated, "the metrics of two terms")
+        aux = replace(aux, sums=aux.sums | term_aux.sums, totals=aux.totals | term_aux.totals)
+        # A term of weight 0 is only a metric. Adding 0·f would make the loss NaN where f is not
+        # finite.
+        if term.weight != 0.0:
+            loss = loss + term.weight * summand
+    return loss, aux
 
 
-def missing_array(function: Function, name: str) -> ConfigError:
-    """Return the error for a function of the loss that takes an array which a step lacks."""
+def check_new_names(repeated: Set[str], subject: str) -> None:
+    """Raise ConfigError for names that are repeated."""
+    if repeated:
+        raise ConfigError(
+            f"loss: {subject} must have different names, got {sorted(repeated)} twice."
+        )
+
+
+def evaluate_term(
+    term: Term, arrays: Mapping[str, Any], loss_weights_BT: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], LossAux, bool]:
+    """Return the value of a term that the loss adds, before its weight, its metrics, and True if
+    the term's function returned a scalar.
+
+    Raises ConfigError for a value that is neither [B, T] nor a scalar.
+    """
+    mask_BT, total = arrays["mask_BT"], arrays["total"]
+    value = term.fn(**{name: arrays[name] for name in term.array_names})
+    value, metrics = value if isinstance(value, tuple) else (value, {})
+    name = f"loss.terms: {function_name(term.fn)}"
+    is_scalar = jnp.shape(value) == ()
+    if is_scalar:
+        summand = mean = jnp.asarray(value)
+    elif jnp.shape(value) == mask_BT.shape:
+        summand = masked_sum(value * loss_weights_BT, mask_BT)
+        mean = masked_mean(value, mask_BT, total)
+    else:
+        raise ConfigError(
+            f"{name} must return [B, T] = {mask_BT.shape} or a scalar, got {jnp.shape(value)}."
+        )
+    totals = {}
+    for key, x in metrics.items():
+        if jnp.shape(x) not in ((), mask_BT.shape):
+            raise ConfigError(
+                f"{name} must return metrics of shape [B, T] or scalars; {key} has "
+                f"shape {jnp.shape(x)}."
+            )
+        x = jnp.asarray(x, jnp.float32)
+        # `mean_metrics` divides every total by the number of tokens. A scalar is meant to be added
+        # as it is, so the division is undone in advance.
+        totals[key] = masked_sum(x, mask_BT) if x.ndim else x * total
+    sums = {term.name: mean} if term.name else {}
+    return summand, LossAux(sums=sums, totals=totals), is_scalar
+
+
+def missing_array(key: str, function: Function, name: str, existing: Iterable[str]) -> ConfigError:
+    """Return the error for a function that takes an array which a step lacks."""
     hint = _HINTS.get(
         name,
-        "In Python, return it from Ops.record, or give a term its array in Batch(extra={…}) or "
-        "Batch(shared={…}).",
+        f"In Python, add it to the batch as Batch(extra={{{name!r}: …}}), rows [B, …], or as "
+        f"Batch(shared={{{name!r}: …}}); a config records one by router.record=module:function.",
     )
     return ConfigError(
-        f"loss: {function_name(function)} takes {name}, which this step does not have. {hint}"
+        f"{key}: {function_name(function)} takes {name}, which this step does not have. It may "
+        f"take {', '.join(sorted(existing))}. {hint}"
     )
 
 

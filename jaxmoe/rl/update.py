@@ -1,54 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """RL's step on one batch of rollouts: score, advantages, corrections, updates, metrics, gate.
 
-    score_batch -> estimate_advantages -> for each minibatch:
-        compute_loss_weights -> gradient of policy_loss -> gate -> optimizer
+    score_batch -> estimate_advantages -> for each minibatch: update_minibatch
 
-All of it is one jitted function with the state donated. jaxmoe/rl/loss.py has the arithmetic
-between forward and gradient.
+All of it is one jitted function with the state donated, behind the checks of its arguments
+(jaxmoe/rl/check_rl_step.py). Next: jaxmoe/rl/loss.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmoe.config import GateConfig, require
+from jaxmoe.config import GateConfig
 from jaxmoe.losses.rewards import last_token_mask
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, map_rows
+from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.loss import (
-    compute_loss_weights,
     estimate_advantages,
-    needs_late_normalization,
-    sum_terms,
+    update_minibatch,
 )
-from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, update_metrics
-from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, map_microbatches
+from jaxmoe.rl.metrics import UpdateMetrics, engine_gap
+from jaxmoe.rl.microbatches import ROWS, map_microbatches
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.rounding_metrics import rounding_metrics
 from jaxmoe.rl.router_metrics import (
     count_expert_tokens,
     expert_load,
-    expert_switches,
     measure_router,
-    replay_agreement,
     router_rows,
 )
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, TrainState
-from jaxmoe.rl.step import apply_gradients, mean_metrics, share_scalars
-from jaxmoe.rl.validate import check_algorithm, check_inputs
+from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params
 
 NO_GATE = GateConfig()
+Update = Callable[[TrainState, Batch], tuple[TrainState, UpdateMetrics, Array]]
 
 
 @struct.dataclass
@@ -72,7 +69,8 @@ def rl_step(
     microbatches: int = 1,
     old_scorer: Scorer | None = None,
 ) -> tuple[TrainState, Metrics, TokenStats]:
-    """Make all updates of one batch of rollouts. Jit it with the state donated.
+    """Make all updates of one batch of rollouts. `jit_step` jits it, behind the checks of its
+    arguments.
 
     Args:
         minibatches: None if the step has one update, on the whole batch.
@@ -83,26 +81,21 @@ def rl_step(
     Returns:
         The state after the updates (unchanged by an update whose gate is closed), metrics reduced
         over the updates, and the token statistics.
-    Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it. Token ids
-    outside the vocabulary are found only by `check_tokens`, on the host.
     """
-    check_algorithm(algorithm, batch.samples_per_prompt)
     # The base is an argument of its own, because the state is donated and the base must outlive the
     # step.
     full_state = replace(state, frozen=replace(state.frozen, base=base))
-    # The check comes before the conversion to jax arrays, because only host arrays have values that
-    # it can read while jax traces.
-    check_inputs(full_state, batch, minibatches, algorithm, scorer, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
-    # A batch is trained on completely or not at all, so with several updates the gate needs the
-    # log-probs of the batch before the first one.
-    score_policy = a.needs_scoring or (gate.has_limits and a.updates > 1)
     counts_LE = count_expert_tokens(batch, scorer.model.n_experts)
     # Counted once over the complete batch, so that a term sees the same load in every microbatch.
     shared = {} if counts_LE is None else {"load_LE": counts_LE}
     if a.takes_array("experts_E"):
         shared["experts_E"] = jnp.arange(scorer.model.n_experts, dtype=jnp.int32)
     batch = replace(batch, shared={"step": state.step // a.updates} | batch.shared | shared)
+    # A batch is trained on completely or not at all, so with several updates the gate needs the
+    # log-probs of the batch before the first one.
+    is_scored = a.needs_scoring or bool(a.recorded_before_updates(batch))
+    score_policy = is_scored or (gate.has_limits and a.updates > 1)
     batch = score_batch(
         full_state, batch, a, old_scorer or scorer, microbatches, policy=score_policy
     )
@@ -120,13 +113,75 @@ def rl_step(
         # A minibatch has fewer rows than the batch, and a microbatch keeps its size.
         microbatches=max(1, microbatches // a.minibatches),
     )
-    load = expert_load(counts_LE)
+    # One update is no scan of length 1, which takes 1.2 times the time, and 1.4 to compile.
     if minibatches is None:
         state, metrics, logp_BT = update(state, batch)
-        values = metrics.to_dict() | load | measure_rounding(full_state, state, scorer)
-        if metrics.rows:
-            values |= measure_router(metrics.rows, batch, scorer.model.n_experts)
-        return state, values, TokenStats(logp_BT, batch.advantages_BT)
+        rows = batch
+    else:
+        state, metrics, logp_BT, rows = scan_minibatches(update, state, batch, minibatches)
+    values = metrics.to_dict() | expert_load(counts_LE)
+    values |= measure_rounding(full_state, state, scorer)
+    if metrics.rows:
+        values |= measure_router(metrics.rows, rows, scorer.model.n_experts)
+    return state, values, TokenStats(logp_BT, batch.advantages_BT)
+
+
+class CheckedStep:
+    """`jax.jit` of a step; `check` gets its arguments once for each set of shapes of a batch."""
+
+    def __init__(self, fn: Callable[..., Any], check: Callable[..., None], **jit_options: Any):
+        self._jitted: Any = jax.jit(fn, **jit_options)
+        self._check = check
+        self._checked: set[Any] = set()
+
+    def __call__(self, state: Any, *arguments: Any) -> Any:
+        self._check_new(state, *arguments)
+        return self._jitted(state, *arguments)
+
+    def lower(self, state: Any, *arguments: Any) -> Any:
+        """Return jit's lowered program for these arguments, or for their shapes."""
+        self._check_new(state, *arguments)
+        return self._jitted.lower(state, *arguments)
+
+    def _check_new(self, state: Any, *arguments: Any) -> None:
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = (structure, *((np.shape(x), str(x.dtype)) for x in leaves))
+        if shapes not in self._checked:
+            self._check(state, *arguments)
+            self._checked.add(shapes)
+
+    def _cache_size(self) -> int:
+        return self._jitted._cache_size()
+
+
+def jit_step(
+    *,
+    tx: optax.GradientTransformation,
+    algorithm: Algorithm,
+    scorer: Scorer,
+    gate: GateConfig = NO_GATE,
+    microbatches: int = 1,
+    old_scorer: Scorer | None = None,
+    **jit_options: Any,
+) -> CheckedStep:
+    """Return `rl_step` with its options, jitted: (state, batch, minibatches, base) -> its results.
+
+    Donate the state (donate_argnums=0) unless it is read afterwards. Raises ConfigError, when it is
+    called, for an algorithm that cannot work, or arrays that do not fit it.
+    """
+    options = {"algorithm": algorithm, "scorer": scorer, "microbatches": microbatches}
+    fn = partial(rl_step, tx=tx, gate=gate, old_scorer=old_scorer, **options)
+    return CheckedStep(fn, partial(check_rl_step, **options), **jit_options)
+
+
+def scan_minibatches(
+    update: Update, state: TrainState, batch: Batch, minibatches: Minibatches
+) -> tuple[TrainState, UpdateMetrics, Array, Batch]:
+    """Make an update on each minibatch of a scored batch.
+
+    Returns the state, metrics reduced over the updates, log-probs in the order of the batch, and
+    the batch in the order of the metrics' rows.
+    """
 
     def next_update(
         state: TrainState, part: Minibatches
@@ -141,20 +196,14 @@ def rl_step(
     # Without a score of the batch, these are the log-probs of the first epoch, in which each row is
     # in exactly one minibatch.
     if logp_BT is None:
-        n, length = a.minibatches, logp_UBT.shape[-1]
+        n = len(batch.tokens_BT) // minibatches.rows_UB.shape[1]
         row_order_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
-        logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, length))
-    stats, values = (
-        TokenStats(logp_BT, batch.advantages_BT),
-        metrics.reduce_updates().to_dict() | load | measure_rounding(full_state, state, scorer),
-    )
-    if metrics.rows:
-        # All updates together, since no quantile is a mean of the updates' quantiles.
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics.rows)
-        all_rows = map_rows(lambda x: x[minibatches.rows_UB.reshape(-1)], batch)
-        values |= measure_router(rows, all_rows, scorer.model.n_experts)
-    return state, values, stats
+        logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, logp_UBT.shape[-1]))
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics.rows)
+    if rows:  # of all updates together, since no quantile is a mean of the updates' quantiles
+        batch = map_rows(lambda x: x[minibatches.rows_UB.reshape(-1)], batch)
+    return state, replace(metrics.reduce_updates(), rows=rows), logp_BT, batch
 
 
 def score_batch(
@@ -180,13 +229,16 @@ def score_batch(
     def map_batch(fn: Any) -> Any:
         return map_microbatches(fn, batch, microbatches, ROWS)
 
-    def score_policy(part: Batch) -> dict[str, Array]:
+    early = a.recorded_before_updates(batch)
+
+    def score_policy(part: Batch) -> dict[str, Any]:
         out = scorer.score_policy(params, part)
         # What ops.record recorded is left out, unless it is taken later. A scan would keep it for
         # all rows.
         needed = policy or a.critic == "shared"
         names = ("logp_BT", "values_BT", "values_after_BT") if needed else ()
-        scores = {n: x for n, x in out.items() if n in names}
+        scores: dict[str, Any] = {n: x for n, x in out.items() if n in names}
+        scores["recorded"] = {n: x for n, x in out.items() if n in early}
         if a.takes_array("old_router_logits_BTLE") and "router_logits_BTLE" in out:
             scores["router_logits_BTLE"] = out["router_logits_BTLE"]
         is_measured = policy and bool(router_rows(out, out["logp_BT"], *routing))
@@ -196,7 +248,7 @@ def score_batch(
             )
         return scores
 
-    old: dict[str, Array] = {}
+    old: dict[str, Any] = {}
     if policy or replays_old or a.critic == "shared":
         old = map_batch(score_policy)
     if a.critic == "own":
@@ -206,6 +258,7 @@ def score_batch(
         old_logp_BT=old["logp_BT"] if policy else None,
         old_experts_BTLA=old.get("experts_BTLA"),
         old_router_logits_BTLE=old.get("router_logits_BTLE"),
+        recorded=old.get("recorded", {}),
         ref_logp_BT=map_batch(partial(scorer.score_reference, scorer.full_reference(state.frozen)))
         if a.needs_reference
         else None,
@@ -229,96 +282,3 @@ def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Floa
         return jnp.zeros(len(values_after_BT))
     is_truncated_end_BT = last_token_mask(batch.loss_mask_BT) & batch.truncated_B[:, None]
     return jnp.sum(jnp.where(is_truncated_end_BT, values_after_BT, 0.0), axis=1)
-
-
-def update_minibatch(
-    state: TrainState,
-    batch: Batch,
-    *,
-    base: Params | None = None,
-    tx: optax.GradientTransformation,
-    algorithm: Algorithm,
-    scorer: Scorer,
-    gate: GateConfig,
-    gap: UpdateMetrics | None,
-    microbatches: int,
-) -> tuple[TrainState, UpdateMetrics, Array]:
-    """Make one optimizer update on a scored minibatch, unless the gate is closed.
-
-    `gap` has metrics of the engine relative to the trainer before the step; if it is None they are
-    computed from this update's forward. Returns state, metrics, and the forward's log-probs.
-    """
-    batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
-    loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
-    # The base is not part of the state, which is the carry of a scan and would be copied with it.
-    frozen = scorer.pack_policy(state.params, replace(state.frozen, base=base))
-    grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
-    (loss, aux), grads = map_microbatches(grad_fn, batch, microbatches, GRADIENTS)
-    # Which tokens are dropped is known only after all microbatches, and they must share one
-    # denominator. The loss is linear in it, so loss and gradient are rescaled.
-    if needs_late_normalization(algorithm):
-        kept_weight = aux.sums.pop("kept")
-        # If every token is dropped, loss and gradient are 0, and any positive denominator leaves
-        # them so.
-        share = jnp.sum(batch.loss_weights_BT) / jnp.where(kept_weight > 0, kept_weight, 1.0)
-        # The factor is cast, since a float32 factor would promote gradients of another dtype.
-        loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
-    metrics = update_metrics(batch, aux.rows, algorithm)
-    sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
-    term_metrics = mean_metrics(aux, batch)
-    require(
-        not term_metrics.keys() & {*metrics.to_dict(), *sums},
-        f"a term's metric must have a name of its own, got {sorted(term_metrics)}.",
-    )
-    metrics |= UpdateMetrics(term_metrics | sums)
-    if algorithm.critic != "none":
-        metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
-    metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
-    if "experts_BTLA" in aux.rows:
-        metrics |= UpdateMetrics(expert_switches(aux.rows["experts_BTLA"], batch))
-    if "chosen_experts_BTLA" in aux.rows:
-        chosen_BTLA = aux.rows["chosen_experts_BTLA"]
-        metrics |= UpdateMetrics(replay_agreement(chosen_BTLA, batch, scorer.model.n_experts))
-    metrics |= UpdateMetrics(rows=aux.rows.get("router", {}))
-    closed = is_gate_closed(metrics.means, gate)
-    metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
-    # Without a gate there is no condition, so none is compiled into the step.
-    if not gate.has_limits:
-        return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
-    # A closed gate leaves out the complete update: neither the moments nor the count of updates, on
-    # which the learning rate depends, see the batch.
-    state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
-    return state, metrics, aux.rows["logp_BT"]
-
-
-def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
-    """Return True if trainer and engine differ by more than the gate allows; NaN closes it too."""
-    if not gate.has_limits:
-        return False
-    # Each comparison asks whether the gate may be open. With NaN it is False, and the gate closes.
-    is_open = gap["rollout_corr/ess"] >= gate.ess
-    if gate.k3 is not None:
-        is_open = (gap["rollout_corr/k3_kl"] <= gate.k3) & is_open
-    if gate.abs_diff is not None:
-        is_open = (gap["train_rollout_logprob_abs_diff"] <= gate.abs_diff) & is_open
-    return ~is_open
-
-
-def policy_loss(
-    params: Trained, frozen: Frozen, batch: Batch, *, algorithm: Algorithm, scorer: Scorer
-) -> tuple[Array, LossAux]:
-    """Return the loss of one (micro)batch by `sum_terms`, and the arrays that its metrics need."""
-    params = scorer.full_params(params, frozen)
-    out = scorer.score_policy(params, batch)
-    if algorithm.critic == "own":
-        out |= scorer.score_values(params, batch)
-    loss, aux = sum_terms(algorithm, batch, out)
-    compares = batch.routed_experts_BTLA is not None and scorer.replay != "R3"
-    if compares and "experts_BTLA" in out:
-        aux.rows["experts_BTLA"] = lax.stop_gradient(out["experts_BTLA"])
-    if scorer.replay == "R3" and "chosen_experts_BTLA" in out:
-        aux.rows["chosen_experts_BTLA"] = lax.stop_gradient(out["chosen_experts_BTLA"])
-    m = scorer.model
-    if router := router_rows(out, out["logp_BT"], m.n_experts, m.experts_per_token):
-        aux.rows["router"] = lax.stop_gradient(router)
-    return loss, aux

@@ -23,6 +23,7 @@ from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.microbatches import Packing, SharedTokens
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.optimizer import make_optimizer
@@ -34,11 +35,16 @@ from jaxmoe.rl.update import rl_step
 from jaxmoe.shapes import Leaf
 
 
+def ignore_arguments(*_: Any) -> None:
+    """Check nothing."""
+
+
 class JitProgram(NamedTuple):
-    """A function to jit, and jit's options."""
+    """A function to jit, jit's options, and the check of its arguments (`CheckedStep`)."""
 
     fn: Callable[..., Any]
     options: dict[str, Any]
+    check: Callable[..., None] = ignore_arguments
 
 
 def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
@@ -88,16 +94,11 @@ def rl_program(
         if mesh is None or mesh.size == 1
         else partial(exchange_rows_for_columns, cfg=cfg.model, mesh=mesh),
     )
-    fn = partial(
-        step,
-        tx=tx,
-        algorithm=algorithm,
-        scorer=scorer,
-        gate=cfg.step_gate,
-        microbatches=cfg.optim.microbatches,
-    )
+    options = {"algorithm": algorithm, "scorer": scorer, "microbatches": cfg.optim.microbatches}
+    fn = partial(step, tx=tx, gate=cfg.step_gate, **options)
     # The base of a LoRA run is the fourth argument and is not donated: it stays for all steps.
-    return JitProgram(fn, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
+    jit_options = {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)}
+    return JitProgram(fn, jit_options, partial(check_rl_step, **options))
 
 
 def out_shardings_option(
@@ -157,6 +158,7 @@ def batch_shapes(
         loss_mask_BT=array(jnp.bool_, B, T),
         rollout_logp_BT=array(jnp.float32, B, T),
         rewards_B=array(jnp.float32, B),
+        rewards_BT=array(jnp.float32, B, T),
         samples_per_prompt=cfg.rollout.samples_per_prompt,
         truncated_B=array(jnp.bool_, B),
         routed_experts_BTLA=routed,

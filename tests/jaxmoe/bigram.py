@@ -2,6 +2,7 @@
 """A model without layers, a batch and a step of it: what the tests of the update share."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jaxmoe.config import (
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import CheckedStep, rl_step
 from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
@@ -96,7 +98,12 @@ def start(a, tx=SGD, params=PARAMS, reference=None):
 def step_of(a, *, tx=SGD, scorer=None, **options):
     """`rl_step` without what it tells of each token."""
     scorer = scorer or Bigram(CFG, OPS, critic=a.critic)
-    return jax.jit(lambda *x: rl_step(*x, tx=tx, algorithm=a, scorer=scorer, **options)[:2])
+    checked = {"algorithm": a, "scorer": scorer, "microbatches": options.pop("microbatches", 1)}
+
+    def step(*arguments):
+        return rl_step(*arguments, tx=tx, **checked, **options)[:2]
+
+    return CheckedStep(step, partial(check_rl_step, **checked))
 
 
 def algorithm(**fields):

@@ -70,7 +70,7 @@ from jaxmoe.rl.scorer import Scorer  # noqa: E402
 from jaxmoe.rl.shared_prompts import PromptSharing  # noqa: E402
 from jaxmoe.rl.state import Frozen, Trained, init_state  # noqa: E402
 from jaxmoe.rl.terms import Term, entropy_term, kl_term, value_term  # noqa: E402
-from jaxmoe.rl.update import rl_step  # noqa: E402
+from jaxmoe.rl.update import jit_step  # noqa: E402
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4  # noqa: E402
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically  # noqa: E402
 
@@ -255,7 +255,7 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
         replay=case.replay,
         round_params=round_params,
     )
-    step = jax.jit(partial(rl_step, tx=STORE_GRADIENT, algorithm=a, scorer=scorer))
+    step = jit_step(tx=STORE_GRADIENT, algorithm=a, scorer=scorer)
     after, metrics, stats = step(state, batch, minibatches, base)
     return after.opt_state, metrics, stats.logp_BT * np.asarray(batch.loss_mask_BT)
 

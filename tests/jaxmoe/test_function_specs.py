@@ -71,9 +71,9 @@ def test_an_empty_text_is_no_function(text):
 def test_a_function_of_ones_own_is_found_by_its_module(my_losses):
     function = parse_function("my_losses:terms(beta=2.0)", "loss.objective", OBJECTIVE)
     assert function(3.0, 5.0) == 30.0
-    assert array_parameters(function) == ["logp_BT", "advantages_BT"]
+    assert array_parameters(function) == ("logp_BT", "advantages_BT")
     positional = parse_function("my_losses:soft(tau=2.0)", "loss.objective", OBJECTIVE)
-    assert positional(3.0) == 1.5 and array_parameters(positional) == ["logp_BT"]
+    assert positional(3.0) == 1.5 and array_parameters(positional) == ("logp_BT",)
 
 
 def test_a_function_gets_the_arrays_it_names_and_no_other(my_losses):
@@ -85,13 +85,13 @@ def test_a_function_gets_the_arrays_it_names_and_no_other(my_losses):
 
 
 def test_options_and_defaults_are_not_asked_for():
-    assert array_parameters(losses.rejection) == ["log_ratio_BT", "mask_BT"]
-    assert array_parameters(partial(losses.gae, trace=0.9)) == [
+    assert array_parameters(losses.rejection) == ("log_ratio_BT", "mask_BT")
+    assert array_parameters(partial(losses.gae, trace=0.9)) == (
         "rewards_BT",
         "values_BT",
         "mask_BT",
-    ]
-    assert array_parameters(losses.seq_mean_token_sum_norm) == ["mask_BT"]
+    )
+    assert array_parameters(losses.seq_mean_token_sum_norm) == ("mask_BT",)
 
 
 CALL = 'Try --set "loss.x=name(option=1.0)".'

@@ -12,7 +12,15 @@ import pytest
 
 from jaxmoe import samples
 from jaxmoe.observe.metrics import read_samples
-from jaxmoe.observe.samples_page import MAX_STEPS, escape_invisible, group_by_step, write_page
+from jaxmoe.observe.sample_rows import check_row_types
+from jaxmoe.observe.samples_page import (
+    MAX_STEPS,
+    _row_html,
+    escape_invisible,
+    format_samples,
+    group_by_step,
+    write_page,
+)
 
 HOSTILE = (
     "<script>document.title='x'</script>",
@@ -311,3 +319,11 @@ def test_an_answer_of_one_turn_names_no_environment_and_a_fault_says_why(capsys,
         "      assistant             4761",
     ]
     assert "<b>env error: ValueError:" in (run / "samples.html").read_text()
+
+
+def test_rewards_of_turns_are_shown_where_several():
+    answer = {"reward": 1.0, "turn_rewards": [0.25, 0.75, "x"], "response": "r"}
+    for row in (answer, {"kind": "group", "samples": [answer]}):
+        checked = check_row_types({"stage": "rl", "step": 1} | row)
+        assert "reward 1 (0.25, 0.75, none by turn)" in format_samples(1, [checked])
+        assert "reward 1 (0.25, 0.75, none by turn)" in _row_html(checked)

@@ -14,7 +14,15 @@ import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
 
-_ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts", "policy_mask")
+_ARRAYS = (
+    "tokens",
+    "rollout_logp",
+    "weight_versions",
+    "log_kept",
+    "routed_experts",
+    "policy_mask",
+    "token_rewards",
+)
 _NUMBERS = ("env_rewards", "env_metrics")
 _TEXTS = ("lost", "env_fault")
 

@@ -2,6 +2,7 @@
 """What is kept of a step: the right tokens with their gaps, other rows each time, and a bound."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,7 +149,8 @@ def make_episode(turns, replies, stop=StopReason.MAX_TURNS):
 
 
 def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
-    episode = make_episode(["ab", "c"], ["xyz"])
+    paid = np.array([0.0, 0.25, 0.0, 0.0, 0.0, 0.5])  # of the reward 1; the rest is at the end
+    episode = replace(make_episode(["ab", "c"], ["xyz"]), token_rewards=paid)
     shape = (1, LENGTH)
     mask_BT = np.zeros(shape, bool)
     mask_BT[0, 3:9] = episode.sampled_mask
@@ -165,6 +167,7 @@ def test_an_episode_is_recorded_by_turns_and_its_gaps_are_the_policy_s():
     (sample,) = row["samples"]
     assert (sample["gap_mean"], sample["gap_max"], sample["advantage"]) == (0.01, 0.01, 0.5)
     assert (sample["length"], sample["env_length"], sample["turns"]) == (3, 3, 2)
+    assert (sample["reward"], sample["turn_rewards"]) == (1.0, [0.25, 0.75])
     assert sample["response"] == "c" and sample["stop"] == "max_turns"
     assert [t[0] for t in sample["tokens"]] == ["a", "b", "xyz", "c"]
     assert [len(t) for t in sample["tokens"]] == [3, 3, 1, 3]

@@ -45,6 +45,8 @@ def test_rewards_of_steps_and_of_the_end_are_added_by_part():
     (r, *_) = sample(make_echo(), FINAL)
     assert r.stop is StopReason.MAX_TURNS
     assert r.env_rewards == {"env": 4 * 0.5, "late": 0.25}
+    ends = [end - 1 for _, end in r.turns]  # what is due at the end is no turn's
+    assert r.token_rewards[ends].tolist() == [0.5] * 4 and r.token_rewards.sum() == 2.0
 
 
 def test_every_environment_that_was_opened_is_closed():

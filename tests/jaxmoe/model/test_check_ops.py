@@ -18,7 +18,7 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from pallas_kernels import sink_attention, token_logprobs
 
 TOKENS = jnp.asarray(make_batch().tokens_BT)
@@ -76,7 +76,7 @@ def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, mes
     with pytest.raises(ConfigError, match=rf"ops.router: {router.__name__} must return {message}"):
         check_router(router, CFG)
     a, scorer = Algorithm(), Scorer(CFG, replace(OPS, router=router))
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
+    step = jit_step(tx=SGD, algorithm=a, scorer=scorer)
     with pytest.raises(ConfigError, match=router.__name__):
         step(start(a, params=MODEL), make_batch())
 

@@ -32,7 +32,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -119,11 +119,7 @@ def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, route
     )
     replay = "R3" if router is replay_routing else ""
     scorer = Scorer(CFG, ops, critic=a.critic, replay=replay)
-    step = jax.jit(
-        partial(rl_step, tx=TX, algorithm=a, scorer=scorer),
-        donate_argnums=0,
-        **pins,
-    )
+    step = jit_step(tx=TX, algorithm=a, scorer=scorer, donate_argnums=0, **pins)
     # a program made ahead refuses what another step would need: other shapes, other places
     step = step.lower(state, shard_batch(batch(0), mesh)).compile()
     if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/distributed/host.py
@@ -163,11 +159,7 @@ def compile_step(sizes, rows=8, length=1600):
         return jax.ShapeDtypeStruct(sharded_shape, x.dtype, **sharding_kwargs)
 
     batch = jax.tree.map(abstract_row, make_batch(0))
-    step = jax.jit(
-        partial(rl_step, tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops)),
-        donate_argnums=0,
-        **pins,
-    )
+    step = jit_step(tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops), donate_argnums=0, **pins)
     # as on chips, and at real widths: a ring's turns are a loop, and tokens that a CPU gathers more
     # than GATHERED, so that they come in parts
     with (

@@ -2,7 +2,7 @@
 """Every update on a mesh uses the experts that are replayed."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import bigram
 import jax
@@ -22,7 +22,7 @@ from jaxmoe.rl.batch import shard_rows
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 
 pytestmark = pytest.mark.slow  # ten seconds each: a step is compiled for each mesh
 CFG = replace(bigram.CFG, n_experts=8, vocab_multiple=8)
@@ -53,9 +53,8 @@ def count_switches(sizes, replay, batch, expected_BTLA):
     state = init_state(Trained(params()), FAST_SGD)
     shardings = state_shardings(state, CFG, mesh)
     scorer = Scorer(CFG, ops, replay=replay)
-    step = jax.jit(
-        partial(rl_step, tx=FAST_SGD, algorithm=FOUR_UPDATES, scorer=scorer),
-        out_shardings=(shardings, None, None),
+    step = jit_step(
+        tx=FAST_SGD, algorithm=FOUR_UPDATES, scorer=scorer, out_shardings=(shardings, None, None)
     )
     batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
     batch, minibatches = split_minibatches(batch, FOUR_UPDATES, seed=(1,))

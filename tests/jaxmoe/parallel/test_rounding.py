@@ -25,7 +25,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_exponent
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
@@ -217,7 +217,7 @@ def run_steps(sizes, steps, round_params):
         place_masters=place,
         round_params=shard_rounding(round_params, TWO, mesh),
     )
-    step = jax.jit(partial(rl_step, tx=tx, algorithm=KL, scorer=scorer), donate_argnums=0, **pins)
+    step = jit_step(tx=tx, algorithm=KL, scorer=scorer, donate_argnums=0, **pins)
     step = step.lower(state, shard_batch(make_batch(0), mesh)).compile()
     rows, sent = [], []
     if mesh is not None:

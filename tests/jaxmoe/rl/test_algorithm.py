@@ -62,7 +62,7 @@ def test_a_config_s_fields_reach_the_algorithm():
     ].keywords == {"high": 3.0}
     entropy, kl, value = algorithm.terms
     assert entropy == entropy_term(0.125) and value.fn.keywords == value_term().fn.keywords
-    assert (kl.name, kl.weight, kl.fn.keywords) == ("policy/kl_ref", 0.0, {"kl": losses.kl_k2})
+    assert (kl.name, kl.weight, kl.fn.keywords["kl"]) == ("policy/kl_ref", 0.0, losses.kl_k2)
     assert algorithm.reward_kl.weight == 0.25 and algorithm.reward_kl.fn is kl.fn
     assert (algorithm.critic, algorithm.updates) == ("own", 8)
     assert algorithm.old_logp == "recomputed"
@@ -238,7 +238,7 @@ def other_array(rewards_PR, group_PR):
     [
         (broken_dict, r"KeyError: 'group_mean' \(.*test_algorithm\.py:\d+, in broken_dict\)"),
         (broken_list, r"IndexError: .*, in broken_list\)\. Correct the function"),
-        (other_array, "other_array takes group_PR, .*may take rewards_PR, "),
+        (other_array, "other_array takes group_PR, .*may take .*, rewards_PR, "),
     ],
 )
 def test_an_error_of_a_function_is_told_as_its_own(advantages, message):
@@ -287,6 +287,16 @@ def test_a_correction_or_the_engines_own_log_probs_see_it(loss):
     algorithm_from_config(stale(2, **loss))
 
 
+def arrays_of(old_logp_BT, rollout_logp_BT, mask_BT, advantages_BT=0.0):
+    return dict(
+        old_logp_BT=old_logp_BT,
+        rollout_logp_BT=rollout_logp_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        batch_mask_BT=mask_BT,
+    )
+
+
 MU = np.array([0.5, 0.25, 0.25])  # what drew the tokens: of four, two are 0, one is 1, one is 2
 DRAWN, GAINS = jnp.array([0, 0, 1, 2]), jnp.array([1.0, 1.0, -2.0, 3.0])
 POLICY_LOGP = jnp.log(jnp.array([0.55, 0.22, 0.23]))  # the policy; every ratio is inside PPO's clip
@@ -316,7 +326,7 @@ def gradient_on_stale_tokens(**loss):
     def loss_at(logits):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
         old = jax.lax.stop_gradient(logp)  # recomputed by the newest trainer
-        correction = compute_correction(a, old, rollout_logp, advantages, mask, mask)
+        correction = compute_correction(a, arrays_of(old, rollout_logp, mask, advantages))
         scored = replace(batch, old_logp_BT=old, correction=correction)
         return sum_terms(a, scored, {"logp_BT": logp, "entropy_BT": old})[0]
 
@@ -353,7 +363,7 @@ def test_rejections_add_up_and_the_last_weights_stand():
             losses.normalize,
         )
     )
-    correction = compute_correction(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
+    correction = compute_correction(a, arrays_of(old, rollout, mask))
     assert correction.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
     mean = (4 + 1 + 1 + 0.2 + 1 + 1) / 6
     np.testing.assert_allclose(correction.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
@@ -363,7 +373,7 @@ def test_rejections_add_up_and_the_last_weights_stand():
 
 def test_without_corrections_nothing_is_said():
     x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    assert compute_correction(Algorithm(), x, x, x, mask, None) == Correction()
+    assert compute_correction(Algorithm(), arrays_of(x, x, mask)) == Correction()
 
 
 def documented_rows():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.loss import compute_advantages
-from jaxmoe.rl.terms import kl_term
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.loss import estimate_advantages
+from jaxmoe.rl.terms import Term
 from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
@@ -29,10 +30,18 @@ GROUPED = {
 }
 
 
+def compute_advantages(a, rewards, mask, *, samples, **arrays):
+    """Advantages and returns of a batch that has nothing else."""
+    ids, logp = mask.astype(jnp.int32), jnp.zeros(mask.shape)
+    batch = Batch(ids, ids, ids, mask, logp, rewards, samples, **arrays)
+    batch = estimate_advantages(batch, a)
+    return batch.advantages_BT, batch.returns_BT
+
+
 @partial(jax.jit, static_argnames="name")
 def grouped(rewards, name):
     a = Algorithm(advantages=GROUPED[name])
-    advantages, returns = compute_advantages(a, rewards, jnp.asarray(MASK), None, None, samples=R)
+    advantages, returns = compute_advantages(a, rewards, jnp.asarray(MASK), samples=R)
     assert returns is None
     return advantages
 
@@ -88,9 +97,7 @@ def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
         return jnp.full(rewards_BT.shape, jnp.nan)
 
     mask = jnp.asarray(MASK)
-    actual, _ = compute_advantages(
-        Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None, samples=1
-    )
+    actual, _ = compute_advantages(Algorithm(advantages=loud), jnp.ones(P * R), mask, samples=1)
     np.testing.assert_array_equal(np.isnan(actual), MASK)
     assert not np.asarray(actual)[~MASK].any()
 
@@ -100,7 +107,7 @@ def test_returns_of_gae_come_through():
     rewards, values = numbers(rng.normal(size=P * R)), numbers(rng.normal(size=MASK.shape))
     mask, gae = jnp.asarray(MASK), partial(losses.gae, discount=0.9, trace=0.8)
     a = Algorithm(advantages=gae, critic="own")
-    results = compute_advantages(a, rewards, mask, None, values, samples=R)
+    results = compute_advantages(a, rewards, mask, old_values_BT=values, samples=R)
     want = gae(losses.token_rewards(rewards, mask), values, mask)
     for actual, expected in zip(results, want, strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -110,8 +117,10 @@ def test_returns_of_gae_come_through():
 def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
     kl = numbers(np.random.default_rng(2).random(MASK.shape))
     rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
-    a = Algorithm(advantages=GROUPED["unscaled"], reward_kl=kl_term(0.5))
-    actual = np.asarray(compute_advantages(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
+    a = Algorithm(
+        advantages=GROUPED["unscaled"], reward_kl=Term(lambda ref_logp_BT: ref_logp_BT, 0.5)
+    )
+    actual = compute_advantages(a, rewards, mask, ref_logp_BT=kl, samples=R)[0][:, 2]
     paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
     want = paid - paid.reshape(P, R).mean(1).repeat(R)
     np.testing.assert_allclose(actual, want, atol=64 * EPS)
@@ -122,7 +131,7 @@ def test_an_answer_without_tokens_is_compared_with_the_rest_of_its_group(name):
     mask = jnp.asarray(MASK).at[1].set(False)
     a = Algorithm(advantages=GROUPED[name])
     rewards = numbers([0, 4, 0, 0, *range(2 * R)])
-    actual = np.asarray(compute_advantages(a, rewards, mask, None, None, samples=R)[0])
+    actual = np.asarray(compute_advantages(a, rewards, mask, samples=R)[0])
     want = np.asarray(grouped(rewards, name))[:, 2]
     np.testing.assert_allclose(actual[:, 2], np.where(mask[:, 2], want, 0.0), rtol=4 * EPS)
     assert want[0] < 0 and not actual[1].any()
@@ -138,6 +147,6 @@ def test_advantages_of_another_shape_are_refused_by_the_functions_name(shape):
     with pytest.raises(
         ValueError, match=r"custom_advantages must return advantages \[P, R\] = \(2, 4\) or"
     ):
-        compute_advantages(a, jnp.zeros(8), jnp.ones((8, 6), bool), None, None, samples=4)
+        compute_advantages(a, jnp.zeros(8), jnp.ones((8, 6), bool), samples=4)
     with pytest.raises(ConfigError, match="custom_advantages must return advantages"):
         check_algorithm(a, 4)

@@ -2,6 +2,7 @@
 """From rollouts to arrays: which columns are trained on, and which rows are refused."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,3 +196,18 @@ def test_padding_is_counted_in_the_rows_that_the_model_reads():
     assert padding_frac(batch) == 1 - 13 / 32  # 3 + 4 + 3 + 3 tokens
     assert padding_frac(pack_batch(batch, 8)) == 1 - 13 / 16  # two rows, of two sequences each
     assert padding_frac(pack_batch(batch, 24)) == 1 - 13 / 24  # one microbatch of three rows
+
+
+def test_rewards_of_tokens_and_the_rest_at_the_last():
+    paid = replace(rollout([1], [4, 5, 6], [-1.0] * 3), token_rewards=np.array([0.25, 0.0, 0.5]))
+    batch = batch_of(paid, rollout([1], [4, 5], [-1.0] * 2))  # rewards 1 and 2
+    assert batch.rewards_BT.tolist() == [[0, 0.25, 0, 0.75, 0, 0], [0, 0, 2, 0, 0, 0]]
+    assert batch.rewards_B.tolist() == [1, 2] and batch.rewards_BT.dtype == np.float32
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, np.nan, 0.0], [0.0, np.inf, 0.0], [0.0, 1.0, 0.0]])
+def test_rewards_that_no_tokens_can_have(bad):
+    mask = np.array([True, False, True])
+    r = replace(rollout([1], [4, 5, 6], [-1.0] * 3), token_rewards=np.array(bad), policy_mask=mask)
+    with pytest.raises(ValueError, match=r"rollout 0 \(prompt \d+\): token_rewards must be "):
+        batch_of(r)

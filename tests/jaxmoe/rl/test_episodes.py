@@ -2,7 +2,6 @@
 """Episodes in the batch: trained on is what the policy sampled, and nothing else has an effect."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.update import bootstrap_values, rl_step
+from jaxmoe.rl.update import bootstrap_values, jit_step
 from jaxmoe.rollout.staleness import check_versions
 
 LENGTH, SAMPLES = 24, 4
@@ -118,7 +117,7 @@ def test_garbage_at_tokens_of_the_environment_changes_no_bit(fields, tokens):
 def test_unknown_experts_of_the_environment_change_no_bit_of_a_real_model():
     a = algorithm()
     scorer, results = Scorer(CFG, OPS), []
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
+    step = jit_step(tx=SGD, algorithm=a, scorer=scorer)
     for rollouts in clean_and_garbage(experts=True):
         batch, minibatches = split_minibatches(
             batch_of(rollouts, CFG.n_experts), a, seed=(0,), tokens_per_microbatch=2 * LENGTH

@@ -20,7 +20,7 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from pallas_kernels import sink_attention
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
@@ -43,7 +43,7 @@ def example(name, cut, experts=None):
         replace=replace,
         partial=partial,
         Scorer=Scorer,
-        rl_step=rl_step,
+        jit_step=jit_step,
         sink_attention=sink_attention,
         route_top_k=route_top_k,
         router_logits=router_logits,
@@ -72,13 +72,10 @@ def test_an_attention_that_counts_sees_both_layers_of_the_step(cut):
 @pytest.fixture(scope="module")
 def plain_step():
     """The step on the whole batch by the router that ships, and one with other experts."""
-    step = jax.jit(
-        partial(
-            rl_step,
-            tx=SGD,
-            algorithm=GRPO,
-            scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3"),
-        )
+    step = jit_step(
+        tx=SGD,
+        algorithm=GRPO,
+        scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3"),
     )
     batch = routed_batch()
     other_experts = (batch.routed_experts_BTLA + 1) % CFG.n_experts

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start
+from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start, step_of
 
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae, group_advantages, rloo_advantages
@@ -19,7 +19,6 @@ from jaxmoe.rl.minibatches import Minibatches, split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
-from jaxmoe.rl.update import rl_step
 
 BATCH = make_batch()
 MINI = Algorithm(old_logp="recomputed", minibatches=2)
@@ -36,11 +35,7 @@ PPO = Algorithm(advantages=gae, critic="own", terms=(value_term(),))
 
 def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
     scorer, state = scorer or Bigram(CFG, OPS), state or start(Algorithm())
-
-    def traced(state, batch, minibatches):
-        return rl_step(state, batch, minibatches, tx=SGD, algorithm=a, scorer=scorer, **options)[:2]
-
-    return jax.jit(traced)(state, batch, minibatches)
+    return step_of(a, scorer=scorer, **options)(state, batch, minibatches)
 
 
 def test_an_objective_of_ones_own_trains_on_the_groups_of_the_batch():
@@ -102,13 +97,7 @@ def test_an_id_past_the_vocabulary_is_seen_in_host_arrays(bad):
     tokens = TOKENS.copy()
     tokens[3, 5] = bad
     with pytest.raises(ConfigError, match=rf"ids from 0 to 28 .*, got {bad} at \[3, 5\]"):
-        rl_step(
-            start(MINI),
-            replace(BATCH, tokens_BT=tokens),
-            tx=SGD,
-            algorithm=Algorithm(),
-            scorer=Bigram(CFG, OPS),
-        )
+        step(replace(BATCH, tokens_BT=tokens))
 
 
 def test_parameters_of_another_config_are_named():

@@ -2,7 +2,7 @@
 """Steps of RL on adapters: the base stays where and what it is, and engine and trainer share it."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rollout.native import NativeEngine
 
 EXTENDED = pytest.mark.slow, pytest.mark.extended
@@ -64,9 +64,7 @@ def steps(count, lora=LORA, rows=0, **fields):
     """
     table = base() | {"embed": np.array(base()["embed"])}
     scorer = Scorer(CFG, OPS, scales=LORA.scales)
-    step = jax.jit(
-        partial(rl_step, tx=TX, algorithm=Algorithm(**fields), scorer=scorer), donate_argnums=0
-    )
+    step = jit_step(tx=TX, algorithm=Algorithm(**fields), scorer=scorer, donate_argnums=0)
     state, native, results = fresh(lora), engine(), []
     for number in range(count):
         native.load(policy(state), number)

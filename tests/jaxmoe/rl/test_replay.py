@@ -24,7 +24,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 
 SLOW = pytest.mark.slow
 OPS = replace(plain_ops(), router=replay_routing)
@@ -57,14 +57,11 @@ def run_updates(replay, expected_BTLA, batch=None, packed=0, microbatches=1, ops
     batch = make_batch() if batch is None else batch
     batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
     split = split_minibatches(batch, a, seed=(1,), tokens_per_microbatch=packed)
-    step = jax.jit(
-        partial(
-            rl_step,
-            tx=FAST_SGD,
-            algorithm=a,
-            microbatches=microbatches,
-            scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
-        )
+    step = jit_step(
+        tx=FAST_SGD,
+        algorithm=a,
+        microbatches=microbatches,
+        scorer=Scorer(CFG, ops, critic=a.critic, replay=replay),
     )
     metrics = step(start(a, params=MODEL, tx=FAST_SGD), *split)[1]
     assert count_compilations(step) == 1
@@ -170,7 +167,7 @@ def test_replay_with_adapters_keeps_the_experts(replay):
         scorer = Scorer(
             cfg, replace(adapted.OPS, router=replay_routing), scales=lora.scales, replay=replay
         )
-        step = jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer))
+        step = jit_step(tx=tx, algorithm=a, scorer=scorer)
         split = split_minibatches(replace(batch, extra={"expected_BTLA": expected}), a, seed=(1,))
         return float(step(init_state(Trained(adapters), tx), *split, base)[1]["switches"])
 

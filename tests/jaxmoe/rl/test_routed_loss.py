@@ -43,6 +43,9 @@ MODEL = PARAMS | {
 class Routers(Bigram):
     """Routers and their experts without other layers, which compile in no time."""
 
+    def recorded_sizes(self):
+        return {"router_logits_BTLE": (L, E), "experts_BTLA": (L, A)}
+
     def run_forward(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, recorded = params["embed"][rows.tokens_BT], []

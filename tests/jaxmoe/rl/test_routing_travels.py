@@ -2,7 +2,6 @@
 """The engine's experts on their way to the trainer's router, however the batch is cut."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.router_metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.update import bootstrap_values, rl_step
+from jaxmoe.rl.update import bootstrap_values, jit_step
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3")
@@ -265,7 +264,7 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
     np.testing.assert_array_equal(used, np.where(is_known, reported, own_routing))
     assert (np.sort(own_routing, -1) != np.sort(reported, -1))[is_known].any()
 
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=algorithm(), scorer=REPLAY))
+    step = jit_step(tx=SGD, algorithm=algorithm(), scorer=REPLAY)
     state = start(algorithm(), params=MODEL)
     trainer_experts = step(state, batch)
     all_known = step(state, replace(batch, routed_experts_BTLA=used.astype(np.int8)))

@@ -5,9 +5,7 @@ Episodes have their prompt in common, and nothing after it: each has replies of 
 """
 
 from dataclasses import replace
-from functools import partial
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -19,7 +17,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 from tests.jaxmoe.rollout.native_episodes import CFG, INVARIANT, STOPS, open_engine, weights
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
@@ -43,7 +41,7 @@ def test_trainer_and_engine_agree_over_shared_prompts(dtype):
     sizes = dict(max_prompt_tokens=LONGEST, max_new_tokens=NEW, max_context=CONTEXT)
     engine = open_engine(cfg, INVARIANT, max_rows=len(PROMPTS) * SAMPLES, **sizes)
     a, state = Algorithm(), init_state(Trained(weights()), TX)
-    step = jax.jit(partial(rl_step, tx=TX, algorithm=a, scorer=Scorer(cfg, INVARIANT)))
+    step = jit_step(tx=TX, algorithm=a, scorer=Scorer(cfg, INVARIANT))
     rewards_B = np.random.default_rng(3).normal(size=len(PROMPTS) * SAMPLES)
     row = 2 * KEYS + SAMPLES * (CONTEXT - 2 * KEYS)
 

@@ -23,13 +23,13 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import shard_rows
+from jaxmoe.rl.check_rl_step import check_inputs
 from jaxmoe.rl.microbatches import ROWS, map_microbatches
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.validate import check_inputs
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
 
 SCORER = Scorer(CFG, OPS)

@@ -21,7 +21,7 @@ from jaxmoe.rl.batch import map_rows
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import Term, entropy_term, kl_term
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.rl.validate import check_algorithm
 
 LOAD_LE = jnp.asarray(np.random.default_rng(3).random((CFG.n_layers, CFG.n_experts)), jnp.float32)
@@ -213,7 +213,7 @@ def test_a_loss_of_the_field_is_a_sum_of_terms_from_python():
     """Objective, KL, entropy and a term of its own."""
     a = Algorithm(terms=(kl_term(0.1), entropy_term(0.01), Term(one, 1e-3, "mean_logp")))
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
-    step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS)))
+    step = jit_step(tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS))
     state, metrics, _ = step(start(a, reference=reference), make_batch())
     assert {"policy/kl_ref", "mean_logp"} <= metrics.keys()
     plain, _ = step_of(Algorithm())(start(Algorithm()), make_batch())

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step tells of each token, for people to read."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from bigram import CFG, OPS, Bigram, R, T, algorithm, make_batch, start
 
 from jaxmoe.losses import group_advantages, ppo_clip
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 
 
 @pytest.mark.parametrize(
@@ -26,14 +24,11 @@ def test_what_is_told_of_a_token_stands_where_the_batch_has_it(fields, cut):
     a, batch = algorithm(objective=ppo_clip, **fields), make_batch()
     length = 2 * T if cut == "packed" else 0
     parts, minibatches = split_minibatches(batch, a, seed=(3,), tokens_per_microbatch=length)
-    step = jax.jit(
-        partial(
-            rl_step,
-            tx=optax.sgd(0.0),
-            algorithm=a,
-            scorer=Bigram(CFG, OPS),
-            microbatches=4 if cut == "cut" else 1,
-        )
+    step = jit_step(
+        tx=optax.sgd(0.0),
+        algorithm=a,
+        scorer=Bigram(CFG, OPS),
+        microbatches=4 if cut == "cut" else 1,
     )
     stats = step(start(a), parts, minibatches)[2]
     arrays = jax.tree.map(jnp.asarray, batch)

@@ -53,13 +53,13 @@ from jaxmoe.losses import (
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import map_rows
-from jaxmoe.rl.loss import estimate_advantages
+from jaxmoe.rl.loss import estimate_advantages, update_minibatch
 from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
-from jaxmoe.rl.update import NO_GATE, score_batch, update_minibatch
+from jaxmoe.rl.update import NO_GATE, score_batch
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(

@@ -5,9 +5,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -26,7 +24,7 @@ from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
-from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.update import jit_step
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 
 
@@ -97,7 +95,7 @@ def test_a_packed_step_replays_the_experts_of_every_token_that_vllm_read(engine)
         row[: len(r.routed_experts)] = r.routed_experts
     a, tx = Algorithm(terms=(SWITCHES,)), optax.sgd(0.1)
     scorer = Scorer(CFG, replace(OPS, router=replay_routing), replay="R3")
-    step = jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer))
+    step = jit_step(tx=tx, algorithm=a, scorer=scorer)
     state = init_state(Trained(weights(0)), tx)
 
     def run(expected_BTLA):
