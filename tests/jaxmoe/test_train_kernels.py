@@ -17,7 +17,7 @@ from jaxmoe.data.tokenizer import load_tokenizer
 from tests.jaxmoe.kernel_cheats import CHEATS
 from tests.jaxmoe.sandbox.kinds import first_kind
 
-PAGE = (Path(__file__).parents[2] / "docs/graders.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/results/kernel_task.md").read_text()
 ROWS = [
     "data.task=package:jaxmoe/configs/kernels.jsonl",
     "data.options={}",
