@@ -15,6 +15,7 @@ from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
 from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs, value_head_specs
+from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.model.trainable import policy_specs, split_params
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
@@ -23,7 +24,7 @@ from jaxmoe.parallel.param_bytes import (
     packed_bytes,
 )
 from jaxmoe.parallel.sharding import RULES
-from jaxmoe.rl.from_config import find_recorded_sizes
+from jaxmoe.rl.scorer import find_recorded_sizes
 from jaxmoe.rl.state import Trained
 from jaxmoe.run.optimizer_memory import muon_work_bytes, optimizer_bytes
 from jaxmoe.run.policy_memory import POLICY_STAGES, base_bytes, policy_stage_bytes
@@ -146,12 +147,10 @@ def plan_memory(cfg: Config) -> Memory:
     if cfg.optim.remat_keeps:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
     # Recorded arrays are results of the layers, which remat does not drop; with their gradients.
-    recorded = (
-        sum(math.prod(x) for x in find_recorded_sizes(cfg).values())
-        if cfg.router.record or cfg.router.term_weights or cfg.router.instruments
-        else 0
-    )
-    saved_activations += 3 * 4 * recorded * tokens
+    if cfg.router.record or cfg.router.term_weights or cfg.router.instruments:
+        record = record_from_config(cfg.router, m.experts_per_token)
+        recorded = sum(math.prod(x) for x in find_recorded_sizes(record, m).values())
+        saved_activations += 3 * 4 * recorded * tokens
     engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
     has_reference = cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base

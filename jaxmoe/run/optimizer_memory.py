@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxmoe.config import Config, OptimConfig
-from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.model.params import Spec, block_specs
 from jaxmoe.parallel.param_bytes import count_local_entries
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer
@@ -59,9 +59,8 @@ def _state_sizes(
 def muon_work_bytes(cfg: Config) -> int:
     """Bytes on one device of the arrays from which Muon computes the largest update at a time.
 
-    By XLA for a CPU they are ten float32 copies of the experts' gate of one layer pair; a mesh cuts
+    By XLA for a CPU they are ten float32 copies of the experts' gate of one layer; a mesh cuts
     its experts, and gathers rows and columns.
     """
-    spec = param_specs(cfg.model)["layers"]["full"]["w_gate_up"]
-    pairs, *_ = spec.shape
-    return 10 * 4 * count_local_entries(spec, cfg, {"expert": RULES["expert"]}) // (2 * pairs)
+    spec = block_specs(cfg.model)["w_gate_up"]
+    return 10 * 4 * count_local_entries(spec, cfg, {"expert": RULES["expert"]}) // 2
