@@ -45,6 +45,15 @@ if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
         os.environ["JAXMOE_TEST_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
     )
 
+# A worker with all cores spends a third of its time in XLA's threads, which wait for each other.
+if (
+    hasattr(os, "sched_setaffinity")
+    and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)) >= len(os.sched_getaffinity(0)) > 1
+):
+    cores = sorted(os.sched_getaffinity(0))
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
 import jax
 from hypothesis import settings
 
