@@ -9,8 +9,8 @@ Steps of the tiny job: dense experts; experts that the grouped matmuls read in f
 decoded a layer at a time before the matmul, as it was done before. Decoding: tokens of the native
 engine over dense and over packed experts, those of the tiny job and LARGE ones. In turn,
 CPU-seconds and seconds; benchmarks/in_turn.py says when to put taskset -c 0 before it. Of another
-config or with --set, steps and decoding, dense and in four bits: docs/quantised.md has the command
-for one GPU.
+config or with --set, steps and decoding, dense and in four bits: docs/results/quantised.md has
+the command for one GPU.
 --memory compiles the gradient of a microbatch with larger experts and prints what the program needs
 beside its arguments and results. The last line is JSON.
 """

@@ -7,7 +7,7 @@ sandbox, if all products are right. The 40 rows of configs/kernels.jsonl differ 
 COMMAND  python -m jaxmoe.train --config gptoss20b_kernels.py --dry-run
 EXPECT   73.6 GB per device in training, 38.7 GB while sampling, by the dry run's arithmetic. It
          has not been trained.
-SOURCE   gptoss20b.py and what it cites. The reward and what it costs: docs/kernel_task.md. A step
+SOURCE   gptoss20b.py and what it cites. Reward and cost: docs/results/kernel_task.md. A step
          grades 512 answers, one at a time for two processors of the host.
 """
 

@@ -108,7 +108,7 @@ def example(tmp_path, monkeypatch):
     shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
     page = (ROOT / "docs/data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
-    tools, environment, _ = fences((ROOT / "docs/agents.md").read_text(), "python")
+    tools, environment = fences((ROOT / "docs/agents.md").read_text(), "python")
     (tmp_path / "my_tools.py").write_text(tools)
     (tmp_path / "my_env.py").write_text(environment)
     task, _ = fences((ROOT / "README.md").read_text(), "python")

@@ -106,7 +106,15 @@ def describe_engine(cfg: "Config") -> EngineDescription:
         raise ConfigError(
             f"rollout.engine={cfg.rollout.engine} must take the config and these options; {error}."
         ) from error
-    description = describe(cfg, **options)
+    try:
+        description = describe(cfg, **options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"rollout.engine={cfg.rollout.engine} must return a jaxmoe.config.EngineDescription; "
+            f"it raised {type(error).__name__}: {error}. Correct the function."
+        ) from error
     require(
         isinstance(description, EngineDescription),
         f"rollout.engine={cfg.rollout.engine} must return a jaxmoe.config.EngineDescription, got "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the tables in docs/graders.md: stored answer, response, and both scores."""
+"""The rows of the tables in docs/results/graders.md: stored answer, response, and both scores."""
 
 import re
 from pathlib import Path
 
-_PAGE = Path(__file__).parents[2] / "docs" / "graders.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "results" / "graders.md"
 _ROW = re.compile(r"\| `(.+?)` \| `(.+?)` \| ([01]) \| ([01]) \| .+ \|")
 
 ROWS = [

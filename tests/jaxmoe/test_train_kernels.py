@@ -17,7 +17,7 @@ from jaxmoe.data.tokenizer import load_tokenizer
 from tests.jaxmoe.kernel_cheats import CHEATS
 from tests.jaxmoe.sandbox.kinds import first_kind
 
-PAGE = (Path(__file__).parents[2] / "docs/kernel_task.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/results/kernel_task.md").read_text()
 ROWS = [
     "data.task=package:jaxmoe/configs/kernels.jsonl",
     "data.options={}",
@@ -65,7 +65,7 @@ def test_a_kernel_is_paid_and_cheats_are_counted(tmp_path):
 def test_the_command_of_the_page_trains(tmp_path):
     """With the page's rows and reward, and prompts cut to the model's pace."""
     first_kind()
-    command = re.findall(r"^python -m jaxmoe.train (--config tiny.py .*)$", PAGE, re.M)[0]
+    command = re.findall(r"^python -m jaxmoe.train (--config tiny.py .*kernels.*)$", PAGE, re.M)[0]
     small = [
         "model.d_model=16",
         "model.d_expert=24",

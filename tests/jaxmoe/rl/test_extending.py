@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two `Ops` of docs/extending.md, as they stand there, through whole steps: cut and packed."""
+"""The two `Ops` of docs/api/model.md, as they stand there, through whole steps: cut and packed."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import jit_step
 from pallas_kernels import sink_attention
 
-PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "api" / "model.md").read_text()
 GRPO = Algorithm()
 SGD = optax.sgd(0.1)
 SLOW = pytest.mark.slow  # a step to compile each: by default each of the two is seen once
@@ -57,7 +57,7 @@ def example(name, cut, experts=None):
         ),
         state=init_state(Trained(MODEL), SGD),
     )
-    exec(compile(code, "docs/extending.md", "exec"), names)
+    exec(compile(code, "docs/api/model.md", "exec"), names)
     return names
 
 

@@ -20,6 +20,7 @@ from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.model.router import record_chosen_experts, replay_routing
 from jaxmoe.model.routers_from_config import record_all
 from jaxmoe.observe.profiling import count_compilations
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
@@ -53,7 +54,7 @@ def own_experts():
 def run_updates(replay, expected_BTLA, batch=None, packed=0, microbatches=1, ops=OPS, **fields):
     """Metrics of a step's updates, among them `switches`."""
     terms = (SWITCHES, *fields.pop("terms", ()))
-    a = algorithm(terms=terms, **fields)
+    a = Algorithm(terms=terms, **fields)
     batch = make_batch() if batch is None else batch
     batch = replace(batch, extra={"expected_BTLA": expected_BTLA})
     split = split_minibatches(batch, a, seed=(1,), tokens_per_microbatch=packed)

@@ -66,7 +66,7 @@ def test_codes_stay_and_larger_values_saturate():
 
 
 def test_saturated_values_take_a_hundredth_of_the_mean():
-    """Of normal weights, 2.4 % are above 6 · 2^e, and always become smaller (docs/quantised.md)."""
+    """Of normal weights, 2.4 % are above 6 · 2^e: docs/results/quantised.md."""
     w_DF = np.asarray(jax.random.normal(jax.random.key(3), (3200, 256)))
     groups = np.abs(w_DF).reshape(100, 32, 256)
     largest = 6 * 2.0 ** (np.floor(np.log2(groups.max(1, keepdims=True))) - 2)
