@@ -14,7 +14,6 @@ COMMANDS = {
     "export": "write a run's newest checkpoint as a Hugging Face folder",
     "samples": "show what a run answered: samples RUN",
     "plan": "compile a run's step for another machine",
-    "study": "compare settings over seeds, in experiments whose answer is known",
 }
 
 

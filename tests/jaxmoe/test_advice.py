@@ -18,7 +18,7 @@ from jaxmoe.config_file import load_config, resolve
 
 # for the reader to fill in: nothing that a test could type
 PLACEHOLDERS = re.compile(r"DIRECTORY|FOLDER|HOST|/full/path|module:function|=…")
-MAX_ADVICE = 8  # pieces of advice in a row
+MAX_ADVICE = 12  # pieces of advice in a row
 INTS = ["-1", "0", "1", "2", "3", "5", "7", "8", "12", "64", "100", "1000000", "2.5", "many"]
 FLOATS = ["-0.1", "0", "0.3", "1", "1.5", "1e9", "nan", "much"]
 WORDS = [

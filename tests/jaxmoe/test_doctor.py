@@ -154,8 +154,8 @@ def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, capsys):
 
 
 def test_a_mistake_is_status_2(tmp_path, capsys):
-    assert doctor.main(["--config", "tiny.py", "--set", "model.n_layers=3"]) == 2
-    assert "Try --set model.n_layers=4" in capsys.readouterr().err
+    assert doctor.main(["--config", "tiny.py", "--set", "optim.lr=-1"]) == 2
+    assert "Try --set optim.lr=1e-05" in capsys.readouterr().err
 
 
 def test_a_run_of_adapters_is_refused(tmp_path, capsys):

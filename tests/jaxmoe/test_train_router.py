@@ -159,7 +159,7 @@ REFUSED = [
     (("loss.terms=my_router:defaulted",), "defaulted must take ref_logp_BT without a default"),
     ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got vllm"),
     (("loss.terms=my_router:z_loss(weight=0.01)",), "z_loss takes router_logits_BTLE"),
-    (Z_LOSS, "z_loss takes load_LE, which this step does not have. Try --set rollout.compare"),
+    (Z_LOSS, "values_BT. Try --set rollout.compare_experts=True."),
     ((Z_LOSS[1].replace("0.01", "'a'"),), "the weight of my_router:z_loss must be a finite"),
     (("router.record=my_router:z_loss",), "router.record: z_loss takes router_logits_BTLE"),
 ]

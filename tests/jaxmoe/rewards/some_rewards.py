@@ -107,7 +107,7 @@ def returns(prompt, response, row, *, value=None):
         "inf": np.inf,
         "huge": 1e39,
         "text": "1",
-        "array": np.ones(2),
+        "array": np.ones(3),  # of one turn and two tokens
         "numpys": np.str_("1"),
     }
     return values.get(value, value) if isinstance(value, str) else value
