@@ -92,6 +92,8 @@ def make_arguments(step: Step) -> tuple[Any, Any, Any]:
     batch = pack_batch(draw_batch(cfg), cfg.optim.tokens_per_microbatch)
     like, _ = batch_shapes(cfg, algorithm_from_config(cfg))
     drawn = {"truncated_B": jnp.zeros(len(batch.tokens_BT), bool), "shared": {"step": jnp.int32(0)}}
+    if like.rewards_BT is not None:
+        drawn["rewards_BT"] = jnp.zeros(like.rewards_BT.shape, like.rewards_BT.dtype)
     if (of := like.routed_experts_BTLA) is not None:
         drawn["routed_experts_BTLA"] = jnp.full(of.shape, -1, of.dtype)
     return state, jax.device_put(batch.__class__(**(vars(batch) | drawn))), base
