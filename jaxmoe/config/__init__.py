@@ -6,7 +6,6 @@ Names contain units. Next: jaxmoe/config_file.py reads `--config FILE --set a.b=
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
@@ -24,6 +23,7 @@ from jaxmoe.config.errors import (
 )
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
+from jaxmoe.config.mesh import MeshConfig
 from jaxmoe.config.model import CHECKPOINT_MODEL, ModelConfig
 from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.optim import OptimConfig
@@ -226,40 +226,6 @@ class ObserveConfig:
     def trackers(self) -> list[str]:
         """Names of the trackers, without duplicates."""
         return list(dict.fromkeys(name.strip() for name in self.to.split(",") if name.strip()))
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """Number of devices along each axis; the product is the number of all devices."""
-
-    data: int = 1  # full copies of the model
-    fsdp: int = 1  # shards weights, gradients and moments
-    expert: int = 1  # shards experts, and other weights as fsdp does
-    sequence: int = 1  # shards the tokens of a row, and weights as fsdp does
-    tensor: int = 1  # shards heads and experts
-    attention: str = "ring"  # or zigzag, or ulysses: attention over the shards of a row
-
-    def __post_init__(self) -> None:
-        check_fields("mesh", self, **{name: (*POSITIVE, 1) for name in self.sizes})
-        require(
-            self.attention in ("ring", "zigzag", "ulysses"),
-            f"mesh.attention must be ring, zigzag or ulysses, got {self.attention!r}. "
-            "Try --set mesh.attention=ring.",
-        )
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of devices along each axis."""
-        return {name: value for name, value in vars(self).items() if name != "attention"}
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.sizes.values())
-
-    @property
-    def row_shards(self) -> int:
-        """Number of shards of the rows of a batch."""
-        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def scale_by_orthogonality() -> optax.GradientTransformation:
             parts = jnp.split(x, _count_side_by_side(path), axis=-1)
             return jnp.concatenate([scale(part) for part in parts], axis=-1)
 
-        # Of experts, [pair, E, M, N], a device computes those of one pair of layers at a time.
+        # Of experts, [index, E, M, N], a device computes those of one layer at a time.
         return lax.map(scale_parts, x) if x.ndim > 3 else scale_parts(x)
 
     def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
