@@ -4,14 +4,13 @@
 Next: jaxmoe/collection/demonstrations.py and jaxmoe/collection/tasks.py call them.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_function, parse_call
+from jaxmoe.config.calls import check_options, import_function, parse_call
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.user_code import user_code
 
@@ -65,11 +64,8 @@ def _read_row_function(text: str, key: str, **available: Any) -> Callable[[Row],
     signature = inspect.signature(function)
     names = list(signature.parameters)[1:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for option in options:
-        if option not in names and not takes_any:
-            close = difflib.get_close_matches(option, names, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
-            raise ConfigError(f"{key}: {path} has no option {option!r}. {hint}")
+    if not takes_any:
+        check_options(f"{key}: {path}", options, names)
     options = {name: value for name, value in available.items() if name in names} | options
     try:
         signature.bind(None, **options)

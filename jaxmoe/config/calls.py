@@ -9,11 +9,11 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from jaxmoe.config.errors import ConfigError
+from jaxmoe.config.errors import ConfigError, suggest_name
 
 
 def parse_call(text: str, key: str) -> tuple[str, dict[str, Any]]:
@@ -63,6 +63,14 @@ def import_attribute(path: str, key: str, kind: str) -> Any:
         raise ConfigError(
             f"{key}: {path} must be {kind} that can be imported; {error}. {hint}"
         ) from error
+
+
+def check_options(label: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for an option that is not among the known ones."""
+    known = list(known)
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"{label} has no option {option!r}. {suggest_name(option, known)}")
 
 
 def _import_hint(module: str, name: str, error: Exception) -> str:

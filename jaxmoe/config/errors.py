@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a command with one line, and checks that raise them."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -27,6 +28,14 @@ def check_fields(section: str, config: object, **rules: Rule) -> None:
         require(
             is_valid(value), f"{key} must be {requirement}, got {value}. Try --set {key}={example}."
         )
+
+
+def suggest_name(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The most similar of the known names as a question, else all of them."""
+    known = list(known)
+    if similar := difflib.get_close_matches(name, known, 1):
+        return f"Did you mean {prefix}{similar[0]}?"
+    return f"Known: {', '.join(known) or 'none'}."
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,14 +7,13 @@ are arrays, passed by name; so a new algorithm is one function and one line of c
 jaxmoe/rl/algorithm.py lists the arrays of each kind.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxmoe.config.calls import import_function, parse_call
-from jaxmoe.config.errors import ConfigError
+from jaxmoe.config.calls import check_options, import_function, parse_call
+from jaxmoe.config.errors import ConfigError, suggest_name
 
 Functions = Mapping[str, Callable[..., Any]]
 # What a router may omit: the caller passes them by keyword where it has them.
@@ -112,11 +111,8 @@ def _resolve_builtin(
     name: str, key: str, builtins: Functions, choices: Iterable[str]
 ) -> Callable[..., Any]:
     if name not in builtins:
-        matches = difflib.get_close_matches(name, choices, 1)
-        hint = (
-            f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(choices) or 'none'}"
-        )
-        custom = "" if matches else "; a function of your own is module:function."
+        hint = suggest_name(name, choices)
+        custom = "" if hint.endswith("?") else " A function of your own is module:function."
         raise ConfigError(f"{key}: there is no function {name!r}. {hint}{custom}")
     return builtins[name]
 
@@ -126,12 +122,7 @@ def _check_signature(
 ) -> None:
     name = getattr(function, "__name__", str(function))
     allowed = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
-    for option in options:
-        if option not in allowed:
-            matches = difflib.get_close_matches(option, allowed, 1)
-            hint = f"Known: {', '.join(allowed) or 'none'}."
-            hint = f"Did you mean {matches[0]}?" if matches else hint
-            raise ConfigError(f"{key}: {name} has no option {option!r}. {hint}")
+    check_options(f"{key}: {name}", options, allowed)
     bound = partial(function, **options)
     positional = [n for n in options if n in array_parameters(function)]
     if positional or not array_parameters(function):

@@ -4,12 +4,11 @@
 Next: jaxmoe/config/router.py.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
 
-from jaxmoe.config.errors import require
+from jaxmoe.config.errors import require, suggest_name
 from jaxmoe.config.function_specs import split_calls
 
 
@@ -28,9 +27,7 @@ def parse_weighted_names(text: str, key: str, names: Sequence[str]) -> dict[str,
         )
         assert match is not None
         name, number = match.groups()
-        similar = difflib.get_close_matches(name, names, 1)
-        hint = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(names)}."
-        require(name in names, f"{key}: there is no {name!r}. {hint}")
+        require(name in names, f"{key}: there is no {name!r}. {suggest_name(name, names)}")
         require(name not in weights, f"{key} must name {name} once, got {text!r}.")
         try:
             weight = float(number)

@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import io
@@ -13,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.errors import suggest_name
 from jaxmoe.data import scoring
 from jaxmoe.data.rows import Row
 
@@ -83,7 +83,7 @@ def _make_gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: in
     if name not in factory.DATASETS:
         raise ConfigError(
             f"data.task must name a reasoning-gym task; there is no {name!r}."
-            f"{_format_hint(name, factory.DATASETS, 'reasoning_gym:')}"
+            f" {suggest_name(name, sorted(factory.DATASETS), 'reasoning_gym:')}"
         )
     fields = [f.name for f in dataclasses.fields(factory.DATASETS[name][1])]
     option_names = [field for field in fields if field not in ("seed", "size")]
@@ -91,8 +91,8 @@ def _make_gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: in
         if key not in option_names:
             raise ConfigError(
                 f"data.options must be options of reasoning_gym:{name}; there is no {key!r}."
-                f"{_format_hint(key, option_names, 'data.options.')} Or clear the options of the "
-                "config file: --set data.options={}"
+                f" {suggest_name(key, sorted(option_names), 'data.options.')} "
+                "Or clear the options of the config file: --set data.options={}"
             )
     gym_options = dict(options)
     try:
@@ -122,10 +122,3 @@ def _import_gym_factory() -> Any:
         warnings.simplefilter("ignore")
         importlib.import_module("reasoning_gym")
         return importlib.import_module("reasoning_gym.factory")
-
-
-def _format_hint(name: str, names: Any, prefix: str) -> str:
-    close_names = difflib.get_close_matches(name, list(names), 1)
-    if close_names:
-        return f" Did you mean {prefix}{close_names[0]}?"
-    return f" Known: {', '.join(sorted(names))}."

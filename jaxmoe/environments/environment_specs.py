@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_attribute, parse_call
+from jaxmoe.config.calls import check_options, import_attribute, parse_call
 from jaxmoe.environments.adapters.gymnasium_environment import GymnasiumEnvironment
 from jaxmoe.environments.adapters.openenv_environment import (
     PREFIX,
@@ -178,11 +178,8 @@ def _bind_constructor(
     parameters = _list_parameters(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [name for name in parameters if name not in _ROW_ARGUMENTS]
-    for option in options:
-        if option not in parameters and not takes_any:
-            close = difflib.get_close_matches(option, names, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
-            raise ConfigError(f"{label} has no option {option!r}. {hint}")
+    if not takes_any:
+        check_options(label, [name for name in options if name not in parameters], names)
     missing = [
         p.name
         for p in parameters.values()
@@ -222,11 +219,6 @@ def _read_openenv(text: str, system: str) -> EnvironmentFactory:
     address, parenthesis, arguments = text.partition("(")
     url = read_openenv_url(address, KEY)
     _, options = parse_call(f"openenv{parenthesis}{arguments}", KEY)
-    names = ("field", "observation_field", "columns")
-    for option in options:
-        if option not in names:
-            close = difflib.get_close_matches(option, names, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names)}."
-            raise ConfigError(f"{KEY}: {PREFIX}URL has no option {option!r}. {hint}")
+    check_options(f"{KEY}: {PREFIX}URL", options, ("field", "observation_field", "columns"))
     connect = make_openenv_client(url, KEY)
     return lambda: OpenEnvEnvironment(connect, **options, system=system)

@@ -5,7 +5,6 @@ The forms are those that Hugging Face's chat templates use, which TRL and verl r
 Next: jaxmoe/environments/tools.py checks the arguments of a call against them.
 """
 
-import difflib
 import enum
 import inspect
 import json
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.errors import suggest_name
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.environments.step_check import describe_value
 
@@ -122,9 +122,7 @@ def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
     properties = schema.get("properties") or {}
     for name in arguments:
         if name not in properties and not schema.get("additionalProperties"):
-            close = difflib.get_close_matches(name, properties, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(properties)}."
-            return f"there is no argument {name[:100]!r}. {hint}"
+            return f"there is no argument {name[:100]!r}. {suggest_name(name, properties)}"
     missing = [name for name in schema.get("required") or () if name not in arguments]
     if missing:
         return f"the argument {missing[0]!r} is missing"

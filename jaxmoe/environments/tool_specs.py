@@ -5,7 +5,6 @@ A tool is a built-in name, a function with types and a docstring, a class in the
 BaseTool, or a `Tool`. Next: jaxmoe/environments/tool_schema.py describes functions.
 """
 
-import difflib
 import functools
 import inspect
 import typing
@@ -13,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_attribute, parse_call
+from jaxmoe.config.calls import check_options, import_attribute, parse_call
+from jaxmoe.config.errors import suggest_name
 from jaxmoe.config.function_specs import split_calls
 from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
 from jaxmoe.data.harmony_tools import check_tools
@@ -151,9 +151,8 @@ def _make_builtin(
     name: str, options: Mapping[str, Any], builtin: Mapping[str, Callable[[], Tool]]
 ) -> Tool:
     if name not in builtin:
-        close = difflib.get_close_matches(name, builtin, 1)
-        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(builtin)};"
-        custom = "" if close else " a tool of your own is module:function."
+        hint = suggest_name(name, builtin)
+        custom = "" if hint.endswith("?") else " A tool of your own is module:function."
         raise ConfigError(f"{KEY}: there is no tool {name!r}. {hint}{custom}")
     make = builtin[name]
     _check_option_names(f"{KEY}: {name}", make, options)
@@ -163,9 +162,4 @@ def _make_builtin(
 def _check_option_names(
     label: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> None:
-    names = list(inspect.signature(function).parameters)
-    for option in options:
-        if option not in names:
-            close = difflib.get_close_matches(option, names, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names) or 'none'}."
-            raise ConfigError(f"{label} has no option {option!r}. {hint}")
+    check_options(label, options, inspect.signature(function).parameters)

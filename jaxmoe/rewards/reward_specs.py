@@ -4,14 +4,13 @@
 Next: jaxmoe/rewards/conventions.py decides how they are called.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_attribute
+from jaxmoe.config.calls import check_options, import_attribute
 from jaxmoe.data.rows import Row
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -153,13 +152,5 @@ def _check_options(
     parameters = inspect.signature(function).parameters
     option_names = [name for name, p in parameters.items() if p.kind in _NAMED]
     takes_any = not option_names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for option in options:
-        if option not in option_names and not takes_any:
-            close_names = difflib.get_close_matches(option, option_names, 1)
-            hint = (
-                f"Did you mean {close_names[0]}?"
-                if close_names
-                else f"Known: {', '.join(option_names) or 'none'}."
-            )
-            name = path.rpartition(":")[2]
-            raise ConfigError(f"{key}: {name} has no option {option!r}. {hint}")
+    if not takes_any:
+        check_options(f"{key}: {path.rpartition(':')[2]}", options, option_names)

@@ -14,10 +14,10 @@ Source: verl 0.9: trainer/config/algorithm.py, RolloutCorrectionConfig; workers/
 trainer/ppo/core_algos.py, compute_policy_loss_bypass_mode, for the denominators.
 """
 
-import difflib
 from dataclasses import replace
 
 from jaxmoe.config import ConfigError, LossConfig, require
+from jaxmoe.config.errors import suggest_name
 
 _SEQ_RS = "rejection(statistic='seq_sum_k1', low=0.5, high=2.0)"
 _GEO_RS = "rejection(statistic='seq_mean_k1', low=0.999, high=1.001)"
@@ -96,7 +96,6 @@ def apply_preset(loss: LossConfig) -> LossConfig:
 def preset_fields(name: str) -> dict[str, str]:
     """Return the fields of LossConfig that a preset sets; raises ConfigError if it is unknown."""
     if name not in PRESETS:
-        matches = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(PRESETS)}."
+        hint = suggest_name(name, PRESETS)
         raise ConfigError(f"loss.preset: there is no preset {name!r}. {hint}")
     return dict(PRESETS[name])

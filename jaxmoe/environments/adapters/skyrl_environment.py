@@ -6,12 +6,12 @@ the config names one of its own environments, as in skyrl:gsm8k_multi_turn.
 """
 
 import copy
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.errors import suggest_name
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked, row_columns, turn_text
@@ -91,8 +91,7 @@ def find_skyrl_environment(name: str, key: str) -> MakeSkyRL:
         ) from error
     names = sorted(package.registry)
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"Did you mean skyrl:{close[0]}?" if close else f"Known: {', '.join(names)}."
+        hint = suggest_name(name, names, "skyrl:")
         raise ConfigError(f"{key}: SkyRL-gym has no environment {name!r}. {hint}")
 
     def make_environment(**arguments: Any) -> Any:

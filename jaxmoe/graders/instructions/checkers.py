@@ -4,7 +4,6 @@
 Next: jaxmoe/graders/instructions/reward.py scores answers with them.
 """
 
-import difflib
 import importlib
 import importlib.util
 import math
@@ -19,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.errors import suggest_name
 
 INSTALL = (
     "pip install --no-deps if-verifiable emoji immutabledict langdetect six syllapy (without "
@@ -112,9 +112,7 @@ def unknown_checker_error(name: str, names: Sequence[str], key: str = "") -> Con
             f"{prefix}{name} is not available; it needs data that nltk would download. Remove it, "
             f"or name another: {', '.join(names)}."
         )
-    close = difflib.get_close_matches(name, names, 1)
-    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names)}."
-    return ConfigError(f"{prefix}there is no checker {name!r}. {hint}")
+    return ConfigError(f"{prefix}there is no checker {name!r}. {suggest_name(name, names)}")
 
 
 def _build_checker(instruction: Instruction, *, seed: int) -> Any:

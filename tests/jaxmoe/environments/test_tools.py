@@ -65,7 +65,7 @@ def test_a_config_names_tools_with_options():
     "text, message",
     [
         ("pyhton", "there is no tool 'pyhton'. Did you mean python?"),
-        ("search", "Known: python, python_sandbox; a tool of your own is module:function."),
+        ("search", "Known: python, python_sandbox. A tool of your own is module:function."),
         ("python + python", "two tools of one name"),
         ("python(x=1)", "no option 'x'"),
         ("tools_of_a_user:multiply(c=1)", "no option 'c'. Known: a, b"),
