@@ -252,8 +252,8 @@ def test_a_run_killed_while_loading_packed_tensors_resumes(tmp_path):
         (["quant.rounding=up"], "quant.rounding must be one of nearest, stochastic; got 'up'"),
         (
             ["quant.experts=none", "quant.rounding=stochastic"],
-            "got quant.experts=none. Try --set quant.experts=none --set quant.scale=ocp --set "
-            "quant.rounding=nearest, or --set quant.experts=mxfp4.",
+            "rounding=stochastic are set. Try --set quant.experts=mxfp4, or --set "
+            "quant.experts=none --set quant.scale=ocp --set quant.rounding=nearest.",
         ),
         (
             ["rollout.engine=vllm", "rollout.vllm.dtype=float16"],
@@ -267,7 +267,7 @@ def test_a_run_killed_while_loading_packed_tensors_resumes(tmp_path):
             ["quant.experts=mxfp4_rollout", "model.numerics=invariant"],
             "rounds the engine's alone. Try --set quant.experts=mxfp4, or --set model.numerics=",
         ),
-        (["model.d_model=96"], "model.d_model to be a multiple of 64, got 96"),
+        (["model.d_model=96"], "model.d_model to be a multiple of 64, got model.d_model=96"),
     ],
 )
 def test_settings_that_cannot_be_rounded_are_refused(changes, text):
