@@ -207,10 +207,7 @@ class Config(Section, key=""):
     quant: QuantConfig = QuantConfig()
     sandbox: SandboxConfig = SandboxConfig()
     kernels: str = setting(
-        "auto",
-        "auto: those that pass the check on this device",
-        _KERNELS,
-        resume=True,
+        "auto", "auto: those that pass this device's check", _KERNELS, resume=True
     )
 
     def __post_init__(self) -> None:

@@ -23,12 +23,8 @@ _ROWS = ValueRule(
 class DataConfig(Section, key="data"):
     """Prompts with checkable answers."""
 
-    task: str | list = setting(
-        ...,
-        "reasoning_gym:NAME, a file, a folder, FOLDER/*.jsonl, package:NAME/path, or a list",
-        _NAMES,
-        example="a.jsonl",
-    )
+    # reasoning_gym:NAME, a file, a folder, FOLDER/*.jsonl, package:NAME/path, or a list of these
+    task: str | list = setting(..., "where rows are", _NAMES, example="a.jsonl")
     options: dict[str, Any] = setting(dict, "options of reasoning_gym's tasks")
     columns: dict[str, Any] = setting(
         dict, "a file's names of its columns question, answer and system"
@@ -40,25 +36,16 @@ class DataConfig(Section, key="data"):
     )
     map_rows: str = setting("", "module:function(option=1) from a task's row to the row asked")
     system: str = setting("", "system prompt of rows without one; the template's {system}")
-    keep_analysis: bool = setting(
-        False,
-        "harmony's prompts keep the analysis of earlier answers, which served chats leave out",
-    )
+    keep_analysis: bool = setting(False, "harmony's prompts keep the analysis of earlier answers")
     reasoning_effort: str = setting("medium", "of harmony", one_of("low", "medium", "high"))
     rewards: str = setting(
         "", "0.9 * module:function(option=1) + 0.1 * …; empty: the task's scorer"
     )
     reward_timeout_s: float = setting(
-        300.0,
-        "limit of a call of the rewards, in a process of its own; 0: in this one, without a limit",
-        at_least(0),
-        resume=True,
+        300.0, "of a call of the rewards; 0: no limit, in this process", at_least(0), resume=True
     )
     swapped_share: float = setting(
-        0.25,
-        "share of answers graded for another row too, at that cost",
-        between(0, 1),
-        resume=True,
+        0.25, "share of answers graded for another row too", between(0, 1), resume=True
     )
     second_grader: str = setting(
         "", "a stricter grader, in the form of rewards; never trained on", resume=True
@@ -73,20 +60,14 @@ class DataConfig(Section, key="data"):
     )
     held_out_rows: int = setting(256, "rows of the evaluation")
     distinct: str = setting(
-        "off",
-        "leaves out copies of a row, or of a question",
-        one_of("off", "row", "question"),
-        example="row",
+        "off", "leaves out copies of these", one_of("off", "row", "question"), example="row"
     )
     shuffle: bool = setting(True, "another order in every epoch; False: that of the files")
     max_prompt_tokens: int = setting(
         512, "longest prompt", at_least(1), resume="unless longer prompts were dropped"
     )
     overlong_prompts: str = setting(
-        "refuse",
-        "stop at a longer prompt, or leave out its row",
-        one_of("refuse", "drop"),
-        example="drop",
+        "refuse", "stop, or leave out the row", one_of("refuse", "drop"), example="drop"
     )
 
     def __post_init__(self) -> None:

@@ -33,16 +33,10 @@ class ModelConfig(Section, key="model"):
     sliding_window: int = _size(2**31 - 1, "keys of a sliding layer's query, including its own")
     layer_types: str = setting(GPT_OSS, "kinds of layers, repeated: sliding or full")
     dtype: str = setting(
-        "bfloat16",
-        "of the arithmetic; softmax, router and loss are float32 anyway",
-        one_of("float32", "bfloat16"),
+        "bfloat16", "of most arithmetic; the router's is float32", one_of("float32", "bfloat16")
     )
-    numerics: str = setting(
-        "fast",
-        "invariant: a token's bits depend only on its own past",
-        one_of("fast", "invariant"),
-        resume=True,
-    )
+    # invariant: a token's bits depend only on its own past
+    numerics: str = setting("fast", "order of sums", one_of("fast", "invariant"), resume=True)
     vocab_multiple: int = _size(2**20, "embedding and head are padded to a multiple of this", 1)
     rope_theta: float = setting(150_000.0, "base of RoPE's frequencies", above(0))
     rope_factor: float = setting(32.0, "of YaRN; 1 is plain RoPE", at_least(1))

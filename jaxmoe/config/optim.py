@@ -44,11 +44,7 @@ class OptimConfig(Section, key="optim"):
         0, "tokens that the experts compute, and recompute, at a time; 0: all", at_least(0)
     )
     moments: str = setting(
-        "device",
-        "memory of the moments between updates",
-        one_of("device", "host"),
-        example="host",
-        resume=True,
+        "device", "memory of the moments", one_of("device", "host"), example="host", resume=True
     )
     trainable: str = setting(".*", "regular expression of the parameters that train")
 

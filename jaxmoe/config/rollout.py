@@ -29,14 +29,10 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
     dtype: str = setting("", "of the engine; empty: model.dtype", one_of("", "float32", "bfloat16"))
     args: str = setting("", "additional options of vLLM, as on its command line")
     transport: str = setting(
-        "files",
-        "how weights are sent to servers; in this process they are shared",
-        one_of("files", "nccl", "ipc"),
+        "files", "of weights to servers; in this process none", one_of("files", "nccl", "ipc")
     )
     lora: str = setting(
-        "merged",
-        "adapters are sent in full weights, or over the base, init.checkpoint",
-        one_of("merged", "adapter"),
+        "merged", "into full weights, or over init.checkpoint", one_of("merged", "adapter")
     )
     weights_dir: str = setting("/dev/shm", "folder of sent weights; it holds two versions")
     on_weight_sync: str = setting(
@@ -45,12 +41,8 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
     start_timeout_s: float = setting(600.0, "until a started server answers", above(0))
     request_timeout_s: float = setting(600.0, "of a request with all retries", above(0))
     retries: int = setting(5, "of a request, and of a server that died", at_least(0))
-    probe_abs_diff: float = setting(
-        0.0,
-        "largest mean |dlogp| on a probe after each weight sync, in nats; 0: 1e-4 in float32, 0.1 "
-        "in bfloat16",
-        at_least(0),
-    )
+    # 0: 1e-4 in float32, 0.1 in bfloat16
+    probe_abs_diff: float = setting(0.0, "largest mean |dlogp| after a weight sync", at_least(0))
 
     @property
     def urls(self) -> list[str]:
@@ -120,10 +112,7 @@ class RolloutConfig(Section, key="rollout"):
     )
     reply_threads: int = setting(256, "replies computed at once", between(1, 10_000), resume=True)
     max_lost_frac: float = setting(
-        0.5,
-        "a run stops if faults leave more of a batch without a reward",
-        between(0, 1),
-        resume=True,
+        0.5, "largest share of a batch that faults may take", between(0, 1), resume=True
     )
     overlong_buffer: int = setting(
         0, "answers that end in the last tokens lose up to 1 of their reward", at_least(0)
