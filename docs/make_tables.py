@@ -2,10 +2,12 @@
 """Write the tables of docs/ that are made from the code: `python docs/make_tables.py`."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 from jaxmoe.config import Config
 from jaxmoe.config.settings import Setting, iter_settings, may_be_none
+from jaxmoe.observe.alerts import RULES
 
 DOCS = Path(__file__).parent
 
@@ -36,18 +38,27 @@ def format_values(field: dataclasses.Field, fact: Setting) -> str:
     return fact.rule.text.removeprefix("one of ") + or_none
 
 
-TABLES = {"configuration.md": settings_table}
-
-
-def make_page(name: str) -> str:
-    """Return the text of a page with its table made again."""
-    text = (DOCS / name).read_text()
+def make_configuration(text: str) -> str:
+    """Return the page with its table of settings made again."""
     begin, end = "<!-- made by docs/make_tables.py -->\n", "\n<!-- end -->"
-    assert text.count(begin) == text.count(end) == 1, name
     head, _, rest = text.partition(begin)
-    return head + begin + TABLES[name]() + end + rest.partition(end)[2]
+    return head + begin + settings_table() + end + rest.partition(end)[2]
 
+
+def make_glossary(text: str) -> str:
+    """Return the page with the bounds of the alerts in the last column of its rows."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("| `"):
+            names, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:3])
+            metrics = re.findall("`([^`]+)`", names)
+            bounds = dict.fromkeys(f"`{rule.bound}`" for rule in RULES if rule.metric in metrics)
+            lines[i] = f"| {names} | {meaning} | {'; '.join(bounds)} |".replace("  ", " ")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": make_configuration, "glossary.md": make_glossary}
 
 if __name__ == "__main__":
-    for name in TABLES:
-        (DOCS / name).write_text(make_page(name))
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make((DOCS / name).read_text()))
