@@ -19,6 +19,7 @@ from typing import Any
 
 import jaxmoe.config
 from jaxmoe.config import CHECKPOINT_MODEL, Config, ConfigError, require
+from jaxmoe.config.settings import iter_settings
 from jaxmoe.model.config import find_unread_fields, read_config_json, read_hf_config
 
 
@@ -106,20 +107,10 @@ def _closest_key(name: str, fields: list[str], prefix: str = "") -> str | None:
 
     "router_replay" is not in the group rollout, and is similar to the key "router.replay".
     """
-    keys = {field: prefix + field for field in fields} | {key: key for key in _grouped_keys(Config)}
+    keys = {field: prefix + field for field in fields}
+    keys |= {key: key for key, _, _ in iter_settings(Config) if "." in key}
     matches = difflib.get_close_matches(name, keys, 1)
     return keys[matches[0]] if matches else None
-
-
-def _grouped_keys(config_type: Any, prefix: str = "") -> list[str]:
-    """Return the keys of all fields in groups, such as "optim.lr"."""
-    keys = []
-    for field, field_type in typing.get_type_hints(config_type).items():
-        if dataclasses.is_dataclass(field_type):
-            keys += _grouped_keys(field_type, f"{prefix}{field}.")
-        elif prefix:
-            keys.append(prefix + field)
-    return keys
 
 
 def _find_config_file(name: str) -> Path:

@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from jaxmoe.checkpoint.same_run import CHANGEABLE_KEYS
 from tests.pages import DOCS, PAGES, ROOT, START, named
 
 # by how the block begins: what it is, and why it is not run
@@ -87,11 +86,3 @@ def test_commands_about_equal_bits_compile_as_users_do():
     for command in commands:
         free = re.search(r"-m (aot|gpu|tpu)\b|tests/pallas_kernels/", command)
         assert command.startswith("XLA_FLAGS= ") or free, command
-
-
-def test_the_list_of_resumable_changes_is_complete():
-    text = (ROOT / "docs/first_run.md").read_text()
-    listed = text.partition("<!-- resume -->")[2].partition("<!-- /resume -->")[0]
-    keys = {name.removesuffix("*") for name in re.findall(r"`([^`]+)`", listed)}
-    files = {"data.task", "data.options.held_out", "init.tokenizer", "init.checkpoint"}
-    assert keys == {*CHANGEABLE_KEYS, *files}

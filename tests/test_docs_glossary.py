@@ -5,6 +5,9 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
+from docs.make_tables import PAGES
 from jaxmoe.observe.alerts import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +60,12 @@ def test_every_metric_is_in_the_glossary():
 def test_every_name_of_the_glossary_is_logged():
     stale = {x for x in names_in_page() - names_in_source() if not x.startswith(ASSEMBLED)}
     assert not stale, f"docs/glossary.md explains {sorted(stale)}, which nothing logs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_table_is_that_of_the_code(name):
+    page = (ROOT / "docs" / name).read_text()
+    assert page == PAGES[name](page), "Type python docs/make_tables.py"
 
 
 def test_every_alert_is_in_the_troubleshooting_page():

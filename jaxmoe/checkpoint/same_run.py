@@ -14,47 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config.settings import iter_settings
 
-# Settings that a resumed run may change: the numbers so far do not depend on them.
-CHANGEABLE_KEYS = (
-    "steps",
-    "workdir",
-    "eval.",
-    "save.",
-    "observe.",
-    "gate.",
-    "data.max_prompt_tokens",
-    "data.reward_timeout_s",
-    "data.swapped_share",
-    "data.second_grader",
-    "data.second_grader_share",
-    "rollout.vllm.",
-    "optim.lr",
-    "optim.clip_norm",
-    "warmup.lr",
-    "critic.lr",
-    "router.lr_scale",
-    "router.instruments",
-    "rollout.reply_timeout_s",
-    "rollout.patience_s",
-    "rollout.reply_threads",
-    "rollout.max_lost_frac",
-    "sandbox.",
-    # the same sums, in other microbatches
-    "optim.microbatches",
-    "optim.tokens_per_microbatch",
-    "optim.share_prompts",
-    "optim.remat",
-    "optim.remat_keeps",
-    "optim.remat_inputs",
-    "optim.moments",
-    "rollout.max_parallel_sequences",
-    "quant.",  # the optimizer has unrounded weights either way
-    "lora.embedding_rows",
-    "kernels",
-    "mesh.",
-    "model.numerics",  # the same sums, in another order
-)
 BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
 # Settings that decide which rows of a task are held out.
 SPLIT_KEYS = (
@@ -132,13 +93,14 @@ def check_resume(
     drops = cfg.data.overlong_prompts == "drop"
     _check_same_columns(work, saved_config, cfg, "continue")
     digests.check_unchanged(work, digests.saved)
+    changeable = {key for key, _, fact in iter_settings(Config) if fact.resume}
     changed = []
     for name, old, new in _find_differences(saved_config, cfg):
         if name in digests.unchanged_keys:
             changed.append(f"{name}={new} (was {old}, with the same contents)")
             continue
         other_rows = drops and name == "data.max_prompt_tokens"
-        if not _matches_key(name, CHANGEABLE_KEYS) or (name == "steps" and decays) or other_rows:
+        if name not in changeable or (name == "steps" and decays) or other_rows:
             reason = " (its learning rate decays over them)" if name == "steps" else ""
             reason = " (longer prompts were dropped)" if other_rows else reason
             raise _refusal_error(work, name, old, f"continue with {new}{reason}")

@@ -11,16 +11,7 @@ from dataclasses import dataclass, field
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
 from jaxmoe.config.episodes import check_episodes, context_name
-from jaxmoe.config.errors import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    ConfigError,
-    EngineError,
-    Rule,
-    check_fields,
-    require,
-)
+from jaxmoe.config.errors import ConfigError, EngineError, require
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
 from jaxmoe.config.mesh import MeshConfig
@@ -31,7 +22,7 @@ from jaxmoe.config.quant import QuantConfig, check_quant
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 from jaxmoe.config.router import RouterConfig, check_router_config
 from jaxmoe.config.sandbox import SandboxConfig, check_sandbox
-from jaxmoe.config.values import check_values
+from jaxmoe.config.settings import Section, ValueRule, above, at_least, between, one_of, setting
 
 __all__ = [
     "CHECKPOINT_MODEL",
@@ -65,72 +56,64 @@ __all__ = [
 
 
 KERNELS = ("auto", "xla", "mosaic_gpu", "mosaic_tpu", "triton", "reference")
+# An error suggests auto alone: the closest name may be of another chip.
+_KERNELS = dataclasses.replace(one_of(*KERNELS), accepted=KERNELS[:1])
+_TRACKERS = ValueRule(
+    "wandb, trackio, or both separated by a comma",
+    lambda text: set(_split_names(text)) <= {"wandb", "trackio"},
+    ("", "wandb", "wandb,trackio"),
+    ("wandb,other",),
+)
+_NAME = ValueRule("a name", lambda text: bool(text.strip()), ("words",), (" ",))
+
+
+def _split_names(text: str) -> list[str]:
+    """Names separated by commas, without duplicates."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 @dataclass(frozen=True)
-class InitConfig:
+class InitConfig(Section, key="init"):
     """Source of weights and tokenizer."""
 
-    checkpoint: str = ""  # folder of a Hugging Face GPT-OSS checkpoint; empty: random weights
-    tokenizer: str = "bytes"  # or a tokenizer.json, or its folder
+    checkpoint: str = setting("", "folder of a Hugging Face GPT-OSS; empty: random weights")
+    tokenizer: str = setting("bytes", "bytes, a tokenizer.json, or its folder")
 
 
 @dataclass(frozen=True)
-class WarmupConfig:
+class WarmupConfig(Section, key="warmup"):
     """Supervised steps on the stored answers before RL; 0 steps skips the stage."""
 
-    steps: int = 0
-    sequences_per_step: int = 64
-    lr: float = 1e-3
-    # "module:function(option=1)", row -> messages of an episode to imitate; empty: stored answers
-    demonstrations: str = ""
-
-    def __post_init__(self) -> None:
-        check_fields("warmup", self, steps=(*NOT_NEGATIVE, 0), lr=(*NOT_NEGATIVE, 1e-3))
+    steps: int = setting(0, "supervised steps before RL", at_least(0))
+    sequences_per_step: int = setting(64, "rows of a step")
+    lr: float = setting(1e-3, "learning rate", at_least(0), resume=True)
+    demonstrations: str = setting(
+        "", "module:function(option=1) from a row to messages to imitate; empty: stored answers"
+    )
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section, key="loss"):
     """The loss of a step: functions of jaxmoe.losses with options, as text.
 
     A custom function is "module:function(option=1.0)".
     """
 
-    objective: str = "ppo_clip"  # the loss at every token
-    advantages: str = "group_advantages"
-    aggregation: str = "token_mean"  # from tokens to the loss
-    rollout_correction: str = ""  # for a different engine: "token_is(high=2.0) + veto"
-    preset: str = ""  # one of verl's rollout-correction presets; sets several of these fields
-    old_logp: str = "detached"  # or "recomputed" by the trainer, or the "rollout"'s
-    epochs: int = 1  # passes over the sequences of a step
-    minibatches: int = 1  # updates per epoch
-    kl: str = "kl_k3"
-    kl_coef: float = 0.0  # weight of kl(policy, reference); 0: no reference in memory
-    kl_in: str = "loss"  # or "reward": subtracted from the token's reward, before advantages
-    entropy_coef: float = 0.0  # weight of the entropy bonus
-    terms: str = ""  # further terms: functions of your own, "module:function(weight=0.01) + …"
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("old_logp", ("detached", "recomputed", "rollout")),
-            ("kl_in", ("loss", "reward")),
-        ):
-            value = getattr(self, name)
-            require(
-                value in allowed,
-                f"loss.{name} must be one of {', '.join(allowed)}; got {value!r}. "
-                f"Try --set loss.{name}={allowed[0]}.",
-            )
-        for name in ("epochs", "minibatches"):
-            require(
-                getattr(self, name) > 0,
-                f"loss.{name} must be positive, got {getattr(self, name)}. "
-                f"Try --set loss.{name}=1.",
-            )
-        require(
-            self.kl_coef >= 0.0,
-            f"loss.kl_coef must be 0 or more, got {self.kl_coef}. Try --set loss.kl_coef=0.001.",
-        )
+    objective: str = setting("ppo_clip", "the loss at every token")
+    advantages: str = setting("group_advantages", "from rewards to advantages")
+    aggregation: str = setting("token_mean", "from tokens to the loss")
+    rollout_correction: str = setting("", "for a different engine: token_is(high=2.0) + veto")
+    preset: str = setting("", "one of verl's corrections; sets several of these fields")
+    old_logp: str = setting(
+        "detached", "log-probs before the step", one_of("detached", "recomputed", "rollout")
+    )
+    epochs: int = setting(1, "passes over the sequences of a step", at_least(1))
+    minibatches: int = setting(1, "updates per epoch", at_least(1))
+    kl: str = setting("kl_k3", "estimator of kl(policy, reference)")
+    kl_coef: float = setting(0.0, "its weight; 0: no reference in memory", at_least(0))
+    kl_in: str = setting("loss", "where the KL is subtracted", one_of("loss", "reward"))
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
+    terms: str = setting("", "functions of your own: module:function(weight=0.01) + …")
 
     @property
     def updates(self) -> int:
@@ -139,47 +122,28 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(Section, key="critic"):
     """A value function, for advantages that take values (gae)."""
 
-    backbone: str = "none"  # none: no critic; own: a second model; shared: the policy's layers
-    lr: float = 1e-5
-    loss_coef: float = 0.5  # weight of the value loss; with an own backbone only lr matters
-    clip: float = 0.5  # limit of a value's change, in units of reward
-    pretrain_steps: int = 0  # number of first steps that train only the critic
-
-    def __post_init__(self) -> None:
-        require(
-            self.backbone in ("none", "own", "shared"),
-            f"critic.backbone must be none, own or shared, got {self.backbone!r}. "
-            "Try --set critic.backbone=own.",
-        )
-        require(
-            self.pretrain_steps >= 0,
-            f"critic.pretrain_steps must be 0 or more, got {self.pretrain_steps}. "
-            "Try --set critic.pretrain_steps=0.",
-        )
-        check_fields(
-            "critic",
-            self,
-            lr=(*NOT_NEGATIVE, 1e-5),
-            loss_coef=(*NOT_NEGATIVE, 0.5),
-            clip=(*POSITIVE, 0.5),
-        )
+    backbone: str = setting(
+        "none", "own: a second model; shared: the policy's", one_of("none", "own", "shared")
+    )
+    lr: float = setting(1e-5, "learning rate", at_least(0), resume=True)
+    loss_coef: float = setting(0.5, "weight of the value loss, if shared", at_least(0))
+    clip: float = setting(0.5, "limit of a value's change, in units of reward", above(0))
+    pretrain_steps: int = setting(0, "first steps, which train only the critic", at_least(0))
 
 
 @dataclass(frozen=True)
-class GateConfig:
+class GateConfig(Section, key="gate", resume=True):
     """Limits of the difference between trainer and engine; above them a run stops, or skips."""
 
-    abs_diff: float | None = None  # largest mean |logp − rollout_logp|, nats; None is off
-    k3: float | None = None  # largest mean k3, nats; None is off
-    ess: float = 0.0  # smallest effective sample size of the token ratios, as a share of tokens
-    skip: bool = False  # skip the batch; False: stop with an error before the update
-
-    def __post_init__(self) -> None:
-        limit: Rule = ("0 or more (None is off)", lambda x: x is None or x >= 0, 0.1)
-        check_fields("gate", self, abs_diff=limit, k3=limit, ess=(*SHARE, 0.3))
+    abs_diff: float | None = setting(
+        None, "largest mean |logp − rollout_logp|, nats", at_least(0), example=0.1
+    )
+    k3: float | None = setting(None, "largest mean k3, nats", at_least(0), example=0.1)
+    ess: float = setting(0.0, "smallest effective share of the tokens", between(0, 1), example=0.3)
+    skip: bool = setting(False, "skip the batch; False: stop before the update")
 
     @property
     def has_limits(self) -> bool:
@@ -187,58 +151,48 @@ class GateConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, key="eval", resume=True):
     """Evaluation on the held-out rows: answers sampled as in training, and one greedy answer."""
 
-    every_steps: int = 10
-    samples_per_prompt: int = 2  # sampled answers; pass@k is computed for k up to this
-
-    def __post_init__(self) -> None:
-        check_fields("eval", self, samples_per_prompt=("1 or more", lambda x: x >= 1, 2))
+    every_steps: int = setting(10, "steps between evaluations", at_least(1))
+    samples_per_prompt: int = setting(2, "sampled answers, for pass@k", at_least(1))
 
 
 @dataclass(frozen=True)
-class SaveConfig:
+class SaveConfig(Section, key="save", resume=True):
     """Checkpoints of everything that a resume needs."""
 
-    every_steps: int = 50
-    keep: int = 3
-    export_dtype: str = "bfloat16"  # of python -m jaxmoe.export; float32, or mxfp4 (the experts)
+    every_steps: int = setting(50, "steps between checkpoints", at_least(1))
+    keep: int = setting(3, "checkpoints that stay", at_least(1))
+    export_dtype: str = setting("bfloat16", "of an export: bfloat16, float32, or mxfp4 experts")
 
 
 @dataclass(frozen=True)
-class ObserveConfig:
+class ObserveConfig(Section, key="observe", resume=True):
     """Trackers that get the metrics, in addition to the run folder."""
 
-    to: str = ""  # "wandb", "trackio", or both separated by a comma
-    project: str = "jaxmoe"  # name of the trackers' project
-
-    def __post_init__(self) -> None:
-        unknown = set(self.trackers) - {"wandb", "trackio"}
-        require(
-            not unknown and bool(self.project.strip()),
-            f"observe.to must be wandb, trackio or both separated by a comma, and "
-            f"observe.project a name; got {self.to!r}, {self.project!r}. "
-            "Try --set observe.to=wandb --set observe.project=jaxmoe.",
-        )
+    to: str = setting("", "trackers", _TRACKERS, example="wandb")
+    project: str = setting("jaxmoe", "name of the trackers' project", _NAME)
 
     @property
     def trackers(self) -> list[str]:
         """Names of the trackers, without duplicates."""
-        return list(dict.fromkeys(name.strip() for name in self.to.split(",") if name.strip()))
+        return _split_names(self.to)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section, key=""):
     """Everything that a run depends on."""
 
     model: ModelConfig = field(default=CHECKPOINT_MODEL, kw_only=True)
     data: DataConfig
     rollout: RolloutConfig
     optim: OptimConfig
-    steps: int
-    seed: int = 0
-    workdir: str = "runs/default"
+    steps: int = setting(
+        ..., "RL steps", at_least(0), example=10, resume="unless the learning rate decays over them"
+    )
+    seed: int = setting(0, "of weights, rows and samples", between(0, 2**32 - 1))
+    workdir: str = setting("runs/default", "the run folder", resume=True)
     init: InitConfig = InitConfig()
     warmup: WarmupConfig = WarmupConfig()
     loss: LossConfig = LossConfig()
@@ -252,13 +206,15 @@ class Config:
     router: RouterConfig = RouterConfig()
     quant: QuantConfig = QuantConfig()
     sandbox: SandboxConfig = SandboxConfig()
-    kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
+    kernels: str = setting(
+        "auto", "auto: those that pass this device's check", _KERNELS, resume=True
+    )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
         require(
-            m > 0 and n % m == 0,
+            n % m == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of optim.microbatches ({m}). "
             f"Try --set optim.microbatches=1.",
         )
@@ -294,23 +250,6 @@ class Config:
         check_numerics(self)
         check_router_config(self)
         check_sandbox(self)
-        require(
-            self.kernels in KERNELS,
-            f"kernels must be one of {', '.join(KERNELS)}; got {self.kernels!r}. "
-            "Try --set kernels=auto, which takes those that are right on this device.",
-        )
-        seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
-        check_fields("", self, steps=(*NOT_NEGATIVE, 0), seed=seeds)
-        for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
-            require(
-                value > 0,
-                f"{name}.every_steps must be positive, got {value}. "
-                f"Try --set {name}.every_steps=50.",
-            )
-        require(
-            self.save.keep > 0,
-            f"save.keep must be positive, got {self.save.keep}. Try --set save.keep=3.",
-        )
 
     @property
     def requires_equal_logp(self) -> bool:

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxmoe.config.errors import NOT_NEGATIVE, POSITIVE, check_fields, require
+from jaxmoe.config.errors import require
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -19,17 +19,6 @@ def context_name(cfg: "Config") -> str:
 def check_episodes(cfg: "Config") -> None:
     """Raise ConfigError for limits of episodes that cannot hold together."""
     r, data = cfg.rollout, cfg.data
-    check_fields(
-        "rollout",
-        r,
-        max_turns=(*POSITIVE, 6),
-        max_turn_tokens=(*NOT_NEGATIVE, 0),
-        max_reply_tokens=(*NOT_NEGATIVE, 0),
-        max_context=(*NOT_NEGATIVE, 0),
-        reply_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 60.0),
-        patience_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 0.0),
-        reply_threads=("above 0 and at most 10,000", lambda x: 0 < x <= 10_000, 256),
-    )
     if not cfg.has_environment:
         defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_reply_tokens": 0, "max_context": 0}
         changed = [name for name, value in defaults.items() if getattr(r, name) != value]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a command with one line, and checks that raise them."""
 
+import dataclasses
 import difflib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -12,22 +15,6 @@ class ConfigError(ValueError):
 
 class EngineError(RuntimeError):
     """The engine cannot continue; the faulty batch was not trained on."""
-
-
-Rule = tuple[str, Callable[[Any], bool], int | float]  # the requirement, its check, an example
-NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
-POSITIVE = ("above 0", lambda x: x > 0)
-SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)
-
-
-def check_fields(section: str, config: object, **rules: Rule) -> None:
-    """Check fields of a config's section by rules; NaN violates every rule."""
-    for name, (requirement, is_valid, example) in rules.items():
-        value = getattr(config, name)
-        key = f"{section}.{name}" if section else name
-        require(
-            is_valid(value), f"{key} must be {requirement}, got {value}. Try --set {key}={example}."
-        )
 
 
 def suggest_name(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -42,3 +29,38 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A setting that needs others; a call raises ConfigError unless its condition holds.
+
+    key: the setting or its section. alternative: what to type to be without the need.
+    """
+
+    config: Any
+    key: str
+    alternative: str = ""
+
+    def __call__(
+        self, holds: bool, needed: str, reason: str = "", *, requirement: str = ""
+    ) -> None:
+        """Check one need; `needed` are settings as typed, `requirement` says more than these do."""
+        if holds:
+            return
+        changes = needed.split()
+        values = ", ".join(self._describe(change.partition("=")[0]) for change in changes)
+        typed = " ".join(f"--set {change}" for change in changes)
+        alternative = self.alternative and f", or {self.alternative}"
+        raise ConfigError(
+            f"{self._describe(self.key)} needs {requirement or ' and '.join(changes)}, got {values}"
+            f"{reason and ': ' + reason}. Try {typed}{alternative}."
+        )
+
+    def _describe(self, key: str) -> str:
+        value = functools.reduce(getattr, key.split("."), self.config)
+        return (
+            key
+            if dataclasses.is_dataclass(value)
+            else f"{key}={value if value != '' else repr('')}"
+        )

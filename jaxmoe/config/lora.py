@@ -5,7 +5,8 @@ import difflib
 import math
 from dataclasses import dataclass
 
-from jaxmoe.config.errors import check_fields, require
+from jaxmoe.config.errors import require
+from jaxmoe.config.settings import Section, above, at_least, setting
 
 ATTENTION = ("w_q", "w_k", "w_v", "w_o")
 EXPERTS = ("w_gate_up", "w_down")
@@ -30,36 +31,23 @@ _HF_NAMES = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "dow
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section, key="lora"):
     """Low-rank adapters that RL trains over frozen weights: W + scale · aᵀ·b."""
 
-    attention_rank: int = 0  # of q, k, v and o; 0: no adapters
-    attention_alpha: float = 16.0  # scale = alpha / rank
-    expert_rank: int = 0  # of each expert's two matrices; 0: no adapters
-    expert_alpha: float = 16.0
-    rank_stabilized: bool = False  # scale = alpha / sqrt(rank), as in rsLoRA
-    targets: str = ",".join((*ATTENTION, *EXPERTS))  # matrices with adapters, by commas
-    modules_to_save: str = ""  # trained in full, in float32: keys of MODULES_TO_SAVE, by commas
-    init_from: str = ""  # folder of a PEFT adapter to start from; "": A random and B zero
-    embedding_rows: int = 0  # rows on the device, for the tokens of a step; 0: the full table
+    attention_rank: int = setting(0, "of q, k, v and o; 0: no adapters", at_least(0), example=16)
+    attention_alpha: float = setting(16.0, "scale = alpha / rank", above(0))
+    expert_rank: int = setting(0, "of each expert's two matrices", at_least(0), example=16)
+    expert_alpha: float = setting(16.0, "scale = alpha / rank", above(0))
+    rank_stabilized: bool = setting(False, "scale = alpha / sqrt(rank), as in rsLoRA")
+    targets: str = setting(",".join((*ATTENTION, *EXPERTS)), "matrices with adapters, by commas")
+    modules_to_save: str = setting("", f"trained in full, by commas: {', '.join(MODULES_TO_SAVE)}")
+    init_from: str = setting("", "folder of a PEFT adapter to start from; empty: A random, B zero")
+    embedding_rows: int = setting(
+        0, "rows on the device, for a step's tokens; 0: all", at_least(0), resume=True
+    )
 
     def __post_init__(self) -> None:
-        for name in ("attention_rank", "expert_rank"):
-            rank = getattr(self, name)
-            require(
-                isinstance(rank, int) and rank >= 0,
-                f"lora.{name} must be 1 or more, or 0 for none, got {rank}. "
-                f"Try --set lora.{name}=16.",
-            )
-        check_fields(
-            "lora",
-            self,
-            embedding_rows=("0 or more", lambda x: x >= 0, 0),
-            **{
-                name: ("above 0 and finite", lambda x: 0 < x < math.inf, 16.0)
-                for name in ("attention_alpha", "expert_alpha")
-            },
-        )
+        super().__post_init__()
         _check_names("targets", self.targets, (*ATTENTION, *EXPERTS))
         _check_names("modules_to_save", self.modules_to_save, tuple(MODULES_TO_SAVE))
         for rank, names in (("attention_rank", ATTENTION), ("expert_rank", EXPERTS)):
@@ -69,21 +57,16 @@ class LoraConfig:
                 f"lora.{rank} ({getattr(self, rank)}) must have a target among "
                 f"{', '.join(names)}, got lora.targets={self.targets}. Try --set lora.{rank}=0.",
             )
-        require(
-            bool(self.ranks) or not self.modules_to_save,
-            f"lora.modules_to_save ({self.modules_to_save}) needs a rank: without one "
-            "all weights are trained. Try --set lora.attention_rank=16.",
-        )
-        require(
-            bool(self.ranks) or not self.init_from,
-            f"lora.init_from ({self.init_from}) needs the rank of its adapter. "
-            "Try --set lora.attention_rank=16.",
-        )
-        require(
-            bool(self.ranks) or not self.embedding_rows,
-            f"lora.embedding_rows ({self.embedding_rows}) needs a rank: without one the embedding "
-            "is trained. Try --set lora.attention_rank=16.",
-        )
+        for name, reason in (
+            ("modules_to_save", "all weights are trained"),
+            ("init_from", "there is no adapter"),
+            ("embedding_rows", "the embedding is trained"),
+        ):
+            require(
+                bool(self.ranks) or not getattr(self, name),
+                f"lora.{name} ({getattr(self, name)}) needs a rank: without one {reason}. "
+                "Try --set lora.attention_rank=16.",
+            )
         require(
             not self.embedding_rows or "embed" not in self.fully_trained,
             f"lora.embedding_rows ({self.embedding_rows}) must be 0 if the embedding is "

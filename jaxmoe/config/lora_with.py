@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING
 
-from jaxmoe.config.errors import require
-from jaxmoe.config.model import CHECKPOINT_MODEL
+from jaxmoe.config.errors import Needs, require
+from jaxmoe.config.quant import check_group_sizes
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -13,42 +13,27 @@ if TYPE_CHECKING:
 def check_lora(cfg: "Config") -> None:
     """Raise ConfigError for settings that do not work with LoRA."""
     if not cfg.lora.ranks:
-        require(
-            cfg.rollout.vllm.lora == "merged",
-            f"rollout.vllm.lora={cfg.rollout.vllm.lora} needs adapters, and LoRA is off: all "
-            "weights are trained. Try --set rollout.vllm.lora=merged.",
+        merged = cfg.rollout.vllm.lora == "merged"
+        Needs(cfg, "rollout.vllm.lora", "--set rollout.vllm.lora=merged")(
+            merged, "lora.attention_rank=16", "all weights are trained", requirement="adapters"
         )
         return
-    axes = {f"mesh.{name}": size for name, size in cfg.mesh.sizes.items() if size > 1}
-    require(
-        not axes,
-        "lora needs one device, whose adapters reach vLLM in files, got "
-        f"{', '.join(f'{key}={size}' for key, size in axes.items())}. "
-        f"Try {' '.join(f'--set {key}=1' for key in axes)}, or --set lora.attention_rank=0 --set "
-        "lora.expert_rank=0.",
+    needs = Needs(cfg, "lora", "--set lora.attention_rank=0 --set lora.expert_rank=0")
+    axes = [f"mesh.{name}=1" for name, size in cfg.mesh.sizes.items() if size > 1]
+    files = "adapters are trained on one device, and reach vLLM in files"
+    needs(not axes, " ".join(axes), files, requirement="one device")
+    reason = (
+        "Muon makes the update of a weight orthogonal, and that of two factors by themselves is "
+        "another"
     )
-    require(
-        not cfg.optim.is_muon,
-        f"lora needs another optimizer, got optim.name={cfg.optim.name}: Muon makes the update of "
-        "a weight orthogonal, and that of two factors by themselves is another. Try --set "
-        "optim.name=adamw, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
-    )
-    for key, actual, required in (
-        ("optim.moments", cfg.optim.moments, "device"),
-        ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),
-    ):
-        setting = "critic.backbone=shared" if key == "critic.backbone" else f"{key}={required}"
-        require(
-            actual == required,
-            f"lora needs {setting}, got {key}={actual}: adapters are trained on one device, "
-            "and reach vLLM in files. "
-            f"Try --set {setting}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
-        )
-    require(
-        not cfg.lora.init_from or bool(cfg.init.checkpoint and cfg.warmup.steps == 0),
-        f"lora.init_from={cfg.lora.init_from} needs its base, got init.checkpoint="
-        f"{cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
-        "init.checkpoint=DIRECTORY --set warmup.steps=0.",
+    needs(not cfg.optim.is_muon, "optim.name=adamw", reason)
+    needs(cfg.optim.moments == "device", "optim.moments=device", files)
+    needs(cfg.critic.backbone != "own", "critic.backbone=shared", files)
+    has_base = bool(cfg.init.checkpoint and cfg.warmup.steps == 0)
+    Needs(cfg, "lora.init_from")(
+        not cfg.lora.init_from or has_base,
+        "init.checkpoint=DIRECTORY warmup.steps=0",
+        requirement="its base",
     )
     for name in ("sinks", "biases"):
         require(
@@ -57,11 +42,4 @@ def check_lora(cfg: "Config") -> None:
             f"lora.modules_to_save={cfg.lora.modules_to_save} needs layers with {name}, got "
             f"model.layer_types={cfg.model.layer_types}. Try --set lora.modules_to_save=.",
         )
-    for name in ("d_model", "d_expert"):
-        size = getattr(cfg.model, name)
-        require(
-            size % 64 == 0 or cfg.model == CHECKPOINT_MODEL,
-            f"lora needs model.{name} to be a multiple of 64, got {size}: its base has experts "
-            f"in four bits, two groups of 32 in a byte's halves. Try --set model.{name}="
-            f"{-(-size // 64) * 64}.",
-        )
+    check_group_sizes(cfg, needs)

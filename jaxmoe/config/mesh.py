@@ -4,27 +4,21 @@
 import math
 from dataclasses import dataclass
 
-from jaxmoe.config.errors import POSITIVE, check_fields, require
+from jaxmoe.config.settings import Section, at_least, one_of, setting
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Section, key="mesh", resume=True):
     """Number of devices along each axis; the product is the number of all devices."""
 
-    data: int = 1  # full copies of the model
-    fsdp: int = 1  # shards weights, gradients and moments
-    expert: int = 1  # shards experts, and other weights as fsdp does
-    sequence: int = 1  # shards the tokens of a row, and weights as fsdp does
-    tensor: int = 1  # shards heads and experts
-    attention: str = "ring"  # or zigzag, or ulysses: attention over the shards of a row
-
-    def __post_init__(self) -> None:
-        check_fields("mesh", self, **{name: (*POSITIVE, 1) for name in self.sizes})
-        require(
-            self.attention in ("ring", "zigzag", "ulysses"),
-            f"mesh.attention must be ring, zigzag or ulysses, got {self.attention!r}. "
-            "Try --set mesh.attention=ring.",
-        )
+    data: int = setting(1, "full copies of the model", at_least(1))
+    fsdp: int = setting(1, "shards of weights, gradients and moments", at_least(1))
+    expert: int = setting(1, "shards of experts, and of other weights as fsdp", at_least(1))
+    sequence: int = setting(1, "shards of a row's tokens, and of weights as fsdp", at_least(1))
+    tensor: int = setting(1, "shards of heads and experts", at_least(1))
+    attention: str = setting(
+        "ring", "attention over the shards of a row", one_of("ring", "zigzag", "ulysses")
+    )
 
     @property
     def sizes(self) -> dict[str, int]:

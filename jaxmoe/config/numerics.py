@@ -8,7 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.engine import describe_engine
-from jaxmoe.config.errors import require
+from jaxmoe.config.errors import Needs
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -16,38 +16,30 @@ if TYPE_CHECKING:
 # Rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py). A tile has a
 # fixed number of rows, so with fewer rows most of its work is discarded.
 MIN_ROWS_PER_DEVICE = 8
-_OFF = "or --set model.numerics=fast."
 
 
 def check_numerics(cfg: "Config") -> None:
     """Raise ConfigError if trainer and engine could not be bitwise equal with these settings."""
     if cfg.model.numerics != "invariant":
         return
-    r = cfg.rollout
-    require(
-        describe_engine(cfg).uses_trainer_forward,
-        f"model.numerics=invariant needs rollout.engine=native, got {r.engine}: its kernels sum in "
-        f"another order. Try --set rollout.engine=native, {_OFF}",
+    needs = Needs(cfg, "model.numerics", "--set model.numerics=fast")
+    uses_forward = describe_engine(cfg).uses_trainer_forward
+    needs(uses_forward, "rollout.engine=native", "its kernels sum in another order")
+    rounds_one = cfg.quant.experts == "mxfp4_rollout"
+    needs(not rounds_one, "quant.experts=mxfp4", "it rounds the engine's alone")
+    has_kernels = cfg.kernels in ("auto", "xla", "mosaic_gpu", "mosaic_tpu")
+    needs(
+        has_kernels,
+        "kernels=auto",
+        "only XLA's ops on a CPU and Mosaic's kernels are batch-invariant",
     )
-    require(
-        cfg.quant.experts != "mxfp4_rollout",
-        "model.numerics=invariant needs trainer and engine to read the same experts, got "
-        "quant.experts=mxfp4_rollout, which rounds the engine's alone. Try --set "
-        f"quant.experts=mxfp4, {_OFF}",
-    )
-    require(
-        cfg.kernels in ("auto", "xla", "mosaic_gpu", "mosaic_tpu"),
-        f"model.numerics=invariant needs kernels=auto, got {cfg.kernels}: only XLA's ops on a "
-        f"CPU and Mosaic's kernels are batch-invariant. Try --set kernels=auto, {_OFF}",
-    )
-    m = cfg.mesh
+    m, r = cfg.mesh, cfg.rollout
     batch_devices = m.data * m.fsdp  # devices that compute complete sums for their own rows
-    require(
+    needs(
         m.devices == batch_devices,
-        f"model.numerics=invariant needs a mesh of data and fsdp, got mesh.expert={m.expert}, "
-        f"mesh.sequence={m.sequence}, mesh.tensor={m.tensor}: sums over their devices have "
-        f"another order. Try --set mesh.fsdp={m.devices // m.data} --set mesh.expert=1 --set "
-        f"mesh.sequence=1 --set mesh.tensor=1, {_OFF}",
+        f"mesh.fsdp={m.devices // m.data} mesh.expert=1 mesh.sequence=1 mesh.tensor=1",
+        "sums over their devices have another order",
+        requirement="a mesh of data and fsdp",
     )
     rows, min_rows = (
         min(r.max_parallel_sequences, r.sequences_per_step),
@@ -55,11 +47,10 @@ def check_numerics(cfg: "Config") -> None:
     )
     # The suggested number of sequences must be one that the other settings accept.
     parts = math.lcm(r.samples_per_prompt, cfg.optim.microbatches, cfg.loss.minibatches)
-    require(
+    n_sequences = -(-min_rows // parts) * parts
+    needs(
         rows >= min_rows,
-        f"model.numerics=invariant computes {4 * MIN_ROWS_PER_DEVICE} rows at a time on each "
-        f"device, and the engine decodes {rows} at once on {batch_devices}: more than 3 of 4 would "
-        "be discarded. Try "
-        f"--set rollout.max_parallel_sequences={min_rows} --set rollout.sequences_per_step="
-        f"{-(-min_rows // parts) * parts}, {_OFF}",
+        f"rollout.max_parallel_sequences={min_rows} rollout.sequences_per_step={n_sequences}",
+        f"a device computes {4 * MIN_ROWS_PER_DEVICE} rows at a time, and would discard 3 of 4",
+        requirement=f"{min_rows} sequences at once",
     )

@@ -6,48 +6,48 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmoe.config.calls import parse_call
 from jaxmoe.config.engine import describe_engine
-from jaxmoe.config.errors import POSITIVE, check_fields, require
+from jaxmoe.config.errors import Needs, require
 from jaxmoe.config.model import CHECKPOINT_MODEL
+from jaxmoe.config.settings import Section, above, one_of, setting
 from jaxmoe.config.weighted_names import parse_weighted_names
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
 
-REPLAYS = ("", "R2", "R3")
 TERMS = ("load_balance", "z_loss", "router_kl", "router_entropy")
 NOISES = ("normal", "gumbel")
 # Routers whose forward is the top-k of GPT-OSS, which every engine has.
 TOP_K_ROUTERS = ("route_top_k", "route_straight_through")
 # Routers that compute all experts of a token in training.
 DENSE_ROUTERS = ("route_softly", "route_annealed", "route_straight_through")
+_SEVERAL = "loss.minibatches=2 loss.old_logp=recomputed"  # a setting with several updates
+_FEWER, _CHOICE = "model.experts_per_token=1", "a model that chooses among experts"
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Section, key="router"):
     """How tokens choose their experts, and what the loss and the optimizer do with the router."""
 
-    # or route_softly, route_annealed(steps=100), route_straight_through, which give every expert a
-    # gradient; or one of your own: "module:function(option=1.0)"
-    route: str = "route_top_k"
-    # experts that an update uses: "" its own, "R2" those of the trainer before the first update of
-    # the step, "R3" the engine's
-    replay: str = ""
-    terms: str = ""  # of the loss: "load_balance(0.01) + z_loss(1e-3) + router_entropy(1e-3)"
-    noise: str = ""  # on the selection in rollouts: "normal(0.3)" or "gumbel(0.3)", in logits
-    freeze: bool = False  # train everything but the routers
-    lr_scale: float = 1.0  # learning rate of the routers in RL, relative to the other parameters
-    record: str = ""  # arrays for the loss: "record_router_logits", or "module:function + …"
-    instruments: bool = False  # log margins, loads, switches by layer: layers.jsonl, plots/router
+    # route_softly, route_annealed and route_straight_through give every expert a gradient
+    route: str = setting(
+        "route_top_k",
+        "or route_softly, route_annealed(steps=100), route_straight_through, your own",
+    )
+    # R2: those of the trainer before the first update of the step, R3: the engine's
+    replay: str = setting(
+        "", "experts that an update uses; empty: its own", one_of("", "R2", "R3"), example="R3"
+    )
+    terms: str = setting(
+        "", "of the loss: load_balance(0.01) + z_loss(1e-3) + router_entropy(1e-3)"
+    )
+    noise: str = setting("", "in rollouts, in logits: normal(0.3) or gumbel(0.3)")
+    freeze: bool = setting(False, "train everything but the routers")
+    lr_scale: float = setting(1.0, "rate of the routers in RL, relative", above(0), resume=True)
+    record: str = setting("", "arrays for the loss: record_router_logits, module:function + …")
+    instruments: bool = setting(False, "log margins, loads, switches by layer", resume=True)
 
     def __post_init__(self) -> None:
-        likely = self.replay.strip().upper()
-        require(
-            self.replay in REPLAYS,
-            "router.replay must be empty, R2 (experts of the trainer's forward before the "
-            "first update) or R3 (experts of the engine), got "
-            f"{self.replay!r}. Try --set router.replay={likely if likely in REPLAYS else 'R3'}.",
-        )
-        check_fields("router", self, lr_scale=(*POSITIVE, 0.1))
+        super().__post_init__()
         weights = self.term_weights
         require(
             len(parse_weighted_names(self.noise, "router.noise", NOISES)) < 2,
@@ -106,29 +106,30 @@ def check_router_config(cfg: "Config") -> None:
     _check_route(cfg)
     _check_noise(cfg)
     _check_replay(cfg)
-    m = cfg.model
-    require(
-        not cfg.router.instruments or m == CHECKPOINT_MODEL or m.experts_per_token < m.n_experts,
-        f"router.instruments=True needs a model that chooses among experts; all {m.n_experts} "
-        f"(model.n_experts) are active (model.experts_per_token={m.experts_per_token}). Try --set "
-        "router.instruments=False.",
+    router = cfg.router
+    Needs(cfg, "router.instruments", "--set router.instruments=False")(
+        not router.instruments or _chooses(cfg), _FEWER, "all are active", requirement=_CHOICE
     )
-    require(
-        "router_kl" not in cfg.router.term_weights or cfg.loss.updates > 1,
-        "router.terms: router_kl compares with the routing before the first update of a batch, "
-        "which needs several updates, got loss.epochs=1 and loss.minibatches=1. Try --set "
-        "loss.minibatches=2 --set loss.old_logp=recomputed.",
+    Needs(cfg, "router.terms")(
+        "router_kl" not in router.term_weights or cfg.loss.updates > 1,
+        _SEVERAL,
+        "router_kl compares with the routing before the first",
+        requirement="several updates per batch",
     )
+
+
+def _chooses(cfg: "Config") -> bool:
+    """True if the model chooses among experts, or is not known before its config.json is read."""
+    return cfg.model == CHECKPOINT_MODEL or cfg.model.experts_per_token < cfg.model.n_experts
 
 
 def _check_route(cfg: "Config") -> None:
-    router, engine = cfg.router, cfg.rollout.engine
+    router = cfg.router
     name, options = router.route_options
-    require(
+    Needs(cfg, "router.route", "--set router.route=route_top_k")(
         router.is_top_k or describe_engine(cfg).uses_trainer_forward,
-        f"router.route={router.route} needs rollout.engine=native, got {engine}: that engine has "
-        "its own router, and would sample from another policy. Try --set rollout.engine=native, or "
-        "--set router.route=route_top_k.",
+        "rollout.engine=native",
+        "that engine has its own router, and would sample from another policy",
     )
     steps = options.get("steps", 1)
     hint = f"'router.route=route_annealed(steps={cfg.steps * 3 // 4})'"
@@ -142,49 +143,33 @@ def _check_route(cfg: "Config") -> None:
 
 
 def _check_noise(cfg: "Config") -> None:
-    router, engine, m = cfg.router, cfg.rollout.engine, cfg.model
+    router = cfg.router
     if not router.noise.strip():
         return
-    require(
-        describe_engine(cfg).uses_trainer_forward,
-        f"router.noise={router.noise} needs rollout.engine=native, got {engine}, whose router has "
-        "no noise. Try --set rollout.engine=native, or --set router.noise=''.",
-    )
-    require(
-        router.route == "route_top_k",
-        f"router.noise={router.noise} needs router.route=route_top_k, got {router.route}. "
-        "Try --set router.route=route_top_k.",
-    )
-    require(
-        m == CHECKPOINT_MODEL or m.experts_per_token < m.n_experts,
-        f"router.noise={router.noise} has no effect: all {m.n_experts} experts (model.n_experts) "
-        f"are active (model.experts_per_token={m.experts_per_token}). "
-        "Try --set router.noise=''.",
-    )
-    require(
+    needs = Needs(cfg, "router.noise", "--set router.noise=''")
+    uses_forward = describe_engine(cfg).uses_trainer_forward
+    needs(uses_forward, "rollout.engine=native", "its router has no noise")
+    needs(router.route == "route_top_k", "router.route=route_top_k")
+    needs(_chooses(cfg), _FEWER, "all are active", requirement=_CHOICE)
+    needs(
         router.replay == "R3",
-        f"router.noise={router.noise} needs router.replay=R3, got {router.replay!r}: the trainer "
-        "would compute another policy than the one that was sampled. Try --set router.replay=R3.",
+        "router.replay=R3",
+        "the trainer would compute another policy than the one that was sampled",
     )
 
 
 def _check_replay(cfg: "Config") -> None:
-    replay, m = cfg.router.replay, cfg.model
+    replay = cfg.router.replay
     require(
         not (replay == "R3" and cfg.rollout.compare_experts),
         "rollout.compare_experts compares the trainer's experts with the engine's; with "
         "router.replay=R3 the trainer uses the engine's. Try --set rollout.compare_experts=False.",
     )
-    require(
+    needs = Needs(cfg, "router.replay", "--set router.replay=''")
+    needs(
         replay != "R2" or cfg.loss.updates > 1,
-        "router.replay=R2 needs several updates per batch, got loss.epochs=1 and "
-        "loss.minibatches=1: the only update uses the experts of its own forward. Try --set "
-        "router.replay='', or --set loss.minibatches=2 --set loss.old_logp=recomputed.",
+        _SEVERAL,
+        "the only update uses the experts of its own forward",
+        requirement="several updates per batch",
     )
-    # The model of a checkpoint is not known before its config.json is read.
-    require(
-        not replay or m == CHECKPOINT_MODEL or m.experts_per_token < m.n_experts,
-        f"router.replay={replay} needs a model that chooses among experts; "
-        f"model.experts_per_token={m.experts_per_token} of model.n_experts={m.n_experts} are "
-        "always active. Try --set router.replay=''.",
-    )
+    needs(not replay or _chooses(cfg), _FEWER, "all are active", requirement=_CHOICE)

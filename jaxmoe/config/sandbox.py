@@ -1,57 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of the sandbox in which programs of the policy run. Next: jaxmoe/sandbox/probe.py."""
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxmoe.config.errors import NOT_NEGATIVE, check_fields, require
+from jaxmoe.config.errors import require
+from jaxmoe.config.settings import Section, above, between, one_of, setting
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
 
 SANDBOX_KINDS = ("auto", "bubblewrap", "landlock", "unsafe_local")
 MIN_MEMORY_MB = 64  # a Python interpreter starts in less
-MAX_MB = 1 << 24
-MAX_WARM = 256
+MAX_MB = 1 << 24  # 16 TB
 TOOL_NAME = "python_sandbox"
 
 
 @dataclass(frozen=True)
-class SandboxConfig:
+class SandboxConfig(Section, key="sandbox", resume=True):
     """The sandbox of programs that the policy writes, and its limits."""
 
-    # auto: bubblewrap, else landlock; unsafe_local contains nothing and is never chosen by auto
-    kind: str = "auto"
-    memory_mb: int = 512  # address space of a program
-    call_s: float = 5.0  # seconds of a call; a longer one loses its sandbox
-    disk_mb: int = 64  # files of a program, in memory; landlock can limit them to 0 only
-    warm: int = 4  # sandboxes that wait for an episode
+    # unsafe_local contains nothing and is never chosen by auto
+    kind: str = setting("auto", "auto: bubblewrap, else landlock", one_of(*SANDBOX_KINDS))
+    memory_mb: int = setting(512, "address space of a program", between(MIN_MEMORY_MB, MAX_MB))
+    call_s: float = setting(5.0, "limit of a call; a longer one loses its sandbox", above(0))
+    disk_mb: int = setting(64, "files of a program; with landlock 0", between(0, MAX_MB))
+    warm: int = setting(4, "sandboxes that wait for an episode", between(0, 256))
 
     def __post_init__(self) -> None:
-        close = difflib.get_close_matches(self.kind, SANDBOX_KINDS, 1) or ["auto"]
-        require(
-            self.kind in SANDBOX_KINDS,
-            f"sandbox.kind must be one of {', '.join(SANDBOX_KINDS)}; got {self.kind!r}. "
-            f"Try --set sandbox.kind={close[0]}.",
-        )
-        check_fields(
-            "sandbox",
-            self,
-            memory_mb=(f"{MIN_MEMORY_MB} or more", lambda x: x >= MIN_MEMORY_MB, 512),
-            call_s=("above 0, and finite", lambda x: 0 < x < 1e9, 5.0),
-            disk_mb=(*NOT_NEGATIVE, 64),
-            warm=(f"between 0 and {MAX_WARM}", lambda x: 0 <= x <= MAX_WARM, 4),
-        )
-        for name, value, usual in (
-            ("memory_mb", self.memory_mb, 512),
-            ("disk_mb", self.disk_mb, 64),
-        ):
-            require(
-                value <= MAX_MB,
-                f"sandbox.{name} must be at most {MAX_MB:,} (16 TB), got {value:,}. "
-                f"Try --set sandbox.{name}={usual}.",
-            )
+        super().__post_init__()
         require(
             self.kind != "landlock" or self.disk_mb == 0,
             f"sandbox.disk_mb ({self.disk_mb}) cannot be set with sandbox.kind=landlock, which has "

@@ -18,7 +18,7 @@ from urllib3.exceptions import LocationParseError
 from urllib3.util import parse_url
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.values import check_no_password
+from jaxmoe.config.settings import check_no_password
 from jaxmoe.data.rows import Row
 from jaxmoe.graders.judge_client import JudgeFailed, request_judge
 from jaxmoe.observe.printable import escape_unprintable

@@ -18,17 +18,7 @@ def mismatch_metrics(
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Metrics:
-    """`mismatch_parts` in one dict."""
-    means, maxima = mismatch_parts(old_logp_BT, rollout_logp_BT, mask_BT)
-    return means | maxima
-
-
-def mismatch_parts(
-    old_logp_BT: Float[Array, "B T"],
-    rollout_logp_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-) -> tuple[Metrics, Metrics]:
-    """Return (means, maxima) over the batch's unmasked tokens, or over sequences with any.
+    """Means and maxima over the batch's unmasked tokens, or over sequences with any.
 
     Returns:
         train_rollout_logprob_abs_diff, …_max: |Δ log p|, nats.
@@ -59,7 +49,7 @@ def mismatch_parts(
         jnp.where(mask_BT, jnp.exp(jnp.where(mask_BT, x.astype(jnp.float32), 0.0)), 0.0)
         for x in (old_logp_BT, rollout_logp_BT)
     )
-    means = {
+    return {
         "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT),
         "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
         "rollout_corr/k3_kl": masked_mean(k3_from_log_ratio(log_ratio_BT), mask_BT),
@@ -73,12 +63,10 @@ def mismatch_parts(
         "rollout_corr/ess": effective_sample_size(ratio_BT, mask_BT),
         "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
         "rollout_actor_probs_pearson_corr": _pearson_correlation(p_BT, q_BT, mask_BT),
-    }
-    maxima = {
         "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
         "rollout_probs_diff_max": masked_max(jnp.abs(p_BT - q_BT), mask_BT),
+        **ratio_quantiles(old_logp_BT, rollout_logp_BT, mask_BT),
     }
-    return means | ratio_quantiles(old_logp_BT, rollout_logp_BT, mask_BT), maxima
 
 
 def ratio_quantiles(
@@ -113,18 +101,18 @@ def effective_sample_size(
     return jnp.where(square > 0, jnp.square(mean) / jnp.where(square > 0, square, 1.0), 0.0)
 
 
-def weight_parts(
+def weight_metrics(
     weights_BT: Float[Array, "B T"],
     ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],
     above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"],
     mask_BT: Bool[Array, "B T"],
-) -> tuple[Metrics, Metrics, Metrics]:
+) -> Metrics:
     """Metrics of importance weights, before they are normalized.
 
     Args:
         ratio_BT: the ratios before they were bounded; one column for sequence-level weights.
         above_BT: True for ratios above the upper bound.
-    Returns (means, maxima, minima):
+    Returns:
         rollout_corr/rollout_is_mean, std: of the weights over tokens; the deviation divides by the
             count.
         rollout_corr/rollout_is_max, min: of the weights; of the ratios for sequence-level weights.
@@ -143,23 +131,18 @@ def weight_parts(
     mean, seq_B1 = masked_mean(w_BT, mask_BT), sequence_mean(w_BT, mask_BT)
     zeroed_BT = (w_BT == 0.0) & (ratio_BT > 0.0)
     name = "rollout_corr/rollout_is_"
-    means = {
+    return {
         name + "mean": mean,
         name + "std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
         name + "seq_mean": masked_mean(seq_B1, nonempty_B1),
         name + "eff_sample_size": effective_sample_size(w_BT, mask_BT),
         name + "ratio_fraction_high": masked_mean(_as_float(above_BT), level_mask),
         name + "oob_ratio": masked_mean(_as_float(zeroed_BT), mask_BT),
-    }
-    maxima = {
         name + "max": masked_max(extreme, level_mask),
         name + "seq_max": masked_max(seq_B1, nonempty_B1),
-    }
-    minima = {
         name + "min": _masked_min(extreme, level_mask),
         name + "seq_min": _masked_min(seq_B1, nonempty_B1),
     }
-    return means, maxima, minima
 
 
 def _masked_min(x_BT: Array, mask_BT: Array) -> Array:

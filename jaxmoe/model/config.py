@@ -13,7 +13,7 @@ from jaxmoe.config import ConfigError, ModelConfig, require
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import parse_json_object
 from jaxmoe.config.layer_plan import GPT_OSS, find_period
-from jaxmoe.config.model import MAX_SIZES
+from jaxmoe.config.settings import iter_settings
 
 
 def gpt_oss_20b(**changes: Any) -> ModelConfig:
@@ -145,8 +145,9 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         _check_field(
             type(value) in (type(required), int) and value == required, name, repr(required), value
         )
+    rules = {f.name: fact.rule for _, f, fact in iter_settings(ModelConfig) if fact.rule}
     sizes = {
-        field: _read_size(config, hf_name, maximum=MAX_SIZES[field])
+        field: _read_size(config, hf_name, maximum=rules[field].accepted[-1])
         for hf_name, field in _SIZES.items()
     }
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]

@@ -5,6 +5,7 @@ Thresholds: verl's documentation of rollout correction (kl, chi2_token, ESS, wei
 deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| above 1.05).
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,75 +22,74 @@ class Rule:
     """A metric, its bound, and what to check first if it is out of bounds."""
 
     metric: str
-    is_bad: Callable[..., bool]  # of the metric's value and those in `needs`
-    bound: str
+    bound: str  # of bad values, "> 0.1 nats"; words if it has a function of its own
     suspect: str
     steps: int = 1  # the alert comes when the metric is out of bounds in this many steps in a row
     needs: tuple[str, ...] = ()  # other metrics that the bound depends on
+    is_bad: Callable[..., bool] | None = None  # of the metric's value and those in `needs`
 
     def is_broken(self, metrics: Mapping[str, float]) -> bool:
         """True if the metrics contain all that the rule needs, and are out of bounds."""
         names = (self.metric, *self.needs)
-        return all(n in metrics for n in names) and self.is_bad(*(metrics[n] for n in names))
+        if not all(name in metrics for name in names):
+            return False
+        if self.is_bad is not None:
+            return self.is_bad(*(metrics[name] for name in names))
+        sign, number, *_ = self.bound.split()
+        compare = {">": operator.gt, "<": operator.lt}[sign]
+        return compare(metrics[self.metric], float(number))
 
 
 _ENGINE_WEIGHTS = "the engine's weights: does it run the newest weights, in the same dtype?"
 RULES = (
-    Rule("train_rollout_logprob_abs_diff", lambda x: x > 0.1, "> 0.1 nats", _ENGINE_WEIGHTS),
-    Rule("rollout_corr/kl", lambda x: abs(x) > 0.1, "beyond ±0.1 nats", _ENGINE_WEIGHTS),
+    Rule("train_rollout_logprob_abs_diff", "> 0.1 nats", _ENGINE_WEIGHTS),
+    Rule("rollout_corr/kl", "beyond ±0.1 nats", _ENGINE_WEIGHTS, is_bad=lambda x: abs(x) > 0.1),
     Rule(
         "rollout_corr/chi2_token",
-        lambda x: x > 1.0,
         "> 1",
         "python -m jaxmoe.samples: a few tokens that are likely for the engine only",
     ),
     Rule(
         "rollout_corr/ess",
-        lambda x: x < 0.3,
         "< 0.3 of the tokens",
         "rollout_corr/ratio_p99; then try loss.rollout_correction=token_is",
     ),
     Rule(
         "rollout_corr/rollout_is_mean",
-        lambda x: not 0.5 <= x <= 2.0,
         "outside [0.5, 2]",
         "train_rollout_logprob_abs_diff; importance weights should average 1",
+        is_bad=lambda x: not 0.5 <= x <= 2.0,
     ),
     Rule(
         "rollout_corr/rollout_is_std",
-        lambda x: x > 1.0,
         "> 1",
         "rollout_corr/ratio_p99; then try a lower bound in loss.rollout_correction",
     ),
     Rule(
         "rollout_corr/rollout_rs_masked_fraction",
-        lambda x: x > 0.5,
         "> 0.5",
         "the rejection bounds in loss.rollout_correction: most of the batch is masked",
     ),
     Rule(
         "grad/norm",
-        lambda x: x == 0.0,
         "exactly 0",
         "reward/zero_std_groups_frac, policy/clip_frac and gate/closed: this batch changed "
         "no weight",
+        is_bad=lambda x: x == 0.0,
     ),
     Rule(
         "policy/clip_frac",
-        lambda x: x > 0.3,
         "> 0.3",
         "optim.lr, loss.epochs and loss.minibatches, and with loss.old_logp=rollout the engine: "
         "the policy moves too far within one batch",
     ),
     Rule(
         "policy/kl_ref",
-        lambda x: x > 1.0,
         "> 1 nat per token",
         "loss.kl_coef and optim.lr: the policy is far from the reference policy",
     ),
     Rule(
         "reward/zero_std_groups_frac",
-        lambda x: x > 0.9,
         "> 0.9",
         "python -m jaxmoe.samples: rows that are too hard or too easy give no gradient; "
         "rollout.max_gen_batches > 1 samples other rows",
@@ -97,16 +97,15 @@ RULES = (
     ),
     Rule(
         "reward/swapped",
-        lambda x, mean: x > max(0.1, 0.3 * mean),
         "> 0.1, and > 0.3 of reward/mean",
         "python -m jaxmoe.samples: answers are paid for whatever is asked. See "
         "docs/reward_hacking.md",
         steps=2,
         needs=("reward/mean",),
+        is_bad=lambda x, mean: x > max(0.1, 0.3 * mean),
     ),
     Rule(
         "reward/second_grader_disagrees",
-        lambda x: x > 0.1,
         "> 0.1 of the answers",
         "python -m jaxmoe.samples: what one grader pays and the other does not. See "
         "docs/reward_hacking.md",
@@ -114,45 +113,38 @@ RULES = (
     ),
     Rule(
         "reward/second_grader_failed_frac",
-        lambda x: x > 0.1,
         "> 0.1 of its answers",
         "reward/second_grader_late_frac, _bad_value_frac, _raised_frac and _undecided_frac",
     ),
     Rule(
         "reward/faulty_frac",
-        lambda x: x > 0.05,
         "> 0.05 of the answers",
         "reward/NAME/late_frac, _raised_frac and _bad_value_frac: these answers have no reward",
     ),
     Rule(
         "response_len/mean",
-        lambda x: x < 1.5,
         "< 1.5 tokens",
         "python -m jaxmoe.samples: the policy stops almost at once",
     ),
     Rule(
         "stop/max_tokens_frac",
-        lambda x: x > 0.5,
         "> 0.5",
         "rollout.max_new_tokens: most answers are truncated, and scored unfinished",
     ),
     Rule(
         "lost/frac",
-        lambda x: x > 0.05,
         "> 0.05 of the episodes",
         "lost/CAUSE_frac and python -m jaxmoe.samples: the environment, a sandbox or a machine "
         "failed. These episodes have no reward",
     ),
     Rule(
         "hack/forged_turn",
-        lambda x: x > 0.05,
         "> 0.05 an episode",
         "python -m jaxmoe.samples: the policy writes messages in the name of another role",
     ),
     *(
         Rule(
             metric,
-            lambda x: x > 0.05,
             "> 0.05 of the answers",
             f"python -m jaxmoe.samples: code that {act}. See docs/reward_hacking.md",
         )
@@ -167,13 +159,11 @@ RULES = (
     ),
     Rule(
         "batch/padding_frac",
-        lambda x: x > 0.5,
         "> 0.5 of the tokens",
         "optim.tokens_per_microbatch: a value above 0 packs sequences and saves padding",
     ),
     Rule(
         "router/unknown_experts_frac",
-        lambda x: x > 0.05,
         "> 0.05 of the tokens",
         "the engine's expert kernel: it does not record the experts of these tokens, so the "
         "trainer routes them again (for vLLM: try another --moe-backend, or "
@@ -181,14 +171,12 @@ RULES = (
     ),
     Rule(
         "router/replay_agreement",
-        lambda x: x < 0.5,
         "< 0.5 (1: equal experts, 0: chance)",
         "python -m jaxmoe.doctor: the replayed experts are not those that the trainer chooses for "
         "the same tokens. Expected only with a large router.noise, or weights that differ much",
     ),
     Rule(
         "quant/moved_frac",
-        lambda x: x < 1e-6,
         "< 1e-6 of the experts' values",
         "optim.lr and quant/distance: the masters move, and no four-bit value changes, so the "
         "experts learn nothing that is sampled or exported. Try quant.rounding=stochastic",
@@ -196,17 +184,15 @@ RULES = (
     ),
     Rule(
         "quant/saturated_frac",
-        lambda x: x > 0.1,
         "> 0.1 of the experts' values",
         "optim.lr: these masters are above the largest value of their group and get no gradient",
     ),
     Rule(
         "rollout/incidents",
-        lambda x: x > 0.0,
         "> 0",
         "the alerts after this one in metrics.jsonl: the engine failed and was reconnected",
     ),
-    Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.* in the config: this batch was skipped"),
+    Rule("gate/closed", "> 0", "gate.* in the config: this batch was skipped"),
 )
 
 

@@ -26,7 +26,6 @@ from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.metrics import (
-    UpdateMetrics,
     engine_gap,
     find_tokens_without_gradient,
     is_gate_closed,
@@ -44,7 +43,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.rl.switches import find_switched_tokens, find_switches_of_loss
 from jaxmoe.rl.terms import Function, add_terms, check_new_names, check_token_shape
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Leaf, Metrics, Params
 
 
 def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
@@ -126,13 +125,14 @@ def update_minibatch(
     algorithm: Algorithm,
     scorer: Scorer,
     gate: GateConfig,
-    gap: UpdateMetrics | None,
+    gap: Metrics | None,
     microbatches: int,
-) -> tuple[TrainState, UpdateMetrics, Array]:
+) -> tuple[TrainState, Metrics, dict[str, Array]]:
     """Make one optimizer update on a scored minibatch, unless the gate is closed.
 
     `gap` has metrics of the engine relative to the trainer before the step; if it is None they are
-    computed from this update's forward. Returns state, metrics, and the forward's log-probs.
+    computed from this update's forward. Returns state, metrics, and
+    the rows of which the step measures more: logp_BT, and those of `router_rows`.
     """
     # The base is not part of the state, which is the carry of a scan and would be copied with it.
     frozen = replace(state.frozen, base=base)
@@ -156,28 +156,28 @@ def update_minibatch(
     sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     term_metrics = mean_metrics(aux, batch)
     require(
-        not term_metrics.keys() & {*metrics.to_dict(), *sums},
+        not term_metrics.keys() & {*metrics, *sums},
         f"a term's metric must have a name of its own, got {sorted(term_metrics)}.",
     )
-    metrics |= UpdateMetrics(term_metrics | sums)
+    metrics |= term_metrics | sums
     if algorithm.critic != "none":
-        metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
+        metrics["critic/grad_norm"] = optax.tree.norm(grads.critic)
     metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
     if "experts_BTLA" in aux.rows:
-        metrics |= UpdateMetrics(expert_switches(aux.rows["experts_BTLA"], batch))
+        metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
     if "chosen_experts_BTLA" in aux.rows:
         chosen_BTLA = aux.rows["chosen_experts_BTLA"]
-        metrics |= UpdateMetrics(replay_agreement(chosen_BTLA, batch, scorer.model.n_experts))
-    metrics |= UpdateMetrics(rows=aux.rows.get("router", {}))
-    closed = is_gate_closed(metrics.means, gate)
-    metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
+        metrics |= replay_agreement(chosen_BTLA, batch, scorer.model.n_experts)
+    rows = aux.rows.get("router", {"logp_BT": aux.rows["logp_BT"]})
+    closed = is_gate_closed(metrics, gate)
+    metrics["gate/closed"] = jnp.asarray(closed, jnp.float32)
     # Without a gate there is no condition, so none is compiled into the step.
     if not gate.has_limits:
-        return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
+        return apply_gradients(state, grads, tx), metrics, rows
     # A closed gate leaves out the complete update: neither the moments nor the count of updates, on
     # which the learning rate depends, see the batch.
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
-    return state, metrics, aux.rows["logp_BT"]
+    return state, metrics, rows
 
 
 def compute_loss_weights(batch: Batch, a: Algorithm) -> Batch:

@@ -5,66 +5,45 @@ No metric is a mean of microbatches' means. Next: jaxmoe/observe/alerts.py reads
 """
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.config import GateConfig
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
-from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
+from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.ratios import log_ratios, token_ratio
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.shapes import Leaf, Metrics
+from jaxmoe.shapes import Metrics
 
+# Metrics of which a step takes the largest, or the smallest, of its updates.
+MAXIMA = (
+    "policy/ratio_max",
+    "train_rollout_logprob_abs_diff_max",
+    "rollout_probs_diff_max",
+    "rollout_corr/rollout_is_max",
+    "rollout_corr/rollout_is_seq_max",
+)
+MINIMA = ("rollout_corr/rollout_is_min", "rollout_corr/rollout_is_seq_min")
 LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 
 
-@struct.dataclass
-class UpdateMetrics:
-    """Scalars of one update by name, grouped by how a step reduces those of its updates."""
-
-    means: Leaf = field(default_factory=dict)
-    maxima: Leaf = field(default_factory=dict)
-    minima: Leaf = field(default_factory=dict)
-    # Arrays of each row, of which the step computes metrics after its last update.
-    rows: Leaf = field(default_factory=dict)
-
-    def __or__(self, update: "UpdateMetrics") -> "UpdateMetrics":
-        return UpdateMetrics(
-            self.means | update.means,
-            self.maxima | update.maxima,
-            self.minima | update.minima,
-            self.rows | update.rows,
-        )
-
-    def reduce_updates(self) -> "UpdateMetrics":
-        """Reduce arrays with one entry per update to one value each."""
-        return UpdateMetrics(
-            jax.tree.map(jnp.mean, self.means),
-            jax.tree.map(jnp.max, self.maxima),
-            jax.tree.map(jnp.min, self.minima),
-        )
-
-    def to_dict(self) -> Metrics:
-        return {**self.means, **self.maxima, **self.minima}
+def reduce_updates(metrics: Metrics) -> Metrics:
+    """Reduce arrays with one entry per update to one value each; most are means of the updates."""
+    extremes = dict.fromkeys(MAXIMA, jnp.max) | dict.fromkeys(MINIMA, jnp.min)
+    return {name: extremes.get(name, jnp.mean)(x_U) for name, x_U in metrics.items()}
 
 
-def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetrics:
+def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> Metrics:
     """Metrics of the difference between the trainer's log-probs and the engine's."""
-    return UpdateMetrics(
-        *mismatch_parts(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
-    )
+    return mismatch_metrics(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
 
 
-def update_metrics(
-    batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array, "B T"]
-) -> UpdateMetrics:
+def update_metrics(batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array, "B T"]) -> Metrics:
     """Metrics of an update; `rows` are the arrays that its loss returned (`LossAux.rows`).
 
     policy/…: ratio and clipping relative to old_logp, entropy, KL. rollout_corr/…: effects of the
@@ -72,47 +51,42 @@ def update_metrics(
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
-    means = {
+    metrics = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
         # The estimators average over tokens sampled from their first argument, which is the old
         # policy.
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
         "policy/advantage_abs_mean": masked_mean(jnp.abs(batch.advantages_BT), mask_BT),
-    }
-    means |= clip_fractions(batch, rows["no_gradient_BT"])
-    metrics = UpdateMetrics(means, {"policy/ratio_max": masked_max(ratio_BT, mask_BT)})
+        "policy/ratio_max": masked_max(ratio_BT, mask_BT),
+    } | clip_fractions(batch, rows["no_gradient_BT"])
     correction = rows["correction"]
     if correction.bounded_BT is not None:
-        metrics |= UpdateMetrics(
-            *weight_parts(correction.bounded_BT, correction.ratio_BT, correction.above_BT, mask_BT)
+        metrics |= weight_metrics(
+            correction.bounded_BT, correction.ratio_BT, correction.above_BT, mask_BT
         )
     if correction.keep_BT is not None:
         keep_BT = correction.keep_BT & mask_BT
         has_dropped_B1 = jnp.any(mask_BT & ~keep_BT, axis=1, keepdims=True)
         has_tokens_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
-        metrics |= UpdateMetrics(
-            {
-                "rollout_corr/rollout_rs_masked_fraction": 1.0
-                - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
-                "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
-                    has_dropped_B1.astype(jnp.float32), has_tokens_B1
-                ),
-            }
-        )
+        metrics |= {
+            "rollout_corr/rollout_rs_masked_fraction": 1.0
+            - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
+            "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
+                has_dropped_B1.astype(jnp.float32), has_tokens_B1
+            ),
+        }
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        metrics |= UpdateMetrics(
-            {
-                "critic/values_mean": masked_mean(values_BT, mask_BT),
-                "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
-                # The returns were computed from the old values. Later values may already be
-                # trained on these returns, and would explain them too well.
-                "critic/explained_variance": explained_variance(
-                    batch.old_values_BT, batch.returns_BT, mask_BT
-                ),
-            }
-        )
+        metrics |= {
+            "critic/values_mean": masked_mean(values_BT, mask_BT),
+            "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
+            # The returns were computed from the old values. Later values may already be
+            # trained on these returns, and would explain them too well.
+            "critic/explained_variance": explained_variance(
+                batch.old_values_BT, batch.returns_BT, mask_BT
+            ),
+        }
     return metrics
 
 

@@ -30,7 +30,7 @@ from jaxmoe.rl.loss import (
     estimate_advantages,
     update_minibatch,
 )
-from jaxmoe.rl.metrics import UpdateMetrics, engine_gap
+from jaxmoe.rl.metrics import engine_gap, reduce_updates
 from jaxmoe.rl.microbatches import ROWS, map_microbatches
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.rounding_metrics import rounding_metrics
@@ -45,7 +45,7 @@ from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params
 
 NO_GATE = GateConfig()
-Update = Callable[[TrainState, Batch], tuple[TrainState, UpdateMetrics, Array]]
+Update = Callable[[TrainState, Batch], tuple[TrainState, Metrics, dict[str, Array]]]
 
 
 @struct.dataclass
@@ -115,15 +115,16 @@ def rl_step(
     )
     # One update is no scan of length 1, which takes 1.2 times the time, and 1.4 to compile.
     if minibatches is None:
-        state, metrics, logp_BT = update(state, batch)
-        rows = batch
+        state, metrics, rows = update(state, batch)
+        logp_BT, measured = rows["logp_BT"], batch
     else:
-        state, metrics, logp_BT, rows = scan_minibatches(update, state, batch, minibatches)
-    values = metrics.to_dict() | expert_load(counts_LE)
-    values |= measure_rounding(full_state, state, scorer)
-    if metrics.rows:
-        values |= measure_router(metrics.rows, rows, scorer.model.n_experts)
-    return state, values, TokenStats(logp_BT, batch.advantages_BT)
+        state, metrics, rows, logp_BT, measured = scan_minibatches(
+            update, state, batch, minibatches
+        )
+    metrics |= expert_load(counts_LE) | measure_rounding(full_state, state, scorer)
+    if len(rows) > 1:
+        metrics |= measure_router(rows, measured, scorer.model.n_experts)
+    return state, metrics, TokenStats(logp_BT, batch.advantages_BT)
 
 
 class CheckedStep:
@@ -176,34 +177,37 @@ def jit_step(
 
 def scan_minibatches(
     update: Update, state: TrainState, batch: Batch, minibatches: Minibatches
-) -> tuple[TrainState, UpdateMetrics, Array, Batch]:
+) -> tuple[TrainState, Metrics, dict[str, Array], Array, Batch]:
     """Make an update on each minibatch of a scored batch.
 
-    Returns the state, metrics reduced over the updates, log-probs in the order of the batch, and
-    the batch in the order of the metrics' rows.
+    Returns the state, metrics reduced over the updates, the rows of all updates, log-probs in the
+    order of the batch, and the batch in the order of those rows.
     """
 
     def next_update(
         state: TrainState, part: Minibatches
-    ) -> tuple[TrainState, tuple[UpdateMetrics, Array]]:
-        rows = map_rows(lambda x: x[part.rows_UB], batch)
-        state, metrics, logp_BT = update(state, replace(rows, packing=part.packing))
-        return state, (metrics, logp_BT)
+    ) -> tuple[TrainState, tuple[Metrics, dict[str, Array]]]:
+        minibatch = map_rows(lambda x: x[part.rows_UB], batch)
+        state, metrics, rows = update(state, replace(minibatch, packing=part.packing))
+        return state, (metrics, rows)
 
     # A scan, because a loop in Python would compile an update for every minibatch.
-    state, (metrics, logp_UBT) = lax.scan(next_update, state, minibatches)
+    state, (metrics, rows_U) = lax.scan(next_update, state, minibatches)
     logp_BT = batch.old_logp_BT
     # Without a score of the batch, these are the log-probs of the first epoch, in which each row is
     # in exactly one minibatch.
     if logp_BT is None:
+        logp_UBT = rows_U["logp_BT"]
         n = len(batch.tokens_BT) // minibatches.rows_UB.shape[1]
         row_order_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
         logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, logp_UBT.shape[-1]))
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics.rows)
-    if rows:  # of all updates together, since no quantile is a mean of the updates' quantiles
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows_U)
+    if (
+        len(rows) > 1
+    ):  # of all updates together, since no quantile is a mean of the updates' quantiles
         batch = map_rows(lambda x: x[minibatches.rows_UB.reshape(-1)], batch)
-    return state, replace(metrics.reduce_updates(), rows=rows), logp_BT, batch
+    return state, reduce_updates(metrics), rows, logp_BT, batch
 
 
 def score_batch(

@@ -69,21 +69,6 @@ def test_an_override_has_its_fields_type(assignment, value):
     assert actual == value and type(actual) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("data.train_rows=some", "data.train_rows must be a number or all, got 'some'"),
-        ("data.train_rows=1.5", "data.train_rows must be int or str, got '1.5'"),
-        ("data.task=['a', 3]", "data.task must be a text, or a list of texts"),
-        ("data.task=[]", "data.task must be a text, or a list of texts"),
-        ("data.reward_timeout_s=-1", "data.reward_timeout_s must be 0 or more"),
-    ],
-)
-def test_rows_of_no_kind_are_refused(assignment, message):
-    with pytest.raises(ConfigError, match=message):
-        override(TINY, assignment)
-
-
 def test_an_override_changes_one_field_of_a_copy():
     before = to_json(TINY)
     changed = override(TINY, "data.options.x=3")
@@ -102,19 +87,20 @@ def test_an_override_changes_one_field_of_a_copy():
         ("rollout.router_replay=True", "key rollout.router_replay. Did you mean router.replay?"),
         ("router.replay=True", "got 'True'. Try --set router.replay=R3."),
         ("router.replay=r2", "got 'r2'. Try --set router.replay=R2."),
-        ("router.replay=R2", "router.replay=R2 needs several updates per batch, got loss.epochs=1"),
+        ("router.replay=R2", "router.replay=R2 needs several updates per batch, got loss.mini"),
         ("steps", "--set takes key=value, got 'steps'"),
         ("optim=1", "--set optim needs a field"),
         ("data.options=1", "data.options must be a dict, got '1'. Try --set data.options.x=8"),
         ("steps.more=1", "steps is a value; steps.more does not exist"),
         ("steps=many", "steps must be int, got 'many'. Try --set steps=8"),
         ("steps=1.5", "steps must be int, got '1.5'"),
+        ("data.train_rows=1.5", "data.train_rows must be int or str, got '1.5'"),
         ("steps=True", "steps must be int, got 'True'"),
         ("optim.remat=1", "optim.remat must be bool, got '1'. Try --set optim.remat=True"),
         ("optim.share_prompts=True", "got 'True'. Try --set optim.share_prompts=auto."),
-        ("optim.remat_keeps=mlp", "Try --set optim.remat=True --set optim.remat_keeps=attention"),
-        ("optim.remat_keeps=attention", "got 'attention' with optim.remat=False. Try --set"),
-        ("optim.remat_inputs=host", "Try --set optim.remat=True --set optim.remat_inputs=host."),
+        ("optim.remat_keeps=mlp", "got 'mlp'. Try --set optim.remat_keeps=attention"),
+        ("optim.remat_keeps=attention", "needs optim.remat=True, got False. Try --set"),
+        ("optim.remat_inputs=host", "Try --set optim.remat=True, or --set optim.remat_inputs=dev"),
         ("optim.moments=disk", "got 'disk'. Try --set optim.moments=host."),
         ("optim.lr=fast", "optim.lr must be float, got 'fast'. Try --set optim.lr=1e-4"),
     ],
@@ -125,61 +111,21 @@ def test_a_wrong_override_says_what_to_type(assignment, answer):
     assert answer in str(error.value)
 
 
-BROKEN = [
-    "model.d_model=0",
+BROKEN = [  # by rules of several fields; those of one are in test_config_values.py
     "model.n_q_heads=7",
     "model.layer_types=sliding,full",
     "model.experts_per_token=9",
     "model.head_dim=15",
-    "model.dtype=float16",
-    "model.swiglu_alpha=0",
-    "model.swiglu_limit=inf",
-    "model.rope_factor=0.5",
     "model.rms_eps=nan",
     "rollout.sequences_per_step=12",
-    "rollout.samples_per_prompt=0",
-    "rollout.max_new_tokens=0",
-    "rollout.temperature=0",
-    "rollout.top_p=1.5",
-    "rollout.top_k=-1",
     "rollout.engine=sglang",
-    "rollout.max_staleness=-1",
-    "rollout.vllm.transport=smoke",
-    "rollout.vllm.on_weight_sync=drop",
-    "rollout.vllm.dtype=float16",
-    "loss.old_logp=new",
-    "loss.kl_in=model",
-    "loss.kl_coef=-0.1",
-    "loss.epochs=0",
-    "loss.minibatches=0",
     "loss.minibatches=3",
-    "critic.backbone=other",
-    "critic.pretrain_steps=-1",
     "rollout.overlong_buffer=9",
     "optim.tokens_per_microbatch=9",
     "optim.microbatches=3",
-    "optim.microbatches=0",
-    "optim.param_dtype=float16",
-    "optim.lr=-1",
-    "optim.clip_norm=0",
-    "optim.beta2=1",
-    "optim.lr_end_fraction=2",
-    "warmup.steps=-1",
-    "critic.clip=0",
-    "gate.ess=30",
-    "gate.abs_diff=-1",
-    "mesh.fsdp=0",
-    "lora.attention_rank=-1",
-    "lora.expert_alpha=-2.0",
-    "seed=4294967296",
     "warmup.sequences_per_step=0",
-    "rollout.max_parallel_sequences=0",
     "model.max_context=32",
     "data.max_prompt_tokens=999994",
-    "steps=-1",
-    "seed=-1",
-    "eval.every_steps=0",
-    "save.every_steps=0",
 ]
 
 

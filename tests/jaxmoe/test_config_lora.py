@@ -60,7 +60,7 @@ def test_settings_without_vllm_adapters_are_refused_with_advice(changes):
         override(TINY, *ADAPTER_SETTINGS, changes)
     advice = str(error.value).partition("Try --set ")[2].partition(", or --set ")
     assert override(TINY, *ADAPTER_SETTINGS, changes, *advice[0].removesuffix(".").split(" --set "))
-    merged = advice[2].partition(",")[0] or "rollout.vllm.lora=merged"
+    merged = advice[2].partition(",")[0].removesuffix(".") or "rollout.vllm.lora=merged"
     assert override(TINY, *ADAPTER_SETTINGS, changes, merged).rollout.vllm.lora == "merged"
 
 
@@ -85,9 +85,8 @@ def test_an_unknown_adapter_matrix_suggests_the_nearest(key, name, meant):
 
 def test_a_base_beyond_four_bits_is_refused_early():
     for name in ("d_model", "d_expert"):
-        pattern = (
-            f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
-        )
+        must_be = f"^lora needs model.{name} to be a multiple of 64, got model.{name}=96: "
+        pattern = f"{must_be}.* Try --set model.{name}=128, or"
         with pytest.raises(ConfigError, match=pattern):
             override(TINY, "lora.expert_rank=4", f"model.{name}=96")
         assert override(TINY, f"model.{name}=96").lora.ranks == {}

@@ -10,18 +10,12 @@ from jaxmoe.losses.mismatch import (
     effective_sample_size,
     mismatch_metrics,
     ratio_quantiles,
-    weight_parts,
+    weight_metrics,
 )
 
 EPS = float(np.finfo(np.float32).eps)
 OLD, ROLLOUT = jnp.asarray([[-1.0, -1.5, -0.5]]), jnp.asarray([[-1.5, -1.0, -1.5]])
 ALL = jnp.ones((1, 3), bool)
-
-
-def weight_metrics(*arrays):
-    """Means, maxima and minima of `weight_parts` in one dict."""
-    means, maxima, minima = weight_parts(*arrays)
-    return means | maxima | minima
 
 
 def test_divergences_of_a_worked_row():

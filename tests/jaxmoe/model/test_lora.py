@@ -183,6 +183,6 @@ def test_only_ranked_matrices_are_adapted_within_their_size():
     assert experts["w_gate_up"].b.shape == (1, 7, 2, 128)
     with pytest.raises(ConfigError, match="lora.expert_rank must be at most 64, .*got 65"):
         lora_specs(CFG, LoraConfig(expert_rank=65))
-    with pytest.raises(ConfigError, match="lora.attention_rank must be 1 or more"):
+    with pytest.raises(ConfigError, match="lora.attention_rank must be 0 or more"):
         LoraConfig(attention_rank=-1)
     assert LoraConfig(attention_rank=4, rank_stabilized=True).scales["w_q"] == 8.0

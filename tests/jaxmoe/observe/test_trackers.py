@@ -131,7 +131,7 @@ def test_observe_to_names_trackers(trackers_text):
 
 
 def test_an_unknown_tracker_is_refused():
-    with pytest.raises(ConfigError, match="observe.to must be wandb, trackio or both"):
+    with pytest.raises(ConfigError, match="observe.to must be wandb, trackio, or both"):
         override(load_config("tiny.py"), "observe.to=mlflow")
 
 

