@@ -104,7 +104,6 @@ def test_jit_stays_at_the_edge():
         "measure.py",
         "__main__.py",
         "train.py",
-        "eval.py",
         "native.py",
         "doctor.py",
     }
@@ -112,7 +111,7 @@ def test_jit_stays_at_the_edge():
     edge.add("update.py")  # RL's step, behind the checks of its arguments
     edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program
-    edge.add("job.py")  # rounds the weights for the engine, once a step
+    edge.add("engine_weights.py")  # rounds the weights for the engine, once a step
     edge.add("sampling_copy.py")  # an evaluation's weights become its engine's, once
     edge.add("compare_export.py")  # an export's own programs, once
     edge.add("first_difference.py")  # a run's last words: programs of its own, once

@@ -30,6 +30,11 @@ class QuantConfig:
     # stochastic: to one of the two codes next to a value, so that the mean is the value
     rounding: str = "nearest"
 
+    @property
+    def trains_rounded(self) -> bool:
+        """True if the trainer too reads the rounded experts."""
+        return self.experts == "mxfp4"
+
     def __post_init__(self) -> None:
         for name, allowed, example in (
             ("experts", EXPERTS, "mxfp4"),

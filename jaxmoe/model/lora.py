@@ -77,7 +77,7 @@ def _pair_spec(name: str, spec: Spec, rank: int) -> Pair:
         f"[{inputs}, {outputs}], got {rank}. Try --set lora.{key}={min(inputs, outputs, 16)}.",
     )
     # No checkpoint of the base has adapters, so they have our layout and no name there.
-    unstacked = replace(spec, layout="same", read="compute", hf="")
+    unstacked = replace(spec, layout="same", read="as_stored", hf="")
     return Pair(
         replace(
             unstacked, shape=(*stack, rank, inputs), axes=(*axes, None, in_axis), init="normal"
@@ -126,12 +126,14 @@ def init_adapters(
     return jax.tree.unflatten(tree, leaves)
 
 
-def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -> Params:
+def with_adapters(base: Params | None, adapters: Params, scales: Mapping[str, float]) -> Params:
     """Return the parameters that `forward` reads.
 
     They are the base's own arrays, its adapted matrices as `Adapted`, and the fully trained
-    parameters in place of the base's.
+    parameters in place of the base's. Without a base, all weights are trained and read as they are.
     """
+    if base is None:
+        return adapters
 
     def adapt_matrix(layer: Params, name: str, trained: Leaf) -> Leaf:
         if not isinstance(trained, Pair):

@@ -86,7 +86,7 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
-    return rounding_from_config(cfg) if cfg.quant.experts == "mxfp4" else None
+    return rounding_from_config(cfg) if cfg.quant.trains_rounded else None
 
 
 def decode_trained(params: Params, cfg: Config) -> Params:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One view of a run's weights: those that train, those that are frozen, and the form that is read.
+
+The trainer, the engine's memory, checkpoints and plans read it, and need not ask whether the run
+has adapters or rounded experts. Next: jaxmoe/model/lora.py and jaxmoe/model/rounded.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.config import Config
+from jaxmoe.model.lora import lora_specs
+from jaxmoe.model.params import Spec, abstract_base, param_specs
+from jaxmoe.shapes import Params
+
+
+class Weights(NamedTuple):
+    """Trees of Spec of the weights in RL."""
+
+    trained: Params  # of the policy in RL's state: adapters, or all weights
+    base: Params  # frozen, with experts in four bits; {} without adapters
+    rounded: list[Spec]  # trained experts whose values a step reads in four bits
+    dtype: jnp.dtype  # of `trained`
+    packs_experts: bool  # an engine with the trainer's forward reads experts in four bits
+
+    @property
+    def are_read_as_trained(self) -> bool:
+        """True if an engine reads nothing but the trained weights, unrounded."""
+        return not (self.base or self.packs_experts)
+
+
+def weights_of(cfg: Config) -> Weights:
+    """Return the view of a config's weights."""
+    specs = param_specs(cfg.model)
+    if cfg.lora.ranks:
+        # Adapters are float32, whatever optim.param_dtype is.
+        return Weights(lora_specs(cfg.model, cfg.lora), specs, [], jnp.dtype("float32"), True)
+    rounded = [x for x in jax.tree.leaves(specs) if x.is_packable and cfg.quant.trains_rounded]
+    dtype = jnp.dtype(cfg.optim.param_dtype)
+    return Weights(specs, {}, rounded, dtype, cfg.quant.experts != "none")
+
+
+def trained_shapes(cfg: Config) -> Params:
+    """Return the tree of jax.ShapeDtypeStruct of the weights that RL trains."""
+    weights = weights_of(cfg)
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, weights.dtype),
+        weights.trained,
+        is_leaf=lambda leaf: isinstance(leaf, Spec),
+    )
+
+
+def base_shapes(cfg: Config) -> Params | None:
+    """Return the shapes of the frozen weights under adapters; None if all weights are trained."""
+    return abstract_base(cfg.model) if weights_of(cfg).base else None
