@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import as_floats, as_integers
 from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
-from pallas_kernels.grouped_matmul import low_rank as low_rank_impls
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 from pallas_kernels.grouped_matmul.rounded import Rounded, values_of
-from pallas_kernels.grouped_matmul.signature import (
-    LowRankMatmul,
-    LowRankSwiglu,
-    Matmul,
-    MatmulSwiglu,
-)
+from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
-_LOW_RANK_XLA: Any = xla.grouped_matmul_low_rank_xla  # a custom_vjp to type checkers
 IMPLS: dict[str, Implementation[Matmul]] = implementations_of(
     _HERE,
     "grouped_matmul",
@@ -35,20 +26,6 @@ SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = implementations_of(
     "grouped_swiglu",
     xla.grouped_swiglu_xla,
     reference.grouped_swiglu_reference,
-    invariant_in=_HERE,
-)
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = implementations_of(
-    _HERE,
-    "grouped_matmul_low_rank",
-    _LOW_RANK_XLA,
-    low_rank_impls.grouped_matmul_low_rank_reference,
-    invariant_in=_HERE,
-)
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = implementations_of(
-    _HERE,
-    "grouped_swiglu_low_rank",
-    low_rank_impls.grouped_swiglu_low_rank_xla,
-    low_rank_impls.grouped_swiglu_low_rank_reference,
     invariant_in=_HERE,
 )
 
@@ -79,12 +56,9 @@ def grouped_matmul(
     Raises: ValueError when the shapes do not fit.
     """
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    if low_rank is not None:
-        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = select_implementation(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
-        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
-    matmul_fn = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF)
-    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+    matmul_fn = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF, low_rank)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
 
 
 def grouped_swiglu(
@@ -116,12 +90,9 @@ def grouped_swiglu(
             f"rhs must have an even number of columns, gate and up; got {rhs_EDF.shape[2]}. "
             "Pass the gate columns first and the up columns after them."
         )
-    if low_rank is not None:
-        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = select_implementation(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
-    matmul_fn = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
+    low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+    matmul_fn = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF, low_rank)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, low_rank)
 
 
 def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
@@ -176,6 +147,8 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
 
 
 def _check_low_rank(rhs_EDF, n_groups, low_rank):
+    if low_rank is None:
+        return None
     a_ERD, b_ERF = as_floats("low_rank.a", low_rank.a_ERD), as_floats("low_rank.b", low_rank.b_ERF)
     _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0

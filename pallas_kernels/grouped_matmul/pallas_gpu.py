@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     multiply_swiglu_hopper,
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weight_gradients_hopper
+from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.rounded import (
     Rounded,
@@ -95,16 +96,13 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, tiles.STEP)
 
 
-(
-    grouped_matmul_mosaic_gpu,
-    grouped_swiglu_mosaic_gpu,
-    grouped_matmul_low_rank_mosaic_gpu,
-    grouped_swiglu_low_rank_mosaic_gpu,
-) = operations_of(make_mosaic_gpu_kernels)
+grouped_matmul_mosaic_gpu, grouped_swiglu_mosaic_gpu = operations_of(make_mosaic_gpu_kernels)
 
 
 def grouped_matmul_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
+    lhs_MD: Array,
+    rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded,
+    low_rank: LowRank | None = None,
 ) -> str | None:
     """Return the reason why the kernels cannot run, or None."""
     if not target_device().is_hopper:
@@ -121,33 +119,18 @@ def grouped_matmul_mosaic_gpu_unsupported(
         return f"lhs has {D} columns; the tile of its gradient needs at least {ROWS}"
     if 0 in (*lhs_MD.shape, *rhs_EDF.shape):
         return "there are no rows or no groups"
+    if low_rank is not None and F < ROWS:
+        return f"rhs has {F} columns; the tile of b's gradient needs at least {ROWS}"
     return None
 
 
 def grouped_swiglu_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
+    lhs_MD: Array,
+    rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded,
+    low_rank: LowRank | None = None,
 ) -> str | None:
     """Return the reason why the fused kernel cannot run, or None."""
-    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
+    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF, low_rank)
     if reason is None and rhs_EDF.shape[2] % (2 * tiles.STEP):
         return f"half of {rhs_EDF.shape[2]} columns is not a multiple of {tiles.STEP}"
     return reason
-
-
-def grouped_matmul_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
-) -> str | None:
-    """Return the reason why the kernels cannot run with a low-rank update, or None."""
-    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
-    if reason is None and rhs_EDF.shape[2] < ROWS:
-        return f"rhs has {rhs_EDF.shape[2]} columns; the tile of b's gradient needs at least {ROWS}"
-    return reason
-
-
-def grouped_swiglu_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
-) -> str | None:
-    """Return the reason why the fused kernel cannot run with a low-rank update, or None."""
-    return grouped_matmul_low_rank_mosaic_gpu_unsupported(
-        lhs_MD, rhs_EDF
-    ) or grouped_swiglu_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)

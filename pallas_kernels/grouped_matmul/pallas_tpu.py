@@ -116,20 +116,15 @@ def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, ALIGNED)
 
 
-(
-    grouped_matmul_mosaic_tpu,
-    grouped_swiglu_mosaic_tpu,
-    grouped_matmul_low_rank_mosaic_tpu,
-    grouped_swiglu_low_rank_mosaic_tpu,
-) = operations_of(make_mosaic_tpu_kernels)
+grouped_matmul_mosaic_tpu, grouped_swiglu_mosaic_tpu = operations_of(make_mosaic_tpu_kernels)
 
 
-def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
+def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF, _low_rank=None) -> str | None:
     """Return the reason why the kernels cannot compute these shapes, or None."""
     return _find_unsupported(lhs_MD, rhs_EDF, halves=False)
 
 
-def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
+def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF, _low_rank=None) -> str | None:
     """Return the reason why the fused kernel cannot compute these shapes, or None."""
     if rhs_EDF.shape[2] % LANES:
         return f"{rhs_EDF.shape[2]} gate and up columns are not a multiple of {LANES}"
@@ -156,9 +151,3 @@ def _find_unsupported(lhs_MD, rhs_EDF, halves):
     if not frozen and weights_tile(width, columns) is None:
         return f"128 columns of sums over {width} rows do not fit VMEM"
     return None
-
-
-grouped_matmul_low_rank_mosaic_tpu_unsupported, grouped_swiglu_low_rank_mosaic_tpu_unsupported = (
-    grouped_matmul_mosaic_tpu_unsupported,
-    grouped_swiglu_mosaic_tpu_unsupported,
-)
