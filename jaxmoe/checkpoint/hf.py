@@ -21,8 +21,8 @@ import numpy as np
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.entries import Entry, leaf_of, list_entries, plan_entry, planned_tensors
 from jaxmoe.checkpoint.headers import check_packable, read_headers
-from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather_leaf, zeros_to_share
-from jaxmoe.checkpoint.merge import merge_layer
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, zeros_to_share
+from jaxmoe.checkpoint.merge import gather_dense, gather_packed
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     INDEX_FILE,
@@ -38,7 +38,6 @@ from jaxmoe.checkpoint.tensor_files import (
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
-from jaxmoe.model.lora import Adapted
 from jaxmoe.model.params import Layout, Spec, param_shapes, param_specs, read_dtype
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
@@ -117,14 +116,13 @@ def read_entries(
     bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = init_leaf(entry)
-        packed, n_bad = isinstance(leaf, Mxfp4), 0
-        read = _read_packed if packed else _read_dense
+        is_packed, n_bad = isinstance(leaf, Mxfp4), 0
+        read, kind = (_read_packed, "bfloat16") if is_packed else (_read_dense, leaf.dtype)
         for infinite, nbytes in read(entry, tensors, leaf):
             n_bad, bytes_read = n_bad + infinite, bytes_read + nbytes
             if progress is not None:
                 progress(bytes_read, total, entry.name)
         if n_bad:
-            kind = "bfloat16" if packed else leaf.dtype
             raise ConfigError(
                 f"{directory}: {entry.name} must be finite in {kind}, got {n_bad} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
@@ -215,7 +213,7 @@ def iter_hf(
     for entry in list_entries(cfg):
         items, leaf = plan_entry(entry, dtype, cfg.dtype), leaf_of(params, entry)
         if len(items) == 2 and isinstance(leaf, Mxfp4):
-            packed = _gather_packed(leaf, entry)
+            packed = gather_packed(leaf, entry.index)
             yield from zip(
                 [name for name, _, _ in items], _packed_bytes(packed, entry), strict=True
             )
@@ -247,17 +245,7 @@ def gather_entry(params: Params, entry: Entry, *, receives: bool = True) -> np.n
 
     Packed leaves are decoded; adapted leaves are merged, in float32.
     """
-    leaf = leaf_of(params, entry)
-    if isinstance(leaf, Adapted) and entry.index is not None:
-        return merge_layer(leaf, entry.index, receives=receives)
-    if not isinstance(leaf, Mxfp4):
-        return gather_leaf(leaf, entry.index, receives=receives)
-    packed = _gather_packed(leaf, entry, receives=receives)
-    return mxfp4.decode_packed(packed) if receives else np.empty(0, jax.numpy.bfloat16)
-
-
-def _gather_packed(leaf: Mxfp4, entry: Entry, *, receives: bool = True) -> Mxfp4:
-    return jax.tree.map(lambda part: gather_leaf(part, entry.index, receives=receives), leaf)
+    return gather_dense(leaf_of(params, entry), entry.index, receives=receives)
 
 
 def _to_checkpoint(param: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:

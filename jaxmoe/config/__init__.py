@@ -337,11 +337,6 @@ class Config:
         return rf"(?!.*_router\b)(?:{expression})" if self.router.freeze else expression
 
     @property
-    def keeps_reference(self) -> bool:
-        """True if the state has a copy of the weights before RL; new adapters have their base."""
-        return self.loss.kl_coef > 0 and not self.lora.starts_at_base
-
-    @property
     def computed_experts(self) -> int:
         """Number of experts that training computes for each token."""
         m = self.model

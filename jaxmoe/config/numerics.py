@@ -30,12 +30,6 @@ def check_numerics(cfg: "Config") -> None:
         f"another order. Try --set rollout.engine=native, {_OFF}",
     )
     require(
-        cfg.quant.experts != "mxfp4_rollout",
-        "model.numerics=invariant needs trainer and engine to read the same experts, got "
-        "quant.experts=mxfp4_rollout, which rounds the engine's alone. Try --set "
-        f"quant.experts=mxfp4, {_OFF}",
-    )
-    require(
         cfg.kernels in ("auto", "xla", "mosaic_gpu", "mosaic_tpu"),
         f"model.numerics=invariant needs kernels=auto, got {cfg.kernels}: only XLA's ops on a "
         f"CPU and Mosaic's kernels are batch-invariant. Try --set kernels=auto, {_OFF}",

@@ -64,6 +64,12 @@ def check_quant(cfg: "Config") -> None:
         f"quant.experts={cfg.quant.experts} rounds weights that train, and with LoRA the experts "
         f"do not: its base has four bits already. Try {DENSE_EXPERTS}.",
     )
+    require(
+        cfg.quant.trains_rounded or cfg.model.numerics != "invariant",
+        "model.numerics=invariant needs trainer and engine to read the same experts, got "
+        "quant.experts=mxfp4_rollout, which rounds the engine's alone. Try --set "
+        "quant.experts=mxfp4, or --set model.numerics=fast.",
+    )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

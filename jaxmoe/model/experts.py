@@ -55,10 +55,10 @@ def apply_experts(
         bias_EF=layer["b_gate_up"],
         alpha=cfg.swiglu_alpha,
         limit=cfg.swiglu_limit,
-        **low_rank,
+        low_rank=low_rank,
     )
     w_down, low_rank = _read_matrix(layer["w_down"], dtype)
-    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **low_rank)
+    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], low_rank=low_rank)
     return combine(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
 
 
@@ -104,10 +104,9 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
     return chunked_experts
 
 
-def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
-    """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
-    change."""
+def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, LowRank | None]:
+    """Return a matrix as the grouped matmuls read it, and its LoRA change."""
     w_EDF, low_rank = split_adapter(w_EDF)
     # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
     w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part | Rounded) else w_EDF.astype(dtype)
-    return w_EDF, {} if low_rank is None else {"low_rank": low_rank}
+    return w_EDF, low_rank

@@ -56,8 +56,13 @@ def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
     return partial(round_experts, encode=encoder_from_config(cfg))
 
 
-def with_rounded(params: Params, packed: Params) -> Params:
-    """Return the parameters that the trainer's forward reads: packed values, masters' gradients."""
+def with_rounded(params: Params, packed: Params | None) -> Params:
+    """Return the parameters that the trainer's forward reads: packed values, masters' gradients.
+
+    Without packed values they are read as they are.
+    """
+    if packed is None:
+        return params
     return map_experts(lambda master, values: Rounded(values, master), params, packed)
 
 

@@ -52,6 +52,24 @@ def trained_shapes(cfg: Config) -> Params:
     )
 
 
+def keeps_reference(cfg: Config) -> bool:
+    """Return True if the state has a copy of the weights before RL; new adapters have a base."""
+    return cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
+
+
+def expert_products(cfg: Config) -> tuple[str, ...]:
+    """Return the products that may read the experts, by the ends of their names in bench.ops.OPS.
+
+    A frozen base has four bits if its checkpoint has them, which is not known here.
+    """
+    if cfg.quant.experts != "none":
+        return ("_rounded",) if cfg.quant.trains_rounded else ("", "_mxfp4")
+    can_be_packed = cfg.model.d_model % 64 == 0 and cfg.model.d_expert % 64 == 0
+    if cfg.lora.ranks and can_be_packed:
+        return "", "_low_rank" if cfg.lora.expert_rank else "_mxfp4"
+    return ("",)
+
+
 def base_shapes(cfg: Config) -> Params | None:
     """Return the shapes of the frozen weights under adapters; None if all weights are trained."""
     return abstract_base(cfg.model) if weights_of(cfg).base else None

@@ -8,6 +8,7 @@ shard, and has at no time more of the masters than that.
 Next: jaxmoe/model/rounded.py; jaxmoe/parallel/ops.py reads the packed values.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,7 +19,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt8
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import Config, ModelConfig, require
+from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import MATRICES, map_experts
 from jaxmoe.model.stacks import PackedLayer
@@ -43,6 +45,28 @@ def packed_cuts(cuts: Sequence[Names]) -> tuple[Names, ...]:
     """Return the mesh axes of each dimension of packed matrices, from those of their masters."""
     *stack, rows, columns = cuts
     return (*stack, (), columns + rows)
+
+
+def check_rounded_mesh(cfg: Config) -> None:
+    """Raise ConfigError if the columns of packed experts cannot be sharded as their masters' rows.
+
+    Rows of packed experts are not sharded: a shard of them would cut groups of 32.
+    """
+    if cfg.quant.experts == "none":
+        return
+    specs = block_specs(cfg.model)
+    for name, size in (("w_gate_up", "2 * model.d_expert"), ("w_down", "model.d_model")):
+        spec = specs[name]
+        names = packed_cuts(partition_axes(spec.axes, spec.shape, cfg.mesh.sizes))[-1]
+        shards, width = math.prod(cfg.mesh.sizes[axis] for axis in names), spec.shape[-1]
+        axes = " * ".join(f"mesh.{axis}" for axis in names)
+        require(
+            width % shards == 0,
+            f"quant.experts={cfg.quant.experts} needs {axes} ({shards}) to divide {size} ({width}):"
+            f" devices share the columns of {name}, since a shard of its rows would cut groups of "
+            f"32. Try {' '.join(f'--set mesh.{axis}=1' for axis in names)}"
+            f" --set mesh.data={shards * cfg.mesh.data}, or {DENSE_EXPERTS}.",
+        )
 
 
 def shard_rounding(

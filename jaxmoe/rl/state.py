@@ -22,7 +22,7 @@ from jaxmoe.model.critic import init_critic
 from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import abstract_params
 from jaxmoe.model.trainable import merge_params, split_params
-from jaxmoe.model.weights import trained_shapes
+from jaxmoe.model.weights import keeps_reference, trained_shapes
 from jaxmoe.parallel.sharding import sharded_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
 
@@ -152,7 +152,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
     trainable, reference = cfg.trainable, None
-    if cfg.keeps_reference:
+    if keeps_reference(cfg):
         # A step donates the state as a whole, and a buffer that is in it twice cannot be donated.
         reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])
     return init_state(Trained(policy, critic), tx, Frozen(reference), trainable=trainable)

@@ -153,8 +153,7 @@ class Job:
         fetched = jax.device_get(metrics)
         values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
-        rounded = None if self.cfg.quant.experts == "none" else state.policy
-        check_finite(values | layers, step, rate=rate, cfg=self.cfg.model, rounded=rounded)
+        check_finite(values | layers, step, rate=rate, cfg=self.cfg, policy=state.policy)
         self.layer_metrics = {
             name.removeprefix(LAYER_PREFIX): value.tolist() for name, value in layers.items()
         }

@@ -17,7 +17,7 @@ from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.model.trainable import split_params
-from jaxmoe.model.weights import weights_of
+from jaxmoe.model.weights import keeps_reference, weights_of
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
     copy_bytes,
@@ -156,13 +156,13 @@ def plan_memory(cfg: Config) -> Memory:
     has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
         weights=(trained + local_frozen) * weight_bytes,
-        rounded=packed_bytes(weights.rounded, cfg) * (1 + cfg.keeps_reference),
+        rounded=packed_bytes(weights.rounded, cfg) * (1 + keeps_reference(cfg)),
         packed=packed,
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
         optimizer=moments - host_moments,
-        reference=local_trained * weight_bytes if cfg.keeps_reference else 0,
+        reference=local_trained * weight_bytes if keeps_reference(cfg) else 0,
         engine_copy=engine.weights,
         gathered=period * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),

@@ -9,6 +9,7 @@ layout of the experts' matrices all decide whether an adapter is applied; so eac
 tried. Next: jaxmoe/vllm/engine/sync.py, which compares every version with the trainer.
 """
 
+import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +30,10 @@ from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend
 from jaxmoe.vllm.client.request import score_tokens
 from jaxmoe.vllm.engine.sync import WeightSyncError
+from jaxmoe.vllm.plugin.names import ADAPTER_NAME
 from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
 
+ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
 MIN_SIGNAL_TO_NOISE = 4  # relative to the difference of two runs of the base
 
 
@@ -40,6 +43,9 @@ class ServedAdapter:
 
     lora: LoraConfig
     base: Path
+    served_name = ADAPTER_NAME
+    are_adapters = True
+    four_bits = False  # an adapter has no experts of its own
 
     def vllm_options(self, cpu: bool) -> dict[str, Any]:
         """Return vLLM options beyond those of server.py. Raises ConfigError if a CPU lacks one."""
@@ -62,14 +68,17 @@ class ServedAdapter:
             ]
         return chosen
 
-    def prepare_base(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
+    def prepare_model(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
         """Return the base weights' folder; on a CPU, which cannot read MXFP4, a decoded copy."""
         return _decode_base(self.base, cfg, dtype, work) if cpu else self.base
 
-    def write_zero_adapter(self, cfg: ModelConfig, directory: Path) -> None:
-        """Write an adapter that changes nothing, in PEFT's format."""
+    def write_start_files(self, cfg: ModelConfig, scratch: Path) -> list[str]:
+        """Write an adapter that changes nothing, and return vLLM's arguments that load it."""
+        directory = scratch / ZERO_ADAPTER_FOLDER
         shutil.rmtree(directory, ignore_errors=True)
         save_adapter(zero_adapters(cfg, self.lora), cfg, self.lora, directory)
+        zero_adapter = {"name": ADAPTER_NAME, "path": str(directory)}
+        return ["--lora-modules", json.dumps(zero_adapter)]
 
     def check_applied(
         self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str

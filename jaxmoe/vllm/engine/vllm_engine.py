@@ -41,7 +41,7 @@ from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
 from jaxmoe.vllm.engine.check_request import RequestLimits, check_request
 from jaxmoe.vllm.engine.episodes import sample_episodes
-from jaxmoe.vllm.engine.expert_format import choose_sent_experts, pack_for_sync
+from jaxmoe.vllm.engine.expert_format import FullWeights, choose_sent_experts, pack_for_sync
 from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 from jaxmoe.vllm.engine.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.engine.replica import Replica, TargetWeights, sleep_backoff
@@ -61,6 +61,7 @@ from jaxmoe.vllm.weight_sync.update import (
 
 T = TypeVar("T")
 MAX_PROBE_ABS_DIFF = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
+DENSE = FullWeights()
 MAX_THREADS = 512  # one for each request in flight
 
 
@@ -89,14 +90,10 @@ class VllmEngine:
         max_rows: int,
         max_context: int = 0,
         run: str = "",
-        adapter: ServedAdapter | None = None,
-        four_bits: bool = False,
+        sent: FullWeights | ServedAdapter = DENSE,
     ) -> None:
-        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens.
-
-        `four_bits`: load() gets experts whose values MXFP4 holds.
-        """
-        self._adapter = adapter
+        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens."""
+        self._sent = sent
         self._cfg, self._vllm = cfg, vllm
         context = max_context or max_prompt_tokens + max_new_tokens
         self._limits = RequestLimits(max_prompt_tokens, max_new_tokens, context)
@@ -112,10 +109,10 @@ class VllmEngine:
         self._transport = "in_process" if in_process else vllm.transport
         self._pool = ServerPool([], [], self.incidents.append)
         # Fails on an unusable folder before servers start, which takes minutes.
-        if self._transport == "files" or adapter is not None:
+        if self._transport == "files" or sent.are_adapters:
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
-            opened = open_backends(cfg, vllm, work, context, max_rows, adapter, four_bits)
+            opened = open_backends(cfg, vllm, work, context, max_rows, sent)
         except BaseException:
             self.close()
             raise
@@ -126,7 +123,7 @@ class VllmEngine:
                 with suppress(RequestFailed):  # checked again with the first weights
                     read_workers(backend)
             self.experts = choose_sent_experts(
-                [backend for backend, _ in opened if backend not in unavailable], four_bits
+                [backend for backend, _ in opened if backend not in unavailable], sent.four_bits
             )
             loosest = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
             self.probe = Probe(
@@ -149,7 +146,7 @@ class VllmEngine:
                 retries=vllm.retries,
                 report=self.incidents.append,
                 check=partial(check_context, needed_tokens=needed),
-                try_out=self._check_adapter,
+                try_out=self._try_out,
             )
             for backend, server in opened
         ]
@@ -170,15 +167,10 @@ class VllmEngine:
             params = pack_for_sync(params)
         named["experts"] = self.experts
         file, manifest_lock = None, Lock()
-        if self._adapter is not None:
-            file = write_adapter(
-                extract_adapters(params),
-                self._cfg,
-                self._adapter.lora,
-                self._vllm.weights_dir,
-                run=self._run,
-                version=version,
-            )
+        if isinstance(self._sent, ServedAdapter):
+            folder, lora = self._vllm.weights_dir, self._sent.lora
+            adapters: Any = extract_adapters(params), self._cfg, lora, folder
+            file = write_adapter(*adapters, run=self._run, version=version)
         elif self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
             file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
@@ -197,17 +189,15 @@ class VllmEngine:
 
         label = f"{self._run}:{version}"
         previous_file = self._sync_target(TargetWeights(label, version, file, build_update, logps))
-        if self._adapter is None:
+        if not self._sent.are_adapters:
             self._reusable_file = previous_file
         elif previous_file is not None:
             previous_file.close()
 
-    def _check_adapter(self, backend: Backend) -> None:
-        """Check that the backend applies adapters, if this run serves any."""
-        if self._adapter is not None:
-            self._adapter.check_applied(
-                backend, self._cfg, self.probe.scored_tokens, self._vllm.weights_dir, self._run
-            )
+    def _try_out(self, backend: Backend) -> None:
+        """Check that the backend applies what this run sends."""
+        folder = self._vllm.weights_dir
+        self._sent.check_applied(backend, self._cfg, self.probe.scored_tokens, folder, self._run)
 
     def load_file(self, file: WeightFile, reference: ProbeReference) -> None:
         """Load a file that another process wrote, with the trainer's log-probs of the probe."""
