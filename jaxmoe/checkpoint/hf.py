@@ -147,8 +147,8 @@ def _read_packed(
 ) -> Iterator[tuple[int, int]]:
     """Read into a packed leaf; yields as `_read_dense`."""
     for e, block, scale in _read_packed_chunks(entry, tensors):
-        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]))
-        for half, chunk in zip(leaf, packed, strict=True):
+        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0])[:2])
+        for half, chunk in zip(leaf[:2], packed, strict=True):
             _write_rows(half, chunk[None], e, entry.layout)
         yield mxfp4.count_infinite(block, scale), block.nbytes + scale.nbytes
 
@@ -269,7 +269,7 @@ def _packed_bytes(packed: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     for e in range(len(blocks)):
         parts = (
             checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype)
-            for x in packed
+            for x in packed[:2]
         )
         blocks[e], scales[e] = mxfp4.halves_to_blocks(*(part[0] for part in parts))
     return blocks, scales

@@ -17,8 +17,6 @@ from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import (
     LowRank,
     Mxfp4,
-    Mxfp4Part,
-    Rounded,
     grouped_matmul,
     grouped_swiglu,
 )
@@ -108,5 +106,5 @@ def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, LowRank | None]:
     """Return a matrix as the grouped matmuls read it, and its LoRA change."""
     w_EDF, low_rank = split_adapter(w_EDF)
     # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
-    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part | Rounded) else w_EDF.astype(dtype)
+    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4) else w_EDF.astype(dtype)
     return w_EDF, low_rank

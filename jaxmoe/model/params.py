@@ -226,7 +226,7 @@ def param_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
 def _leaf_shape(leaf: Leaf) -> tuple[int, ...] | str:
     if not isinstance(leaf, Mxfp4):
         return leaf.shape
-    nibbles, scales = leaf
+    nibbles, scales, *_ = leaf
     *stack, half, width = nibbles.shape
     fits = len(stack) == 2 and half % GROUP == 0 and nibbles.dtype == scales.dtype == jnp.uint8
     if fits and scales.shape == (*stack, 2 * half // GROUP, width):

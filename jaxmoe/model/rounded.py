@@ -6,7 +6,7 @@
 
 The optimizer's weights are the masters. Every forward of a run reads the packed values of them, so
 that the weights that are sampled, trained and shipped are the same.
-Next: jaxmoe/model/experts.py, whose matmuls take `Rounded` matrices.
+Next: jaxmoe/model/experts.py, whose matmuls take such matrices.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.shapes import Params
-from pallas_kernels.grouped_matmul import Mxfp4, Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import (
     choose_ocp_exponent,
@@ -63,7 +63,7 @@ def with_rounded(params: Params, packed: Params | None) -> Params:
     """
     if packed is None:
         return params
-    return map_experts(lambda master, values: Rounded(values, master), params, packed)
+    return map_experts(lambda master, values: values._replace(master_EDF=master), params, packed)
 
 
 def decode_experts(params: Params, dtype: DTypeLike) -> Params:

@@ -23,7 +23,7 @@ from jaxmoe.config import Config, ModelConfig, require
 from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import MATRICES, map_experts
-from jaxmoe.model.stacks import PackedLayer
+from jaxmoe.model.stacks import as_part
 from jaxmoe.parallel.exchange import device_index
 from jaxmoe.parallel.gather import Cuts, scatter_gradient
 from jaxmoe.parallel.sharding import (
@@ -34,7 +34,7 @@ from jaxmoe.parallel.sharding import (
     partition_axes,
 )
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.rounded import is_above_largest
 
@@ -124,38 +124,28 @@ def exchange_rows_for_columns(params: Params, cfg: ModelConfig, mesh: Mesh) -> P
     return params | {"layers": layers}
 
 
-def packed_specs(x: PackedLayer | Rounded, cuts: Cuts) -> Leaf:
+def packed_specs(x: Mxfp4, cuts: Cuts) -> Leaf:
     """Return the PartitionSpecs of a layer's packed matrices; `cuts` are those of its masters."""
-    if isinstance(x, Rounded):
-        layer: Leaf = x.packed
-        master: Leaf = mesh_spec(*cuts)
-        return Rounded(packed_specs(layer, cuts), master)
     stack: Leaf = mesh_spec((), *packed_cuts(cuts))
+    master: Leaf = None if x.master_EDF is None else mesh_spec(*cuts)
     index: Leaf = mesh_spec()
-    return PackedLayer(stack, index)
+    return Mxfp4(stack, stack, index, master)
 
 
-def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Leaf:
+def gather_packed(x: Mxfp4, cuts: Cuts, dtype: DTypeLike) -> Leaf:
     """Return the matrices of this device's experts, unsharded otherwise; for `shard_map` bodies.
 
-    They stay packed, and travel packed. Those of a `Rounded` that had to be gathered are decoded,
-    and their gradient goes to the shards of the masters as in `read_rounded`.
+    They stay packed, and travel packed. Those with masters that had to be gathered are decoded, and
+    their gradient goes to the shards of the masters as in `read_rounded`.
     """
     _, rows, columns = cuts
-    if isinstance(x, PackedLayer):
-        return _gather_columns(x, columns + rows)
-    layer: Leaf = x.packed
-    gathered = _gather_columns(layer, columns + rows)
-    if isinstance(gathered, Mxfp4Part):
-        return Rounded(gathered, x.master_EDF)
+    if not (names := columns + rows):
+        return as_part(x)
+    shards = (lax.dynamic_index_in_dim(part, x.first, keepdims=False) for part in x[:2])
+    gathered = Mxfp4(*(lax.all_gather(part, names, axis=2, tiled=True) for part in shards))
+    if x.master_EDF is None:
+        return gathered
     return _read_gathered(x.master_EDF, gathered, ((), rows, columns), jnp.dtype(dtype))
-
-
-def _gather_columns(layer: PackedLayer, names: Names) -> Mxfp4 | Mxfp4Part:
-    if not names:
-        return layer.part
-    shards = (lax.dynamic_index_in_dim(x, layer.index, keepdims=False) for x in layer.stack)
-    return Mxfp4(*(lax.all_gather(x, names, axis=2, tiled=True) for x in shards))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

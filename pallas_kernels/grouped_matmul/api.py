@@ -9,8 +9,8 @@ from pallas_kernels.arguments import as_floats, as_integers
 from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
-from pallas_kernels.grouped_matmul.rounded import Rounded, values_of
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, split_part
+from pallas_kernels.grouped_matmul.rounded import has_masters
 from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
@@ -32,7 +32,7 @@ SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = implementations_of(
 
 def grouped_matmul(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4 | Mxfp4Part | Rounded,
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
@@ -45,10 +45,10 @@ def grouped_matmul(
 
     Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes must be at least 0
     and their sum at most M; this is not checked, since the values are traced.
-    `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, or a
-    `Mxfp4Part` of a larger stack) are decoded where they are used and get no gradient. Those of
-    `rounded.Rounded` have masters, which get it: dL/dvalue, and 0 where a master is above the
-    largest value of its group. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
+    `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, all or
+    a part of a stack) are decoded where they are used and get no gradient. Their masters, if there
+    are any, get it: dL/dvalue, and 0 where a master is above the largest value of its group.
+    `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
 
     Returns: [M, F] in lhs's dtype; rows past the sum of the sizes are 0 and have no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand. The kernels of chips
@@ -63,7 +63,7 @@ def grouped_matmul(
 
 def grouped_swiglu(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part | Rounded,
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F2"] | None = None,
@@ -96,9 +96,9 @@ def grouped_swiglu(
 
 
 def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part | Rounded)
+    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4)
     rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
-    if isinstance(rhs_EDF, Rounded):
+    if has_masters(rhs_EDF):
         rhs_EDF = rhs_EDF._replace(master_EDF=as_floats("rhs.master_EDF", rhs_EDF.master_EDF))
     bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
@@ -112,13 +112,13 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
             f"lhs must have {width} columns, the middle size of rhs {rhs_EDF.shape}; "
             f"got {lhs_MD.shape}. Pass rhs as [groups, lhs columns, output columns]."
         )
-    matrices, first = split_part(values_of(rhs_EDF))
-    if isinstance(rhs_EDF, Rounded):
+    matrices, first = split_part(rhs_EDF)
+    if has_masters(rhs_EDF):
         n_packed, *matrix = matrices.shape
         fits = n_matrices == n_packed if first is None else n_matrices <= n_packed
         if not fits or [width, out_width] != matrix:
             raise ValueError(
-                "the masters of a Rounded must have the shape of its packed matrices, "
+                "the masters of a Mxfp4 must have the shape of its packed matrices, "
                 f"{matrices.shape}, or of a part of their stack; got {rhs_EDF.shape}. Pass the "
                 "masters that encode_mxfp4 packed."
             )

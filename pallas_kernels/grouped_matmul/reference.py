@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense, split_part
-from pallas_kernels.grouped_matmul.rounded import Rounded, read_rounded
+from pallas_kernels.grouped_matmul.rounded import has_masters, read_rounded
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
@@ -61,7 +61,7 @@ def _sum_products(lhs_MD, rhs_EDF, sizes_E, bias_EF, low_rank):
 
 def _multiply(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     f32 = jnp.float32
-    rhs_EDF = read_rounded(rhs_EDF, f32) if isinstance(rhs_EDF, Rounded) else rhs_EDF
+    rhs_EDF = read_rounded(rhs_EDF, f32) if has_masters(rhs_EDF) else rhs_EDF
     rhs_EDF, first = split_part(rhs_EDF)
     if first is not None:
         n_groups = group_sizes_E.shape[0]

@@ -9,16 +9,15 @@ from typing import Protocol
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.low_rank import LowRank
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.rounded import Rounded
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 Rows = Float[Array, "M D"]
-Matrices = Float[Array, "E D F"] | Mxfp4 | Mxfp4Part | Rounded
+Matrices = Float[Array, "E D F"] | Mxfp4
 GroupSizes = Int[Array, " E"]  # rows of each group
 Bias = Float[Array, "E F"] | None
 Out = Float[Array, "M F"]
 # the columns of gate, then those of up
-GateUp = Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part | Rounded
+GateUp = Float[Array, "E D F2"] | Mxfp4
 GateUpBias = Float[Array, "E F2"] | None
 
 

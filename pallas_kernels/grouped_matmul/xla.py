@@ -22,16 +22,14 @@ from pallas_kernels.grouped_matmul.low_rank import LowRank, split_scale
 from pallas_kernels.grouped_matmul.mxfp4 import (
     GROUP,
     Mxfp4,
-    Mxfp4Part,
     mxfp4_to_dense,
     split_part,
 )
 from pallas_kernels.grouped_matmul.rounded import (
-    Rounded,
     cotangent_of_rounded,
     gradient_of_masters,
     group_of_rounded,
-    values_of,
+    is_frozen,
 )
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
@@ -67,7 +65,7 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
 
 def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
     """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
-    rhs_EDF, first = split_part(values_of(rhs_EDF))
+    rhs_EDF, first = split_part(rhs_EDF)
     index = e if first is None else e + first
     matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), rhs_EDF)
     return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
@@ -143,7 +141,7 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
 def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, masters=None):
     """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums.
 
-    With `masters`, a `Rounded`, drhs is the gradient of the masters.
+    With `masters`, four-bit matrices, drhs is the gradient of the masters.
     """
     n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
     shape = (lhs_MD.shape[1], dout_MF.shape[1])
@@ -208,19 +206,24 @@ def multiply_groups(
     The gradients are those of `multiply_rows_xla`.
     """
     operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
-    return _multiply_groups_forward(multiply_rows, scale, *operands)[0]
+    return _sum_products(multiply_rows, scale, *operands)[0]
 
 
-def _multiply_groups_forward(
-    multiply_rows, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
-):
-    sizes_E, dtype, low = group_sizes_E.astype(jnp.int32), lhs_MD.dtype, None
-    if adapter is not None:
-        a_ERD, b_ERF = adapter
-        low_MR = multiply_rows(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
-        low = low_MR, b_ERF.astype(dtype), scale
-    out_MF = multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, low)
-    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter, low and low[0])
+def _sum_products(multiply_rows, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter):
+    sizes_E, dtype = group_sizes_E.astype(jnp.int32), lhs_MD.dtype
+    if adapter is None:
+        return multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1), None
+    low_MR = multiply_rows(lhs_MD, adapter[0].astype(dtype), sizes_E, None, 2)
+    low = low_MR, adapter[1].astype(dtype), scale
+    return multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, low), low_MR
+
+
+def _multiply_groups_forward(multiply_rows, scale, *operands):
+    if operands[-1] is None:
+        # As one call: a checkpoint that needs no result drops it, and would not drop its loops.
+        return multiply_groups(multiply_rows, scale, *operands), (*operands, None)
+    out_MF, low_MR = _sum_products(multiply_rows, scale, *operands)
+    return out_MF, (*operands, low_MR)
 
 
 def _multiply_groups_backward(_multiply_rows, scale, residuals, dout_MF):
@@ -249,7 +252,7 @@ multiply_groups.defvjp(_multiply_groups_forward, _multiply_groups_backward)
 
 def _matrix_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF):
     bias_dtype = None if bias_EF is None else bias_EF.dtype
-    if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part):
+    if is_frozen(rhs_EDF):
         if bias_EF is None:
             return None, None
         # The bias' gradient: beside that of one row of weights, which is thrown away.
@@ -257,9 +260,10 @@ def _matrix_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF):
         return None, _weight_gradients_xla(one_row_M1, dout_MF, sizes_E, dout_MF.dtype, bias_dtype)[
             1
         ]
-    masters = rhs_EDF if isinstance(rhs_EDF, Rounded) else None
+    masters = rhs_EDF if isinstance(rhs_EDF, Mxfp4) else None
+    trained_EDF = rhs_EDF if masters is None else rhs_EDF.master_EDF
     drhs_EDF, dbias_EF = _weight_gradients_xla(
-        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype, masters
+        lhs_MD, dout_MF, sizes_E, trained_EDF.dtype, bias_dtype, masters
     )
     return drhs_EDF if masters is None else cotangent_of_rounded(drhs_EDF), dbias_EF
 

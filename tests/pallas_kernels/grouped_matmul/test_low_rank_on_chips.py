@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, pallas_gpu, pallas_tpu, reference
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes, plain_swiglu
 from tests.pallas_kernels.three_way import three_way
@@ -45,7 +45,7 @@ def draw_inputs(swiglu, rank=R):
         jax.random.bits(next(keys), (E + 3, D // 2, F), jnp.uint8),
         jnp.where(meant[:, None, None], scales, jnp.uint8(255)),
     )
-    part = Mxfp4Part(stack, jnp.int32(FIRST))
+    part = stack._replace(first=jnp.int32(FIRST))
     a_ERD, b_ERF = draw(E, rank, D) / D**0.5, draw(E, rank, F)
     dout_MF = draw(M, F // 2 if swiglu else F).astype(dtype)
     lhs_MD = draw(M, D).astype(dtype)
@@ -54,7 +54,7 @@ def draw_inputs(swiglu, rank=R):
 
 def select_part(part):
     """The matrices that a part means, by themselves."""
-    return jax.tree.map(lambda x: x[FIRST : FIRST + len(SIZES)], part.stack)
+    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in part[:2]))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -155,12 +155,10 @@ def test_a_part_of_a_stack_equals_its_matrices(chip):
 def test_b_of_zero_changes_no_bit(chip):
     """A run begins at its base, and the change is added before anything is rounded."""
     sizes, lhs, part, bias, a, b, _ = draw_inputs(True)
-    run = jax.jit(partial(kernel(chip, True), alpha=ALPHA, limit=LIMIT))
-    zero = {"a_ERD": a, "b_ERF": jnp.zeros_like(b)}
-    none = jax.jit(
-        lambda a_ERD, b_ERF: run(lhs, part, sizes, bias, low_rank=LowRank(a_ERD, b_ERF, SCALE))
-    )(**zero)
-    base = run(lhs, select_part(part), sizes, bias)
+    run = partial(kernel(chip, True), alpha=ALPHA, limit=LIMIT)
+    zero = LowRank(a, jnp.zeros_like(b), SCALE)
+    none = jax.jit(lambda lhs: run(lhs, part, sizes, bias, low_rank=zero))(lhs)
+    base = jax.jit(run)(lhs, select_part(part), sizes, bias)
     np.testing.assert_array_equal(np.asarray(none, np.float32), np.asarray(base, np.float32))
 
 
