@@ -120,6 +120,28 @@ def test_jit_stays_at_the_edge():
         assert path.name in edge or "jax.jit(" not in code, f"{path} must leave jit to its caller"
 
 
+def test_few_branches_ask_for_lora_or_four_bits():
+    """Others call jaxmoe/model/weights.py, or a function of a file that is about them."""
+    own = (
+        r"lora|adapter|peft|quant|mxfp4|round|packed|merge|stacks|weights|codes|expert_format|^base"
+    )
+    words = r"(?<!exp)lora|adapter|Adapted|low_rank|quant\b|[Mm]xfp4|four_bits|\bpacked and"
+    branches = set[str]()
+    for path in (ROOT / "jaxmoe").rglob("*.py"):
+        if re.search(own, path.stem) or path.parent.name == "plugin":  # which runs inside vLLM
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            tests = [node.test] if isinstance(node, ast.If | ast.IfExp) else []
+            tests += [node] if isinstance(node, ast.BoolOp) else []
+            tests += node.ifs if isinstance(node, ast.comprehension) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("require", "isinstance"):
+                tests.append(node.args[0] if "require" in ast.unparse(node.func) else node)
+            for test in tests:
+                if re.search(words, re.sub(r"'.*?'", "", ast.unparse(test))):
+                    branches.add(f"{path}:{test.lineno}")
+    assert len(branches) <= 28, "\n".join(sorted(branches))
+
+
 def test_each_config_has_its_command_and_expected_result():
     for path in (ROOT / "configs").glob("[a-z]*.py"):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""

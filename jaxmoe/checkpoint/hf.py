@@ -22,7 +22,7 @@ from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.entries import Entry, leaf_of, list_entries, plan_entry, planned_tensors
 from jaxmoe.checkpoint.headers import check_packable, read_headers
 from jaxmoe.checkpoint.layouts import checkpoint_tensor, zeros_to_share
-from jaxmoe.checkpoint.merge import gather_dense, gather_packed
+from jaxmoe.checkpoint.merge import gather_codes, gather_dense
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     INDEX_FILE,
@@ -116,8 +116,9 @@ def read_entries(
     bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = init_leaf(entry)
-        is_packed, n_bad = isinstance(leaf, Mxfp4), 0
-        read, kind = (_read_packed, "bfloat16") if is_packed else (_read_dense, leaf.dtype)
+        n_bad, read, kind = 0, _read_packed, "bfloat16"
+        if not isinstance(leaf, Mxfp4):
+            read, kind = _read_dense, leaf.dtype
         for infinite, nbytes in read(entry, tensors, leaf):
             n_bad, bytes_read = n_bad + infinite, bytes_read + nbytes
             if progress is not None:
@@ -147,8 +148,8 @@ def _read_packed(
 ) -> Iterator[tuple[int, int]]:
     """Read into a packed leaf; yields as `_read_dense`."""
     for e, block, scale in _read_packed_chunks(entry, tensors):
-        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0])[:2])
-        for half, chunk in zip(leaf[:2], packed, strict=True):
+        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]).codes)
+        for half, chunk in zip(leaf.codes, packed, strict=True):
             _write_rows(half, chunk[None], e, entry.layout)
         yield mxfp4.count_infinite(block, scale), block.nbytes + scale.nbytes
 
@@ -213,7 +214,7 @@ def iter_hf(
     for entry in list_entries(cfg):
         items, leaf = plan_entry(entry, dtype, cfg.dtype), leaf_of(params, entry)
         if len(items) == 2 and isinstance(leaf, Mxfp4):
-            packed = gather_packed(leaf, entry.index)
+            packed = gather_codes(leaf, entry.index)
             yield from zip(
                 [name for name, _, _ in items], _packed_bytes(packed, entry), strict=True
             )
@@ -269,7 +270,7 @@ def _packed_bytes(packed: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     for e in range(len(blocks)):
         parts = (
             checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype)
-            for x in packed[:2]
+            for x in packed.codes
         )
         blocks[e], scales[e] = mxfp4.halves_to_blocks(*(part[0] for part in parts))
     return blocks, scales

@@ -64,11 +64,11 @@ def gather_dense(leaf: Leaf, index: int | None, *, receives: bool = True) -> np.
         return merge_layer(leaf, index, receives=receives)
     if not isinstance(leaf, Mxfp4):
         return gather_leaf(leaf, index, receives=receives)
-    packed = gather_packed(leaf, index, receives=receives)
+    packed = gather_codes(leaf, index, receives=receives)
     return mxfp4.decode_packed(packed) if receives else np.empty(0, jnp.bfloat16)
 
 
-def gather_packed(leaf: Mxfp4, index: int | None, *, receives: bool = True) -> Mxfp4:
+def gather_codes(leaf: Mxfp4, index: int | None, *, receives: bool = True) -> Mxfp4:
     """A packed leaf, or one layer of it, by `gather_leaf`."""
     return jax.tree.map(lambda part: gather_leaf(part, index, receives=receives), leaf)
 

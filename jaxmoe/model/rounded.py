@@ -94,6 +94,12 @@ def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     return rounding_from_config(cfg) if cfg.quant.trains_rounded else None
 
 
+def engine_only_rounding(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return the function to an engine's values of the trainer's weights; None: the same."""
+    is_same = cfg.quant.experts == "none" or cfg.quant.trains_rounded
+    return None if is_same else partial(decode_rounded, cfg=cfg)
+
+
 def decode_trained(params: Params, cfg: Config) -> Params:
     """Return dense weights with the values that a run's trainer reads."""
     return params if trainer_rounding(cfg) is None else decode_rounded(params, cfg)

@@ -5,19 +5,20 @@ All other parameters are scanned, the experts' masters too. Next: jaxmoe/model/f
 """
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
 
 def remove_packed(layers: Params) -> Params:
     """Return the stacked layers, with None in place of packed values."""
 
     def remove_values(x: Leaf) -> Leaf:
-        return x._replace(nibbles_EDF=None, scales_EDF=None) if _is_packed(x) else x
+        return x._replace(nibbles_EDF=None, scales_EDF=None) if is_packed(x) else x
 
-    return jax.tree.map(remove_values, layers, is_leaf=_is_packed)
+    return jax.tree.map(remove_values, layers, is_leaf=is_packed)
 
 
 def restore_packed(layers: Params, all_layers: Params, index: Int32[Array, ""]) -> Params:
@@ -28,18 +29,18 @@ def restore_packed(layers: Params, all_layers: Params, index: Int32[Array, ""]) 
     """
 
     def select_leaf(stacked: Leaf, scanned: Leaf) -> Leaf:
-        if not _is_packed(stacked):
+        if not is_packed(stacked):
             return scanned
         return stacked._replace(first=index, master_EDF=scanned.master_EDF)
 
-    return jax.tree.map(select_leaf, all_layers, layers, is_leaf=_is_packed)
+    return jax.tree.map(select_leaf, all_layers, layers, is_leaf=is_packed)
 
 
 def as_part(x: Mxfp4) -> Mxfp4:
     """Return one layer's matrices as kernels find them, by their offset; no data moves."""
     assert x.first is not None, "a layer of a stack has an index"
     n_experts = x.nibbles_EDF.shape[1]
-    flat = (part.reshape(-1, *part.shape[2:]) for part in x[:2])
+    flat = (part.reshape(-1, *part.shape[2:]) for part in x.codes)
     return Mxfp4(*flat, x.first * n_experts, x.master_EDF)
 
 
@@ -47,10 +48,26 @@ def as_parts(layer: Params) -> Params:
     """Return a layer with its packed matrices as kernels read them."""
 
     def select_part(x: Leaf) -> Leaf:
-        return as_part(x) if _is_packed(x) and x.nibbles_EDF.ndim == 4 else x
+        return as_part(x) if is_packed(x) and x.nibbles_EDF.ndim == 4 else x
 
-    return jax.tree.map(select_part, layer, is_leaf=_is_packed)
+    return jax.tree.map(select_part, layer, is_leaf=is_packed)
 
 
-def _is_packed(leaf: Leaf) -> bool:
+def stacked_shape(leaf: Leaf) -> tuple[int, ...] | str:
+    """Return a stacked parameter's shape, or a text for one that is packed and cannot be."""
+    if not is_packed(leaf):
+        return leaf.shape
+    nibbles, scales, *_ = leaf
+    *stack, half, width = nibbles.shape
+    fits = len(stack) == 2 and half % GROUP == 0 and nibbles.dtype == scales.dtype == jnp.uint8
+    if fits and scales.shape == (*stack, 2 * half // GROUP, width):
+        return leaf.shape
+    return (
+        f"four bits in {nibbles.dtype}{list(nibbles.shape)} with scales "
+        f"{scales.dtype}{list(scales.shape)}"
+    )
+
+
+def is_packed(leaf: Leaf) -> bool:
+    """Return True for matrices in four bits."""
     return isinstance(leaf, Mxfp4)

@@ -27,7 +27,7 @@ from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
-from jaxmoe.parallel.rounding import gather_packed, packed_specs
+from jaxmoe.parallel.rounding import gather_packed, matrix_specs
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
     AXES,
@@ -405,10 +405,7 @@ class MeshOps:
 
     def layer_specs(self, layer: Params) -> Params:
         def leaf_specs(name: str, x: Any) -> Any:
-            cuts = self.cut_axes(self.layer[name])
-            if isinstance(x, Mxfp4):
-                return packed_specs(x, cuts)
-            return mesh_spec(*cuts)
+            return matrix_specs(x, self.cut_axes(self.layer[name]))
 
         return {name: leaf_specs(name, x) for name, x in layer.items()}
 

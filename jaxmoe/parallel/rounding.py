@@ -124,8 +124,10 @@ def exchange_rows_for_columns(params: Params, cfg: ModelConfig, mesh: Mesh) -> P
     return params | {"layers": layers}
 
 
-def packed_specs(x: Mxfp4, cuts: Cuts) -> Leaf:
-    """Return the PartitionSpecs of a layer's packed matrices; `cuts` are those of its masters."""
+def matrix_specs(x: Leaf, cuts: Cuts) -> Leaf:
+    """Return the PartitionSpecs of a layer's parameter; `cuts` are those of dense matrices."""
+    if not isinstance(x, Mxfp4):
+        return mesh_spec(*cuts)
     stack: Leaf = mesh_spec((), *packed_cuts(cuts))
     master: Leaf = None if x.master_EDF is None else mesh_spec(*cuts)
     index: Leaf = mesh_spec()
@@ -141,7 +143,7 @@ def gather_packed(x: Mxfp4, cuts: Cuts, dtype: DTypeLike) -> Leaf:
     _, rows, columns = cuts
     if not (names := columns + rows):
         return as_part(x)
-    shards = (lax.dynamic_index_in_dim(part, x.first, keepdims=False) for part in x[:2])
+    shards = (lax.dynamic_index_in_dim(part, x.first, keepdims=False) for part in x.codes)
     gathered = Mxfp4(*(lax.all_gather(part, names, axis=2, tiled=True) for part in shards))
     if x.master_EDF is None:
         return gathered

@@ -32,6 +32,11 @@ class Mxfp4(NamedTuple):
     master_EDF: Float[Array, "E D F"] | None = None
 
     @property
+    def codes(self) -> tuple[UInt8[Array, "E D_half F"], UInt8[Array, "E D_32nd F"]]:
+        """The nibbles and the scales."""
+        return self.nibbles_EDF, self.scales_EDF
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the masters, or without them of the complete stack, decoded."""
         if self.master_EDF is not None:
@@ -42,7 +47,7 @@ class Mxfp4(NamedTuple):
 
 def split_part(rhs: Any) -> tuple[Any, Any]:
     """The matrices without masters, and of a part of a stack the index of its first one."""
-    return (Mxfp4(*rhs[:2]), rhs.first) if isinstance(rhs, Mxfp4) else (rhs, None)
+    return (Mxfp4(*rhs.codes), rhs.first) if isinstance(rhs, Mxfp4) else (rhs, None)
 
 
 def mxfp4_from_released(

@@ -251,7 +251,7 @@ def _call_rows_kernel(
             sources.append(rhs)
             buffers.append(pltpu.VMEM((2, *cut), dtype))
             continue
-        for x in rhs[:2]:
+        for x in rhs.codes:
             shape = x.shape[1:] if transposed else (x.shape[1], window.size)
             sources.append(x)
             buffers.append(pltpu.VMEM((2, *shape), jnp.uint8))

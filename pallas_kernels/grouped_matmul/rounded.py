@@ -110,8 +110,8 @@ def _decode_forward(master_EDF: Array, packed: Mxfp4, dtype: Any) -> tuple[Array
 
 
 def _decode_backward(dtype: Any, saved: Any, gradient_EDF: Array) -> tuple[Array, Mxfp4]:
-    no_gradient: Any = [np.zeros(x.shape, jax.dtypes.float0) for x in saved[1]]
-    return _mask_saturated(gradient_EDF, *saved), Mxfp4(*no_gradient)
+    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), saved[1])
+    return _mask_saturated(gradient_EDF, *saved), no_gradient
 
 
 _decode.defvjp(_decode_forward, _decode_backward)

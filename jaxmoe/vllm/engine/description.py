@@ -35,13 +35,10 @@ def describe_vllm(cfg: Config) -> EngineDescription:
 
 def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
     """Open vLLM's engine; started servers write their logs to `work`/engine."""
-    from jaxmoe.checkpoint.base import base_folder
-    from jaxmoe.vllm.engine.expert_format import FullWeights
     from jaxmoe.vllm.engine.multi_process_engine import open_vllm
-    from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+    from jaxmoe.vllm.engine.served_adapter import sent_from_config
 
     r = cfg.rollout
-    serves = cfg.lora.ranks and r.vllm.lora == "adapter"
     return open_vllm(
         cfg.model,
         ops,
@@ -49,9 +46,7 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         mesh=mesh,
         across=cfg.mesh.attention,
         work=work / "engine",
-        sent=ServedAdapter(cfg.lora, base_folder(cfg))
-        if serves
-        else FullWeights(cfg.quant.experts != "none"),
+        sent=sent_from_config(cfg),
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=r.max_new_tokens,
         max_rows=r.max_parallel_sequences,

@@ -20,6 +20,7 @@ from jaxmoe.model.rounded import round_experts
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.shapes import Leaf, Params
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.weight_sync.files import WeightFile
 from jaxmoe.vllm.weight_sync.sent_tensors import Experts
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 
@@ -58,6 +59,13 @@ class FullWeights:
 
     def write_start_files(self, cfg: ModelConfig, scratch: Path) -> list[str]:
         return []
+
+    def write_file(self, *_: Any, **__: Any) -> None:
+        """Write nothing: the transport does."""
+
+    def keep_file(self, previous: WeightFile | None) -> WeightFile | None:
+        """Return the file of an older version, whose pages the next one reuses."""
+        return previous
 
     def check_applied(self, *_: Any) -> None:
         """Check nothing: what vLLM loaded shows in the digests."""

@@ -19,19 +19,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.checkpoint.base import base_folder
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
-from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
+from jaxmoe.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
 from jaxmoe.model.lora import Pair, adapter_shapes
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend
 from jaxmoe.vllm.client.request import score_tokens
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.sync import WeightSyncError
 from jaxmoe.vllm.plugin.names import ADAPTER_NAME
-from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
+from jaxmoe.vllm.weight_sync.adapter_files import extract_adapters, write_adapter
+from jaxmoe.vllm.weight_sync.files import WeightFile
 
 ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
 MIN_SIGNAL_TO_NOISE = 4  # relative to the difference of two runs of the base
@@ -80,6 +83,18 @@ class ServedAdapter:
         zero_adapter = {"name": ADAPTER_NAME, "path": str(directory)}
         return ["--lora-modules", json.dumps(zero_adapter)]
 
+    def write_file(
+        self, params: Params, cfg: ModelConfig, directory: str | Path, *, run: str, version: int
+    ) -> WeightFile:
+        """Write the adapters among these parameters, for all replicas."""
+        adapters = extract_adapters(params)
+        return write_adapter(adapters, cfg, self.lora, directory, run=run, version=version)
+
+    def keep_file(self, previous: WeightFile | None) -> None:
+        """Remove the files of an older version."""
+        if previous is not None:
+            previous.close()
+
     def check_applied(
         self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str
     ) -> None:
@@ -109,6 +124,13 @@ class ServedAdapter:
                         f"nats; two runs of the same weights differ by {noise:.3g}. vLLM would "
                         "not sample from the trained weights. Try --set rollout.vllm.lora=merged."
                     )
+
+
+def sent_from_config(cfg: Config) -> FullWeights | ServedAdapter:
+    """Return what a run sends to its vLLMs."""
+    if cfg.lora.ranks and cfg.rollout.vllm.lora == "adapter":
+        return ServedAdapter(cfg.lora, base_folder(cfg))
+    return FullWeights(cfg.quant.experts != "none")
 
 
 def zero_adapters(cfg: ModelConfig, lora: LoraConfig) -> Params:

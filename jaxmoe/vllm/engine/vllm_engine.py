@@ -49,7 +49,6 @@ from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server_pool import ServerPool
 from jaxmoe.vllm.engine.sync import Probe, ProbeReference, read_workers
 from jaxmoe.vllm.engine.transport import Transport
-from jaxmoe.vllm.weight_sync.adapter_files import extract_adapters, write_adapter
 from jaxmoe.vllm.weight_sync.directory import WeightsDirectory
 from jaxmoe.vllm.weight_sync.files import WeightFile, write_files
 from jaxmoe.vllm.weight_sync.update import (
@@ -166,14 +165,11 @@ class VllmEngine:
         if self.experts == "packed":
             params = pack_for_sync(params)
         named["experts"] = self.experts
-        file, manifest_lock = None, Lock()
-        if isinstance(self._sent, ServedAdapter):
-            folder, lora = self._vllm.weights_dir, self._sent.lora
-            adapters: Any = extract_adapters(params), self._cfg, lora, folder
-            file = write_adapter(*adapters, run=self._run, version=version)
-        elif self._transport == "files":
+        folder, manifest_lock = self._vllm.weights_dir, Lock()
+        file = self._sent.write_file(params, self._cfg, folder, run=self._run, version=version)
+        if file is None and self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
-            file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
+            file = write_files(params, self._cfg, folder, **named, reuse=reuse)
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
@@ -189,10 +185,7 @@ class VllmEngine:
 
         label = f"{self._run}:{version}"
         previous_file = self._sync_target(TargetWeights(label, version, file, build_update, logps))
-        if not self._sent.are_adapters:
-            self._reusable_file = previous_file
-        elif previous_file is not None:
-            previous_file.close()
+        self._reusable_file = self._sent.keep_file(previous_file)
 
     def _try_out(self, backend: Backend) -> None:
         """Check that the backend applies what this run sends."""

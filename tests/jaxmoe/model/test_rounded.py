@@ -31,7 +31,7 @@ def test_the_values_are_those_that_the_host_packs(dtype):
     assert values.dtype == dtype
     for e in range(E):
         packed = host.blocks_to_halves(*host.encode_blocks(np.asarray(w_EDF[e]).T))
-        expected = host.decode_packed(Mxfp4(*(part[None] for part in packed[:2])))[0]
+        expected = host.decode_packed(Mxfp4(*(part[None] for part in packed.codes)))[0]
         np.testing.assert_array_equal(
             np.asarray(values[e], np.float32), expected.astype(np.float32)
         )

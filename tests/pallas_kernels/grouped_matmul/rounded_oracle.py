@@ -53,7 +53,7 @@ def draw_inputs(dtype, swiglu, master_dtype=jnp.float32):
 
 def own_matrices(rhs):
     """The packed experts by themselves."""
-    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in rhs[:2]))
+    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in rhs.codes))
 
 
 def find_saturated(master_EDF):

@@ -150,7 +150,7 @@ def test_an_infinite_master_shows_in_its_expert(name):
     master = rhs.master_EDF.at[1, 40, 5].set(jnp.nan).at[IDLE, 70, 9].set(-jnp.inf)
     stack = (
         x.at[FIRST : FIRST + len(SIZES)].set(own)
-        for x, own in zip(rhs[:2], encode_mxfp4(master)[:2], strict=True)
+        for x, own in zip(rhs.codes, encode_mxfp4(master).codes, strict=True)
     )
     whole = Mxfp4(*stack, rhs.first, master)
     actual = values_and_gradients(implementation(name, False), dout, sizes, lhs, whole, bias)
@@ -200,7 +200,7 @@ def test_a_planted_fault_of_the_inputs_is_seen(fault):
 
 def whole_stack(rhs):
     """The first matrices of the stack, whichever part is meant."""
-    return Mxfp4(*(x[: rhs.shape[0]] for x in rhs[:2]))
+    return Mxfp4(*(x[: rhs.shape[0]] for x in rhs.codes))
 
 
 def rolled_groups(rhs, right=rounded._own_matrices):

@@ -54,7 +54,7 @@ def draw_inputs(swiglu, rank=R):
 
 def select_part(part):
     """The matrices that a part means, by themselves."""
-    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in part[:2]))
+    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in part.codes))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
