@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.model.lora import lora_specs
-from jaxmoe.model.params import Spec, abstract_base, param_specs
+from jaxmoe.model.lora import adapter_shapes, lora_specs
+from jaxmoe.model.params import Spec, abstract_base, abstract_params, param_specs
 from jaxmoe.shapes import Params
 
 
@@ -44,12 +44,9 @@ def weights_of(cfg: Config) -> Weights:
 
 def trained_shapes(cfg: Config) -> Params:
     """Return the tree of jax.ShapeDtypeStruct of the weights that RL trains."""
-    weights = weights_of(cfg)
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, weights.dtype),
-        weights.trained,
-        is_leaf=lambda leaf: isinstance(leaf, Spec),
-    )
+    if cfg.lora.ranks:
+        return adapter_shapes(cfg.model, cfg.lora)
+    return abstract_params(cfg.model, cfg.optim.param_dtype)
 
 
 def keeps_reference(cfg: Config) -> bool:
@@ -72,4 +69,4 @@ def expert_products(cfg: Config) -> tuple[str, ...]:
 
 def base_shapes(cfg: Config) -> Params | None:
     """Return the shapes of the frozen weights under adapters; None if all weights are trained."""
-    return abstract_base(cfg.model) if weights_of(cfg).base else None
+    return abstract_base(cfg.model) if cfg.lora.ranks else None

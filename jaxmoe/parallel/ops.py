@@ -404,10 +404,8 @@ class MeshOps:
         return axes, cut[len(axes) :]
 
     def layer_specs(self, layer: Params) -> Params:
-        def leaf_specs(name: str, x: Any) -> Any:
-            return matrix_specs(x, self.cut_axes(self.layer[name]))
-
-        return {name: leaf_specs(name, x) for name, x in layer.items()}
+        cuts = {name: self.cut_axes(self.layer[name]) for name in layer}
+        return {name: matrix_specs(x, cuts[name]) for name, x in layer.items()}
 
     def gather_layer(self, shards: Params, dtype: Any) -> Params:
         """Return a layer's parameters, gathered except for experts, each in the dtype it is read

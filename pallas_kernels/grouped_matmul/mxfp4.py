@@ -32,8 +32,8 @@ class Mxfp4(NamedTuple):
     master_EDF: Float[Array, "E D F"] | None = None
 
     @property
-    def codes(self) -> tuple[UInt8[Array, "E D_half F"], UInt8[Array, "E D_32nd F"]]:
-        """The nibbles and the scales."""
+    def codes(self) -> tuple[Any, Any]:
+        """The nibbles and the scales, of jax or, where a file is read or written, of numpy."""
         return self.nibbles_EDF, self.scales_EDF
 
     @property
