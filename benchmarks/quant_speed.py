@@ -38,8 +38,8 @@ from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config, with_rounded
 from jaxmoe.rl.scorer import Scorer
-from pallas_kernels.grouped_matmul import Rounded, grouped_matmul, grouped_swiglu
-from pallas_kernels.grouped_matmul.rounded import read_rounded
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.rounded import has_masters, read_rounded
 
 DENSE = "quant.experts=none", "quant.scale=ocp", "quant.rounding=nearest"
 TINY = "tiny_mxfp4.py"
@@ -56,7 +56,7 @@ def decode_before(product: Callable[..., Any]) -> Callable[..., Any]:
     """The product of decoded experts."""
 
     def call(rows: Any, w: Any, sizes: Any, **options: Any) -> Any:
-        w = read_rounded(w, rows.dtype) if isinstance(w, Rounded) else w
+        w = read_rounded(w, rows.dtype) if has_masters(w) else w
         return product(rows, w, sizes, **options)
 
     return call

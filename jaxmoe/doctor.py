@@ -27,7 +27,7 @@ from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, req
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.model import Ops, make_ops
-from jaxmoe.model.rounded import decode_rounded, decode_trained
+from jaxmoe.model.rounded import decode_rounded, decode_trained, engine_only_rounding
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.progress import report_phase
@@ -108,7 +108,8 @@ def run_doctor(cfg: Config) -> bool:
         cfg, work, digest_contents(cfg, task)
     )
     engine_cfg = describe_engine(cfg).without_weight_check(cfg)
-    round_engine = rounding_of_engine(cfg)
+    round_engine = engine_only_rounding(cfg)
+    round_engine = round_engine and jax.jit(round_engine)
     prompts = task.held_out_prompts()[:N_PROMPTS]
     with closing(open_engine(engine_cfg, ops, work)) as engine:
         with report_phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
@@ -178,13 +179,6 @@ def load_newest_weights(
         saved.step,
         f"{saved.stage} step {saved.step}",
     )
-
-
-def rounding_of_engine(cfg: Config) -> RoundEngine | None:
-    """Return the function to an engine's values of the trainer's weights; None: the same."""
-    if cfg.quant.experts != "mxfp4_rollout":
-        return None
-    return jax.jit(partial(decode_rounded, cfg=cfg))
 
 
 def record_modules(

@@ -21,18 +21,16 @@ from jaxmoe.collection.tasks import digest_contents, open_task
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
 from jaxmoe.model import make_engine_ops, make_ops
-from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.parallel.sampling_copy import move_to_engine
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import init_run_adapters
 from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.run.dry_run import dry_run
+from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.kernels import choose_run_kernels
 from jaxmoe.run.memory import check_memory
 
@@ -72,16 +70,14 @@ def run_eval(cfg: Config) -> float:
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         # Versions of weights count the steps of RL, and not those of the warm start.
         version = 0 if saved is None else saved.rl_step
-        if base is not None:
-            params = with_adapters(base, params, cfg.lora.scales)
-            if isinstance(engine, BaseReader):
+        weights = make_engine_reader(cfg, mesh)(base, params)
+        if isinstance(engine, BaseReader):
+            if weights is params:
+                # Nothing else needs the weights, so they become the engine's without a second copy.
+                base = weights = params = move_to_engine(params, cfg.model, mesh)
+            if base is not None:
                 engine.share_base(base)
-        round_params = shard_rounding(engine_rounding(cfg), cfg.model, mesh)
-        if base is None and round_params is None and isinstance(engine, BaseReader):
-            # Nothing else needs the weights, so they become the engine's without a second copy.
-            params = move_to_engine(params, cfg.model, mesh)
-            engine.share_base(params)
-        engine.load(params if round_params is None else jax.jit(round_params)(params), version)
+        engine.load(weights, version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)
             metrics, rollouts, rewards = evaluate_held_out(

@@ -104,7 +104,6 @@ def test_jit_stays_at_the_edge():
         "measure.py",
         "__main__.py",
         "train.py",
-        "eval.py",
         "native.py",
         "doctor.py",
     }
@@ -112,13 +111,35 @@ def test_jit_stays_at_the_edge():
     edge.add("update.py")  # RL's step, behind the checks of its arguments
     edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program
-    edge.add("job.py")  # rounds the weights for the engine, once a step
+    edge.add("engine_weights.py")  # rounds the weights for the engine, once a step
     edge.add("sampling_copy.py")  # an evaluation's weights become its engine's, once
     edge.add("compare_export.py")  # an export's own programs, once
     edge.add("first_difference.py")  # a run's last words: programs of its own, once
     for path in PRODUCT:
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
         assert path.name in edge or "jax.jit(" not in code, f"{path} must leave jit to its caller"
+
+
+def test_few_branches_ask_for_lora_or_four_bits():
+    """Others call jaxmoe/model/weights.py, or a function of a file that is about them."""
+    own = (
+        r"lora|adapter|peft|quant|mxfp4|round|packed|merge|stacks|weights|codes|expert_format|^base"
+    )
+    words = r"(?<!exp)lora|adapter|Adapted|low_rank|quant\b|[Mm]xfp4|four_bits|\bpacked and"
+    branches = set[str]()
+    for path in (ROOT / "jaxmoe").rglob("*.py"):
+        if re.search(own, path.stem) or path.parent.name == "plugin":  # which runs inside vLLM
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            tests = [node.test] if isinstance(node, ast.If | ast.IfExp) else []
+            tests += [node] if isinstance(node, ast.BoolOp) else []
+            tests += node.ifs if isinstance(node, ast.comprehension) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("require", "isinstance"):
+                tests.append(node.args[0] if "require" in ast.unparse(node.func) else node)
+            for test in tests:
+                if re.search(words, re.sub(r"'.*?'", "", ast.unparse(test))):
+                    branches.add(f"{path}:{test.lineno}")
+    assert len(branches) <= 28, "\n".join(sorted(branches))
 
 
 def test_each_config_has_its_command_and_expected_result():

@@ -93,7 +93,7 @@ class Product(NamedTuple):
         """Bytes of weights of the experts that have rows, and of lhs and the result."""
         used = sum(x > 0 for x in self.sizes) / len(self.sizes)
         _, rhs, _ = self.shapes()
-        weights = sum(x.size for x in rhs)
+        weights = sum(x.size for x in rhs.codes)
         return int(used * weights) + 2 * self.rows * (self.inner + self.out_columns)
 
 
@@ -136,7 +136,7 @@ def sampled_reference(product: Product, lhs: Any, rhs: Mxfp4, bias: Any) -> Any:
     rows, experts, columns = sample(product)
 
     def multiply(columns):
-        matrices = mxfp4_to_dense(Mxfp4(*(x[..., columns] for x in rhs)))[experts]
+        matrices = mxfp4_to_dense(Mxfp4(*(x[..., columns] for x in rhs.codes)))[experts]
         # No product of matrices: XLA would tune it.
         y = jnp.sum(lhs[rows].astype(jnp.float32)[:, :, None] * matrices, axis=1)
         return y + bias[experts[:, None], columns[None]].astype(jnp.float32)

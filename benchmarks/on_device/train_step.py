@@ -30,9 +30,10 @@ from benchmarks.on_device.weights import make_random
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params
+from jaxmoe.model.weights import base_shapes
 from jaxmoe.parallel.sharding import make_one_device_mesh
 from jaxmoe.plan.chips import CHIPS
-from jaxmoe.plan.compiled import base_shapes, compile_rl_step, step_base_shapes
+from jaxmoe.plan.compiled import compile_rl_step, step_base_shapes
 from jaxmoe.plan.roofline import step_work
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import pack_batch

@@ -10,6 +10,7 @@ Next: jaxmoe/model/lora.py combines base and adapters.
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -46,6 +47,11 @@ def base_digest(cfg: Config) -> dict[str, str]:
 def _uses_init_checkpoint(cfg: Config) -> bool:
     """True if the base is init.checkpoint, not a folder that the run wrote."""
     return bool(cfg.init.checkpoint) and cfg.warmup.steps == 0
+
+
+def initial_experts(cfg: Config) -> Literal["dense", "packed"]:
+    """The form in which a new run loads the experts of init.checkpoint."""
+    return "packed" if cfg.lora.ranks and cfg.warmup.steps == 0 else "dense"
 
 
 def check_base(cfg: Config) -> Path:

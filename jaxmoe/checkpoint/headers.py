@@ -67,16 +67,16 @@ def check_packable(cfg: ModelConfig) -> None:
 def _find_problems(table: list[Entry], tensors: dict[str, StoredTensor]) -> Iterator[str]:
     expected = set[str]()
     for entry in table:
-        packed = entry.is_packable and entry.name not in tensors
-        packed = packed and any(entry.name + end in tensors for end in ("_blocks", "_scales"))
+        stored = any(entry.name + end in tensors for end in ("_blocks", "_scales"))
+        packed = entry.is_packable and entry.name not in tensors and stored
         if packed and entry.shape[1] % mxfp4.GROUP:
             yield f"{entry.name} has {entry.shape[1]} rows; MXFP4 needs a multiple of 32."
-        for name, _, shape in plan_entry(entry, "mxfp4" if packed else "bfloat16"):
+        for name, dtype, shape in plan_entry(entry, "mxfp4" if packed else "bfloat16"):
             expected.add(name)
             if name not in tensors:
                 yield f"{name} is missing; it must have shape {shape}."
                 continue
-            tensor, kinds = tensors[name], ("U8",) if packed else FLOATS
+            tensor, kinds = tensors[name], ("U8",) if dtype == "U8" else FLOATS
             if tensor.shape != shape:
                 yield f"{name} must have shape {shape}, got {tensor.shape}."
             elif tensor.dtype not in kinds:

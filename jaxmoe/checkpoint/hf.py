@@ -21,8 +21,8 @@ import numpy as np
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.entries import Entry, leaf_of, list_entries, plan_entry, planned_tensors
 from jaxmoe.checkpoint.headers import check_packable, read_headers
-from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather_leaf, zeros_to_share
-from jaxmoe.checkpoint.merge import merge_layer
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, zeros_to_share
+from jaxmoe.checkpoint.merge import gather_codes, gather_dense
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     INDEX_FILE,
@@ -38,7 +38,6 @@ from jaxmoe.checkpoint.tensor_files import (
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
-from jaxmoe.model.lora import Adapted
 from jaxmoe.model.params import Layout, Spec, param_shapes, param_specs, read_dtype
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
@@ -117,14 +116,14 @@ def read_entries(
     bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = init_leaf(entry)
-        packed, n_bad = isinstance(leaf, Mxfp4), 0
-        read = _read_packed if packed else _read_dense
+        n_bad, read, kind = 0, _read_packed, "bfloat16"
+        if not isinstance(leaf, Mxfp4):
+            read, kind = _read_dense, leaf.dtype
         for infinite, nbytes in read(entry, tensors, leaf):
             n_bad, bytes_read = n_bad + infinite, bytes_read + nbytes
             if progress is not None:
                 progress(bytes_read, total, entry.name)
         if n_bad:
-            kind = "bfloat16" if packed else leaf.dtype
             raise ConfigError(
                 f"{directory}: {entry.name} must be finite in {kind}, got {n_bad} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
@@ -149,8 +148,8 @@ def _read_packed(
 ) -> Iterator[tuple[int, int]]:
     """Read into a packed leaf; yields as `_read_dense`."""
     for e, block, scale in _read_packed_chunks(entry, tensors):
-        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]))
-        for half, chunk in zip(leaf, packed, strict=True):
+        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]).codes)
+        for half, chunk in zip(leaf.codes, packed, strict=True):
             _write_rows(half, chunk[None], e, entry.layout)
         yield mxfp4.count_infinite(block, scale), block.nbytes + scale.nbytes
 
@@ -215,7 +214,7 @@ def iter_hf(
     for entry in list_entries(cfg):
         items, leaf = plan_entry(entry, dtype, cfg.dtype), leaf_of(params, entry)
         if len(items) == 2 and isinstance(leaf, Mxfp4):
-            packed = _gather_packed(leaf, entry)
+            packed = gather_codes(leaf, entry.index)
             yield from zip(
                 [name for name, _, _ in items], _packed_bytes(packed, entry), strict=True
             )
@@ -247,17 +246,7 @@ def gather_entry(params: Params, entry: Entry, *, receives: bool = True) -> np.n
 
     Packed leaves are decoded; adapted leaves are merged, in float32.
     """
-    leaf = leaf_of(params, entry)
-    if isinstance(leaf, Adapted) and entry.index is not None:
-        return merge_layer(leaf, entry.index, receives=receives)
-    if not isinstance(leaf, Mxfp4):
-        return gather_leaf(leaf, entry.index, receives=receives)
-    packed = _gather_packed(leaf, entry, receives=receives)
-    return mxfp4.decode_packed(packed) if receives else np.empty(0, jax.numpy.bfloat16)
-
-
-def _gather_packed(leaf: Mxfp4, entry: Entry, *, receives: bool = True) -> Mxfp4:
-    return jax.tree.map(lambda part: gather_leaf(part, entry.index, receives=receives), leaf)
+    return gather_dense(leaf_of(params, entry), entry.index, receives=receives)
 
 
 def _to_checkpoint(param: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
@@ -281,7 +270,7 @@ def _packed_bytes(packed: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     for e in range(len(blocks)):
         parts = (
             checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype)
-            for x in packed
+            for x in packed.codes
         )
         blocks[e], scales[e] = mxfp4.halves_to_blocks(*(part[0] for part in parts))
     return blocks, scales

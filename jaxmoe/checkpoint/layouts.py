@@ -144,7 +144,7 @@ def device_tensor(
     Packed experts are decoded on the device. With several processes, a collective operation.
     """
     if isinstance(leaf, Mxfp4):
-        parts = (part if index is None else part[index] for part in leaf)
+        parts = (part if index is None else part[index] for part in leaf.codes)
         leaf, index = decode_on_device(jax.device_put(Mxfp4(*parts), device), dtype), None
     if isinstance(leaf, np.ndarray) or not leaf.is_fully_addressable:
         array = jax.device_put(gather_leaf(leaf, index), device)

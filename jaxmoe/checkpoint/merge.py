@@ -58,6 +58,21 @@ def merge_adapters(
     )
 
 
+def gather_dense(leaf: Leaf, index: int | None, *, receives: bool = True) -> np.ndarray:
+    """A leaf, or one layer of it, by `gather_leaf`: packed ones decoded, adapted layers merged."""
+    if isinstance(leaf, Adapted) and index is not None:
+        return merge_layer(leaf, index, receives=receives)
+    if not isinstance(leaf, Mxfp4):
+        return gather_leaf(leaf, index, receives=receives)
+    packed = gather_codes(leaf, index, receives=receives)
+    return mxfp4.decode_packed(packed) if receives else np.empty(0, jnp.bfloat16)
+
+
+def gather_codes(leaf: Mxfp4, index: int | None, *, receives: bool = True) -> Mxfp4:
+    """A packed leaf, or one layer of it, by `gather_leaf`."""
+    return jax.tree.map(lambda part: gather_leaf(part, index, receives=receives), leaf)
+
+
 def merge_layer(adapted: Leaf, layer: int, *, receives: bool = True) -> np.ndarray:
     """W + scale · aᵀ b of one layer of an `Adapted` leaf, [(E,) in, out], float32.
 

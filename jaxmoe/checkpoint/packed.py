@@ -81,7 +81,7 @@ def _pack_into(leaf: Leaf, dense: np.ndarray, entry: Entry) -> PackingError:
         if not np.isfinite(w_DF).all():
             raise ConfigError(f"{entry.name} must be finite to be packed; expert {e} is not.")
         packed = mxfp4.blocks_to_halves(*mxfp4.encode_blocks(w_DF.T))
-        for half, part in zip(halves, packed, strict=True):
+        for half, part in zip(halves.codes, packed.codes, strict=True):
             half[e] = part
         error = np.abs(mxfp4.decode_packed(packed).astype(np.float32) - w_DF)
         error_sq += float(np.square(error, dtype=np.float64).sum())

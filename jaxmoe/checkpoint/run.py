@@ -27,8 +27,8 @@ from jaxmoe.checkpoint.hf_placed import load_sharded_params
 from jaxmoe.checkpoint.same_run import ContentDigests, check_resume, check_use
 from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
-from jaxmoe.model.lora import adapter_shapes
 from jaxmoe.model.params import abstract_params, init_params
+from jaxmoe.model.weights import trained_shapes
 from jaxmoe.parallel.sharding import param_shardings, sharded_shapes
 from jaxmoe.run_files import open_lock, replace_text
 from jaxmoe.shapes import Leaf, Params
@@ -232,9 +232,8 @@ def restore_policy(
         return None
     number, extra = newest
     check_use(work, extra["config"], cfg, ContentDigests(extra["contents"], contents or {}))
-    shapes: Leaf = abstract_params(cfg.model, cfg.optim.param_dtype)
-    if cfg.lora.ranks and extra["stage"] == "rl":
-        shapes = adapter_shapes(cfg.model, cfg.lora)
+    at_rl = extra["stage"] == "rl"
+    shapes = trained_shapes(cfg) if at_rl else abstract_params(cfg.model, cfg.optim.param_dtype)
     parts = _restore_parts(work, number, {"policy": sharded_shapes(shapes, cfg.model, mesh)}, cfg)
     return SavedPolicy(extra["stage"], extra["step"], parts["policy"])
 

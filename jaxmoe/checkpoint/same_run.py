@@ -114,8 +114,7 @@ def check_use(
 ) -> None:
     """Raise ConfigError if the checkpoint has another model or trained on the held-out rows."""
     # Adapters with another base are another model.
-    if cfg.lora.ranks:
-        digests.check_unchanged(work, ("base", "init.checkpoint"))
+    digests.check_unchanged(work, ("base", "init.checkpoint"))
     same_task = (
         saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
     )

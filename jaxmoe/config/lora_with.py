@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import Needs, require
+from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
 from jaxmoe.config.quant import check_group_sizes
 
 if TYPE_CHECKING:
@@ -43,3 +44,50 @@ def check_lora(cfg: "Config") -> None:
             f"model.layer_types={cfg.model.layer_types}. Try --set lora.modules_to_save=.",
         )
     check_group_sizes(cfg, needs)
+
+
+def check_lora_of_vllm(cfg: "Config") -> None:
+    """Raise ConfigError for settings of LoRA that vLLM cannot sample with."""
+    if not cfg.lora.ranks:
+        return
+    vllm = cfg.rollout.vllm
+    require(
+        vllm.transport == "files",
+        f"lora needs rollout.vllm.transport=files, got rollout.vllm.transport={vllm.transport}: "
+        "adapters are trained on one device, and reach vLLM in files. Try --set "
+        "rollout.vllm.transport=files, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+    )
+    if vllm.lora == "adapter":
+        _check_adapter(cfg)
+
+
+def _check_adapter(cfg: "Config") -> None:
+    alternative = "or --set rollout.vllm.lora=merged, which sends full weights."
+    require(
+        bool(cfg.init.checkpoint) and cfg.warmup.steps == 0,
+        "rollout.vllm.lora=adapter needs a base that vLLM can load, got "
+        f"init.checkpoint={cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
+        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {alternative}",
+    )
+    require(
+        not cfg.rollout.vllm.url,
+        "rollout.vllm.lora=adapter needs a vLLM that this run starts, got rollout.vllm.url="
+        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {alternative}",
+    )
+    require(
+        not cfg.lora.modules_to_save,
+        f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
+        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
+    )
+    experts = [name for name in EXPERTS if name in cfg.lora.ranks]
+    require(
+        len(experts) != 1,
+        f"rollout.vllm.lora=adapter needs adapters for both of the experts' matrices or none, got "
+        f"{''.join(experts)}: vLLM accepts only both. Try --set "
+        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {alternative}",
+    )
+    require(
+        cfg.lora.rank <= VLLM_RANKS[-1],
+        f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
+        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
+    )

@@ -32,6 +32,11 @@ class QuantConfig(Section, key="quant", resume=True):
         "nearest", "stochastic: the mean is the value", one_of("nearest", "stochastic")
     )
 
+    @property
+    def trains_rounded(self) -> bool:
+        """True if the trainer too reads the rounded experts."""
+        return self.experts == "mxfp4"
+
 
 def check_quant(cfg: "Config") -> None:
     """Raise ConfigError for settings that do not work with experts that are rounded."""
@@ -48,6 +53,11 @@ def check_quant(cfg: "Config") -> None:
     )
     needs = Needs(cfg, "quant.experts", DENSE_EXPERTS)
     check_group_sizes(cfg, needs)
+    needs(
+        cfg.quant.trains_rounded or cfg.model.numerics != "invariant",
+        "quant.experts=mxfp4",
+        "model.numerics=invariant needs trainer and engine to read the same experts",
+    )
 
 
 def check_group_sizes(cfg: "Config", needs: Needs) -> None:

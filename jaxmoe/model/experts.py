@@ -7,18 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.lora import split_adapter
 from jaxmoe.model.stacks import as_parts
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Params
 from pallas_kernels.grouped_matmul import (
-    LowRank,
-    Mxfp4,
-    Mxfp4Part,
-    Rounded,
     grouped_matmul,
     grouped_swiglu,
 )
@@ -47,7 +42,7 @@ def apply_experts(
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, active)
-    w_gate_up, low_rank = _read_matrix(layer["w_gate_up"], dtype)
+    w_gate_up, low_rank = split_adapter(layer["w_gate_up"], dtype)
     hidden = gate_up(
         rows,
         w_gate_up,
@@ -55,10 +50,10 @@ def apply_experts(
         bias_EF=layer["b_gate_up"],
         alpha=cfg.swiglu_alpha,
         limit=cfg.swiglu_limit,
-        **low_rank,
+        low_rank=low_rank,
     )
-    w_down, low_rank = _read_matrix(layer["w_down"], dtype)
-    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **low_rank)
+    w_down, low_rank = split_adapter(layer["w_down"], dtype)
+    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], low_rank=low_rank)
     return combine(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
 
 
@@ -102,12 +97,3 @@ def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Calla
         return lax.map(run_chunk, chunks).reshape(-1, width)[:n_tokens].reshape(h_BTD.shape)
 
     return chunked_experts
-
-
-def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
-    """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
-    change."""
-    w_EDF, low_rank = split_adapter(w_EDF)
-    # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
-    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part | Rounded) else w_EDF.astype(dtype)
-    return w_EDF, {} if low_rank is None else {"low_rank": low_rank}

@@ -73,7 +73,7 @@ def linear_invariant_mosaic(
     column_multiple: int,
 ) -> Float[Array, "B T F"]:
     """Batch-invariant `linear`: a grouped matmul of one group, its columns padded to a multiple."""
-    base_DF, adapter = split_adapter(w_DF)
+    base_DF, adapter = split_adapter(w_DF, x_BTD.dtype)
     x_MD, columns = x_BTD.reshape(-1, x_BTD.shape[-1]), base_DF.shape[1]
     n_padding = -columns % column_multiple
 
@@ -89,7 +89,7 @@ def linear_invariant_mosaic(
     # rows.
     out_MF = grouped_matmul(
         x_MD,
-        as_group(base_DF.astype(x_BTD.dtype)),
+        as_group(base_DF),
         sizes_1,
         bias_EF=as_group(b_F),
         low_rank=low_rank,

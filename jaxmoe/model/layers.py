@@ -49,8 +49,8 @@ def linear(
 
     For a LoRA matrix, scale · (x·aᵀ)·b is added in float32; x·aᵀ is rounded to x's dtype.
     """
-    base_DF, low_rank = split_adapter(w_DF)
-    y = dot_in_float32(x, base_DF.astype(x.dtype))
+    base_DF, low_rank = split_adapter(w_DF, x.dtype)
+    y = dot_in_float32(x, base_DF)
     if low_rank is not None:
         a_RD, b_RF, scale = low_rank
         low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import LoraConfig, ModelConfig, require
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import LowRank
+from pallas_kernels.grouped_matmul import LowRank, Mxfp4
 
 
 class Pair(NamedTuple):
@@ -77,7 +78,7 @@ def _pair_spec(name: str, spec: Spec, rank: int) -> Pair:
         f"[{inputs}, {outputs}], got {rank}. Try --set lora.{key}={min(inputs, outputs, 16)}.",
     )
     # No checkpoint of the base has adapters, so they have our layout and no name there.
-    unstacked = replace(spec, layout="same", read="compute", hf="")
+    unstacked = replace(spec, layout="same", read="as_stored", hf="")
     return Pair(
         replace(
             unstacked, shape=(*stack, rank, inputs), axes=(*axes, None, in_axis), init="normal"
@@ -126,12 +127,14 @@ def init_adapters(
     return jax.tree.unflatten(tree, leaves)
 
 
-def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -> Params:
+def with_adapters(base: Params | None, adapters: Params, scales: Mapping[str, float]) -> Params:
     """Return the parameters that `forward` reads.
 
     They are the base's own arrays, its adapted matrices as `Adapted`, and the fully trained
-    parameters in place of the base's.
+    parameters in place of the base's. Without a base, all weights are trained and read as they are.
     """
+    if base is None:
+        return adapters
 
     def adapt_matrix(layer: Params, name: str, trained: Leaf) -> Leaf:
         if not isinstance(trained, Pair):
@@ -149,11 +152,13 @@ def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -
     return base | adapters | {"layers": layers}
 
 
-def split_adapter(matrix: Leaf) -> tuple[Leaf, LowRank | None]:
-    """Return a layer's matrix and its LowRank change; None where it has no change."""
-    if not isinstance(matrix, Adapted):
-        return matrix, None
-    return matrix.base, LowRank(matrix.a, matrix.b, matrix.scale)
+def split_adapter(matrix: Leaf, dtype: DTypeLike) -> tuple[Leaf, LowRank | None]:
+    """Return a layer's matrix in the dtype of a product, and its LowRank change or None."""
+    low_rank = None
+    if isinstance(matrix, Adapted):
+        matrix, low_rank = matrix.base, LowRank(matrix.a, matrix.b, matrix.scale)
+    # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
+    return matrix if isinstance(matrix, Mxfp4) else matrix.astype(dtype), low_rank
 
 
 def _is_spec(leaf: Leaf) -> bool:

@@ -28,6 +28,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.config.layer_plan import BlockKind, LayerGroup
+from jaxmoe.model.stacks import is_packed, stacked_shape
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
@@ -159,10 +160,6 @@ def value_head_specs(cfg: ModelConfig) -> Params:
     }
 
 
-def _is_packed(leaf: Leaf) -> bool:
-    return isinstance(leaf, Mxfp4)
-
-
 def _is_spec(leaf: Leaf) -> bool:
     return isinstance(leaf, Spec)
 
@@ -218,23 +215,9 @@ def param_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
     """
     flat, _ = jax.tree.flatten_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): _leaf_shape(leaf)
+        jax.tree_util.keystr(path, simple=True, separator="/"): stacked_shape(leaf)
         for path, leaf in flat
     }
-
-
-def _leaf_shape(leaf: Leaf) -> tuple[int, ...] | str:
-    if not isinstance(leaf, Mxfp4):
-        return leaf.shape
-    nibbles, scales = leaf
-    *stack, half, width = nibbles.shape
-    fits = len(stack) == 2 and half % GROUP == 0 and nibbles.dtype == scales.dtype == jnp.uint8
-    if fits and scales.shape == (*stack, 2 * half // GROUP, width):
-        return leaf.shape
-    return (
-        f"four bits in {nibbles.dtype}{list(nibbles.shape)} with scales "
-        f"{scales.dtype}{list(scales.shape)}"
-    )
 
 
 def read_dtype(spec: Spec, cfg: ModelConfig, stored_dtype: DTypeLike) -> jnp.dtype:
@@ -252,12 +235,12 @@ def cast_for_forward(params: Params, cfg: ModelConfig, shared: Params | None = N
     shared_ids = {id(x) for x in jax.tree.leaves(shared)}
 
     def keeps(x: Leaf) -> bool:
-        return id(x) in shared_ids or _is_packed(x)
+        return id(x) in shared_ids or is_packed(x)
 
     def read_leaf(spec: Spec, x: Leaf) -> Leaf:
         if not hasattr(x, "dtype"):  # packed or adapted
             return jax.tree.map(
-                lambda part: part if keeps(part) else jnp.copy(part), x, is_leaf=_is_packed
+                lambda part: part if keeps(part) else jnp.copy(part), x, is_leaf=is_packed
             )
         # A copy even if the dtype is right, because the trainer donates its own arrays at the next
         # step.

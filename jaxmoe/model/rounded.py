@@ -6,7 +6,7 @@
 
 The optimizer's weights are the masters. Every forward of a run reads the packed values of them, so
 that the weights that are sampled, trained and shipped are the same.
-Next: jaxmoe/model/experts.py, whose matmuls take `Rounded` matrices.
+Next: jaxmoe/model/experts.py, whose matmuls take such matrices.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.shapes import Params
-from pallas_kernels.grouped_matmul import Mxfp4, Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import (
     choose_ocp_exponent,
@@ -56,9 +56,14 @@ def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
     return partial(round_experts, encode=encoder_from_config(cfg))
 
 
-def with_rounded(params: Params, packed: Params) -> Params:
-    """Return the parameters that the trainer's forward reads: packed values, masters' gradients."""
-    return map_experts(lambda master, values: Rounded(values, master), params, packed)
+def with_rounded(params: Params, packed: Params | None) -> Params:
+    """Return the parameters that the trainer's forward reads: packed values, masters' gradients.
+
+    Without packed values they are read as they are.
+    """
+    if packed is None:
+        return params
+    return map_experts(lambda master, values: values._replace(master_EDF=master), params, packed)
 
 
 def decode_experts(params: Params, dtype: DTypeLike) -> Params:
@@ -86,7 +91,13 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
-    return rounding_from_config(cfg) if cfg.quant.experts == "mxfp4" else None
+    return rounding_from_config(cfg) if cfg.quant.trains_rounded else None
+
+
+def engine_only_rounding(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return the function to an engine's values of the trainer's weights; None: the same."""
+    is_same = cfg.quant.experts == "none" or cfg.quant.trains_rounded
+    return None if is_same else partial(decode_rounded, cfg=cfg)
 
 
 def decode_trained(params: Params, cfg: Config) -> Params:

@@ -1,59 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed experts stay in their stack: a scan over layers would copy each layer's part out of it.
 
-All other parameters are scanned. Next: jaxmoe/model/forward.py.
+All other parameters are scanned, the experts' masters too. Next: jaxmoe/model/forward.py.
 """
 
-from typing import NamedTuple
-
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
-
-
-class PackedLayer(NamedTuple):
-    """The packed matrices of one layer, in the stack of its group.
-
-    The stack keeps its axis of layers, because on a mesh its axis of experts may be sharded, and
-    sharded experts of several layers are not consecutive.
-    """
-
-    stack: Mxfp4  # [layers, E, …]
-    index: Int32[Array, ""]
-
-    @property
-    def part(self) -> Mxfp4Part:
-        """The same matrices as kernels find them, by their offset; no data moves."""
-        n_experts = self.stack.shape[1]
-        return Mxfp4Part(
-            Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in self.stack)), self.index * n_experts
-        )
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
 
 def remove_packed(layers: Params) -> Params:
-    """Return the stacked layers, with None in place of packed leaves."""
-    return jax.tree.map(lambda x: None if _is_packed(x) else x, layers, is_leaf=_is_packed)
+    """Return the stacked layers, with None in place of packed values."""
+
+    def remove_values(x: Leaf) -> Leaf:
+        return x._replace(nibbles_EDF=None, scales_EDF=None) if is_packed(x) else x
+
+    return jax.tree.map(remove_values, layers, is_leaf=is_packed)
 
 
 def restore_packed(layers: Params, all_layers: Params, index: Int32[Array, ""]) -> Params:
-    """Return one scanned step's layers, with packed leaves as a `PackedLayer` of the full stack."""
+    """Return one scanned step's layers, with the full stack of packed values.
+
+    `first` is then the index of the layer. The stack keeps its axis of layers, because on a mesh
+    its axis of experts may be sharded, and sharded experts of several layers are not consecutive.
+    """
 
     def select_leaf(stacked: Leaf, scanned: Leaf) -> Leaf:
-        return PackedLayer(stacked, index) if _is_packed(stacked) else scanned
+        if not is_packed(stacked):
+            return scanned
+        return stacked._replace(first=index, master_EDF=scanned.master_EDF)
 
-    return jax.tree.map(select_leaf, all_layers, layers, is_leaf=_is_packed)
+    return jax.tree.map(select_leaf, all_layers, layers, is_leaf=is_packed)
+
+
+def as_part(x: Mxfp4) -> Mxfp4:
+    """Return one layer's matrices as kernels find them, by their offset; no data moves."""
+    assert x.first is not None, "a layer of a stack has an index"
+    n_experts = x.nibbles_EDF.shape[1]
+    flat = (part.reshape(-1, *part.shape[2:]) for part in x.codes)
+    return Mxfp4(*flat, x.first * n_experts, x.master_EDF)
 
 
 def as_parts(layer: Params) -> Params:
     """Return a layer with its packed matrices as kernels read them."""
 
     def select_part(x: Leaf) -> Leaf:
-        return x.part if isinstance(x, PackedLayer) else x
+        return as_part(x) if is_packed(x) and x.nibbles_EDF.ndim == 4 else x
 
-    return jax.tree.map(select_part, layer, is_leaf=lambda x: isinstance(x, PackedLayer))
+    return jax.tree.map(select_part, layer, is_leaf=is_packed)
 
 
-def _is_packed(leaf: Leaf) -> bool:
+def stacked_shape(leaf: Leaf) -> tuple[int, ...] | str:
+    """Return a stacked parameter's shape, or a text for one that is packed and cannot be."""
+    if not is_packed(leaf):
+        return leaf.shape
+    nibbles, scales, *_ = leaf
+    *stack, half, width = nibbles.shape
+    fits = len(stack) == 2 and half % GROUP == 0 and nibbles.dtype == scales.dtype == jnp.uint8
+    if fits and scales.shape == (*stack, 2 * half // GROUP, width):
+        return leaf.shape
+    return (
+        f"four bits in {nibbles.dtype}{list(nibbles.shape)} with scales "
+        f"{scales.dtype}{list(scales.shape)}"
+    )
+
+
+def is_packed(leaf: Leaf) -> bool:
+    """Return True for matrices in four bits."""
     return isinstance(leaf, Mxfp4)

@@ -17,9 +17,9 @@ import shlex
 
 import jax
 
-from jaxmoe.config import Config, ConfigError, LoraConfig, ModelConfig
-from jaxmoe.model.lora import lora_specs
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.model.params import Spec, count_params, param_specs, unpadded_size
+from jaxmoe.model.weights import weights_of
 from jaxmoe.shapes import Params
 
 
@@ -72,11 +72,6 @@ def merge_params(trained: Params, frozen: Params | None) -> Params:
     )
 
 
-def policy_specs(cfg: ModelConfig, lora: LoraConfig) -> Params:
-    """Return the tree of Spec that RL's state has of the policy: adapters, or all weights."""
-    return lora_specs(cfg, lora) if lora.ranks else param_specs(cfg)
-
-
 def count_trained(cfg: Config) -> tuple[int, int]:
     """Return (parameters that RL trains, all parameters), of the policy with its adapters.
 
@@ -85,7 +80,7 @@ def count_trained(cfg: Config) -> tuple[int, int]:
     """
     if cfg.warmup.steps:
         split_params(param_specs(cfg.model), cfg.trainable)
-    specs = policy_specs(cfg.model, cfg.lora)
+    specs = weights_of(cfg).trained
     trained, _ = split_params(specs, cfg.trainable)
     _check_router_trains(cfg, trained)
 

@@ -5,17 +5,13 @@ Next: jaxmoe/parallel/sharding.py.
 """
 
 import contextlib
-import math
 
 import jax
 
 from jaxmoe.config import Config, describe_engine, require
 from jaxmoe.config.episodes import context_name
-from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.distributed.host import count_free_bytes
-from jaxmoe.model.params import block_specs
-from jaxmoe.parallel.rounding import packed_cuts
-from jaxmoe.parallel.sharding import partition_axes
+from jaxmoe.parallel.rounding import check_rounded_mesh
 
 
 def check_mesh(cfg: Config, devices: int | None = None) -> None:
@@ -55,8 +51,7 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     _check_divides(
         mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts, "model.n_experts"
     )
-    if cfg.quant.experts != "none":
-        _check_rounded(cfg)
+    check_rounded_mesh(cfg)
     row_axes = "mesh.data * mesh.fsdp * mesh.expert"
     if optim.tokens_per_microbatch:
         rows = optim.tokens_per_microbatch // cfg.context
@@ -69,26 +64,6 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         return
     for name, rows in _rows_of_stages(cfg):
         _check_divides(mesh.row_shards, row_axes, rows, name)
-
-
-def _check_rounded(cfg: Config) -> None:
-    """Raise ConfigError if the columns of packed experts cannot be sharded as their masters' rows.
-
-    Rows of packed experts are not sharded: a shard of them would cut groups of 32.
-    """
-    specs = block_specs(cfg.model)
-    for name, size in (("w_gate_up", "2 * model.d_expert"), ("w_down", "model.d_model")):
-        spec = specs[name]
-        names = packed_cuts(partition_axes(spec.axes, spec.shape, cfg.mesh.sizes))[-1]
-        shards, width = math.prod(cfg.mesh.sizes[axis] for axis in names), spec.shape[-1]
-        axes = " * ".join(f"mesh.{axis}" for axis in names)
-        require(
-            width % shards == 0,
-            f"quant.experts={cfg.quant.experts} needs {axes} ({shards}) to divide {size} ({width}):"
-            f" devices share the columns of {name}, since a shard of its rows would cut groups of "
-            f"32. Try {' '.join(f'--set mesh.{axis}=1' for axis in names)}"
-            f" --set mesh.data={shards * cfg.mesh.data}, or {DENSE_EXPERTS}.",
-        )
 
 
 def _check_processes(cfg: Config) -> None:

@@ -23,12 +23,11 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, block_specs, param_specs
 from jaxmoe.model.router import RouterContext, WrappedOp
-from jaxmoe.model.stacks import PackedLayer
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
-from jaxmoe.parallel.rounding import gather_packed, packed_specs
+from jaxmoe.parallel.rounding import gather_packed, matrix_specs
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
     AXES,
@@ -43,7 +42,7 @@ from jaxmoe.parallel.sharding import (
 )
 from jaxmoe.shapes import Params
 from pallas_kernels.dispatch import target_device
-from pallas_kernels.grouped_matmul import Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 
 _TENSOR: Names = ("tensor",)
 
@@ -405,13 +404,8 @@ class MeshOps:
         return axes, cut[len(axes) :]
 
     def layer_specs(self, layer: Params) -> Params:
-        def leaf_specs(name: str, x: Any) -> Any:
-            cuts = self.cut_axes(self.layer[name])
-            if isinstance(x, PackedLayer | Rounded):
-                return packed_specs(x, cuts)
-            return mesh_spec(*cuts)
-
-        return {name: leaf_specs(name, x) for name, x in layer.items()}
+        cuts = {name: self.cut_axes(self.layer[name]) for name in layer}
+        return {name: matrix_specs(x, cuts[name]) for name, x in layer.items()}
 
     def gather_layer(self, shards: Params, dtype: Any) -> Params:
         """Return a layer's parameters, gathered except for experts, each in the dtype it is read
@@ -419,7 +413,7 @@ class MeshOps:
 
         def gather_one(name: str, x: Any) -> Any:
             spec = self.layer[name]
-            if isinstance(x, PackedLayer | Rounded):
+            if isinstance(x, Mxfp4):
                 return gather_packed(x, self.cut_axes(spec), dtype)
             axes = tuple(
                 () if axis == "expert" else names

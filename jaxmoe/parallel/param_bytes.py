@@ -11,6 +11,7 @@ import jax
 
 from jaxmoe.config import Config
 from jaxmoe.model.params import read_dtype
+from jaxmoe.model.weights import weights_of
 from jaxmoe.parallel.sharding import RULES, Names, local_shape
 from jaxmoe.shapes import Leaf
 
@@ -25,9 +26,9 @@ def count_local_entries(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = R
 
 def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Bytes of these parameters on one device, in the dtypes that the forward reads."""
+    stored = weights_of(cfg).dtype
     return sum(
-        count_local_entries(spec, cfg, rules)
-        * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
+        count_local_entries(spec, cfg, rules) * read_dtype(spec, cfg.model, stored).itemsize
         for spec in jax.tree.leaves(specs)
     )
 
@@ -39,16 +40,6 @@ def packed_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -
 
 def engine_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names]) -> int:
     """Bytes of these parameters on one device as an engine with the trainer's forward has them."""
-    if cfg.quant.experts == "none" and not cfg.lora.ranks:  # the base of adapters is packed too
-        return copy_bytes(specs, cfg, rules)
-    leaves = jax.tree.leaves(specs)
-    experts, dense = ([x for x in leaves if x.is_packable == kind] for kind in (True, False))
+    leaves, packs = jax.tree.leaves(specs), weights_of(cfg).packs_experts
+    experts, dense = ([x for x in leaves if (packs and x.is_packable) == k] for k in (True, False))
     return packed_bytes(experts, cfg, rules) + copy_bytes(dense, cfg, rules)
-
-
-def full_copy_bytes(specs: Leaf, cfg: Config) -> int:
-    """Bytes of complete float32 parameters in the dtypes that the forward reads."""
-    return sum(
-        math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
-        for spec in jax.tree.leaves(specs)
-    )

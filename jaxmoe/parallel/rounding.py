@@ -8,6 +8,7 @@ shard, and has at no time more of the masters than that.
 Next: jaxmoe/model/rounded.py; jaxmoe/parallel/ops.py reads the packed values.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,10 +19,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt8
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import Config, ModelConfig, require
+from jaxmoe.config.quant import DENSE_EXPERTS
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import MATRICES, map_experts
-from jaxmoe.model.stacks import PackedLayer
+from jaxmoe.model.stacks import as_part
 from jaxmoe.parallel.exchange import device_index
 from jaxmoe.parallel.gather import Cuts, scatter_gradient
 from jaxmoe.parallel.sharding import (
@@ -32,7 +34,7 @@ from jaxmoe.parallel.sharding import (
     partition_axes,
 )
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.rounded import is_above_largest
 
@@ -43,6 +45,28 @@ def packed_cuts(cuts: Sequence[Names]) -> tuple[Names, ...]:
     """Return the mesh axes of each dimension of packed matrices, from those of their masters."""
     *stack, rows, columns = cuts
     return (*stack, (), columns + rows)
+
+
+def check_rounded_mesh(cfg: Config) -> None:
+    """Raise ConfigError if the columns of packed experts cannot be sharded as their masters' rows.
+
+    Rows of packed experts are not sharded: a shard of them would cut groups of 32.
+    """
+    if cfg.quant.experts == "none":
+        return
+    specs = block_specs(cfg.model)
+    for name, size in (("w_gate_up", "2 * model.d_expert"), ("w_down", "model.d_model")):
+        spec = specs[name]
+        names = packed_cuts(partition_axes(spec.axes, spec.shape, cfg.mesh.sizes))[-1]
+        shards, width = math.prod(cfg.mesh.sizes[axis] for axis in names), spec.shape[-1]
+        axes = " * ".join(f"mesh.{axis}" for axis in names)
+        require(
+            width % shards == 0,
+            f"quant.experts={cfg.quant.experts} needs {axes} ({shards}) to divide {size} ({width}):"
+            f" devices share the columns of {name}, since a shard of its rows would cut groups of "
+            f"32. Try {' '.join(f'--set mesh.{axis}=1' for axis in names)}"
+            f" --set mesh.data={shards * cfg.mesh.data}, or {DENSE_EXPERTS}.",
+        )
 
 
 def shard_rounding(
@@ -100,38 +124,30 @@ def exchange_rows_for_columns(params: Params, cfg: ModelConfig, mesh: Mesh) -> P
     return params | {"layers": layers}
 
 
-def packed_specs(x: PackedLayer | Rounded, cuts: Cuts) -> Leaf:
-    """Return the PartitionSpecs of a layer's packed matrices; `cuts` are those of its masters."""
-    if isinstance(x, Rounded):
-        layer: Leaf = x.packed
-        master: Leaf = mesh_spec(*cuts)
-        return Rounded(packed_specs(layer, cuts), master)
+def matrix_specs(x: Leaf, cuts: Cuts) -> Leaf:
+    """Return the PartitionSpecs of a layer's parameter; `cuts` are those of dense matrices."""
+    if not isinstance(x, Mxfp4):
+        return mesh_spec(*cuts)
     stack: Leaf = mesh_spec((), *packed_cuts(cuts))
+    master: Leaf = None if x.master_EDF is None else mesh_spec(*cuts)
     index: Leaf = mesh_spec()
-    return PackedLayer(stack, index)
+    return Mxfp4(stack, stack, index, master)
 
 
-def gather_packed(x: PackedLayer | Rounded, cuts: Cuts, dtype: DTypeLike) -> Leaf:
+def gather_packed(x: Mxfp4, cuts: Cuts, dtype: DTypeLike) -> Leaf:
     """Return the matrices of this device's experts, unsharded otherwise; for `shard_map` bodies.
 
-    They stay packed, and travel packed. Those of a `Rounded` that had to be gathered are decoded,
-    and their gradient goes to the shards of the masters as in `read_rounded`.
+    They stay packed, and travel packed. Those with masters that had to be gathered are decoded, and
+    their gradient goes to the shards of the masters as in `read_rounded`.
     """
     _, rows, columns = cuts
-    if isinstance(x, PackedLayer):
-        return _gather_columns(x, columns + rows)
-    layer: Leaf = x.packed
-    gathered = _gather_columns(layer, columns + rows)
-    if isinstance(gathered, Mxfp4Part):
-        return Rounded(gathered, x.master_EDF)
+    if not (names := columns + rows):
+        return as_part(x)
+    shards = (lax.dynamic_index_in_dim(part, x.first, keepdims=False) for part in x.codes)
+    gathered = Mxfp4(*(lax.all_gather(part, names, axis=2, tiled=True) for part in shards))
+    if x.master_EDF is None:
+        return gathered
     return _read_gathered(x.master_EDF, gathered, ((), rows, columns), jnp.dtype(dtype))
-
-
-def _gather_columns(layer: PackedLayer, names: Names) -> Mxfp4 | Mxfp4Part:
-    if not names:
-        return layer.part
-    shards = (lax.dynamic_index_in_dim(x, layer.index, keepdims=False) for x in layer.stack)
-    return Mxfp4(*(lax.all_gather(x, names, axis=2, tiled=True) for x in shards))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

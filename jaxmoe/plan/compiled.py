@@ -19,9 +19,7 @@ from jax.sharding import Mesh
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
-from jaxmoe.model.lora import adapter_shapes, with_adapters
-from jaxmoe.model.params import abstract_base, abstract_params
-from jaxmoe.model.rounded import engine_rounding
+from jaxmoe.model.weights import base_shapes, trained_shapes
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
@@ -30,6 +28,7 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.memory import microbatch_rows, plan_memory
 from jaxmoe.run.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
 from jaxmoe.shapes import Params
@@ -117,11 +116,6 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     )
 
 
-def base_shapes(cfg: Config) -> Params | None:
-    """Shapes of the frozen base of a LoRA run; None for a run that trains all weights."""
-    return abstract_base(cfg.model) if cfg.lora.ranks else None
-
-
 def step_base_shapes(cfg: Config) -> Params | None:
     """`base_shapes` as an argument of the step, where the embedding may be a gather of rows."""
     if (base := base_shapes(cfg)) is None or not (rows := cfg.lora.embedding_rows):
@@ -134,13 +128,7 @@ def step_base_shapes(cfg: Config) -> Params | None:
 
 def policy_shapes(cfg: Config) -> Params:
     """Shapes of the policy in the engine: all weights, or the base with its adapters."""
-    if (base := base_shapes(cfg)) is None:
-        params, round_params = (
-            abstract_params(cfg.model, cfg.optim.param_dtype),
-            engine_rounding(cfg),
-        )
-        return params if round_params is None else jax.eval_shape(round_params, params)
-    return with_adapters(base, adapter_shapes(cfg.model, cfg.lora), cfg.lora.scales)
+    return jax.eval_shape(make_engine_reader(cfg), base_shapes(cfg), trained_shapes(cfg))
 
 
 def microbatch_tokens(cfg: Config, sharing: PromptSharing | None = None) -> int:

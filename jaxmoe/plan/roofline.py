@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxmoe.config import Config
 from jaxmoe.config_file import override
 from jaxmoe.model.params import param_specs
-from jaxmoe.model.trainable import policy_specs
+from jaxmoe.model.weights import weights_of
 from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
@@ -96,7 +96,7 @@ def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -
     weights = layer_bytes(cfg) * m.n_layers + head_bytes
     mem = plan_memory(cfg)
     arrays = layer_traffic(cfg, microbatch_tokens(cfg, sharing))
-    update = a.updates * muon_flops(policy_specs(m, cfg.lora)) if cfg.optim.is_muon else 0
+    update = a.updates * muon_flops(weights_of(cfg).trained) if cfg.optim.is_muon else 0
     state = plan_memory(override(cfg, "optim.moments=device")).optimizer
     n_params = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     # The sum of the gradients is read and written in float32, 8 bytes a parameter.

@@ -105,7 +105,7 @@ def sample_codes(
         f"{kind}/{name}/{part}": x
         for kind, layer in packed.items()
         for name, matrix in layer.items()
-        for part, x in matrix._asdict().items()
+        for part, x in zip(matrix._fields, matrix.codes, strict=False)
     }
 
 

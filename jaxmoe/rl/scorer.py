@@ -50,9 +50,7 @@ class Scorer:
     def full_policy(self, trained: Params, frozen: Frozen) -> Params:
         """Return the trained parameters together with the frozen ones and the adapters' base."""
         policy = merge_params(trained, frozen.policy)
-        if frozen.packed is not None:
-            return with_rounded(policy, frozen.packed)
-        return policy if frozen.base is None else with_adapters(frozen.base, policy, self.scales)
+        return with_adapters(frozen.base, with_rounded(policy, frozen.packed), self.scales)
 
     def pack_policy(self, params: Trained, frozen: Frozen) -> Frozen:
         """Return the frozen parameters with the policy's values as they are read, once per update.

@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.config import Config, require
 from jaxmoe.model.critic import init_critic
-from jaxmoe.model.lora import adapter_shapes, init_adapters
+from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import abstract_params
 from jaxmoe.model.trainable import merge_params, split_params
+from jaxmoe.model.weights import keeps_reference, trained_shapes
 from jaxmoe.parallel.sharding import sharded_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
 
@@ -151,7 +152,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
     trainable, reference = cfg.trainable, None
-    if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base:
+    if keeps_reference(cfg):
         # A step donates the state as a whole, and a buffer that is in it twice cannot be donated.
         reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])
     return init_state(Trained(policy, critic), tx, Frozen(reference), trainable=trainable)
@@ -164,9 +165,7 @@ def stage_shapes(
     mesh: Mesh | None = None,
 ) -> dict[str, TrainState]:
     """Shapes of the state in each stage of a run, with shardings on a mesh."""
-    policy = trained = abstract_params(cfg.model, cfg.optim.param_dtype)
-    if cfg.lora.ranks:
-        trained = adapter_shapes(cfg.model, cfg.lora)
+    policy, trained = abstract_params(cfg.model, cfg.optim.param_dtype), trained_shapes(cfg)
     shapes = {
         "warmup": jax.eval_shape(lambda p: init_warmup_state(p, cfg, supervised), policy),
         "rl": jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), trained),

@@ -12,9 +12,8 @@ from jaxmoe.config import Config, ModelConfig
 from jaxmoe.config.engine import EngineMemory
 from jaxmoe.model import KVCache, init_cache
 from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.lora import Pair, lora_specs
-from jaxmoe.model.params import param_specs
-from jaxmoe.parallel.param_bytes import count_local_entries, engine_bytes, full_copy_bytes
+from jaxmoe.model.weights import weights_of
+from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.rollout.cache_rows import share_prompt_keys
 from jaxmoe.rollout.native import prompt_slots, prompts_per_batch, shares_prompt_keys
@@ -24,11 +23,8 @@ from jaxmoe.rollout.native_turns import shrunk_size
 def plan_native_memory(cfg: Config) -> EngineMemory:
     """Return the bytes of the engine's copy of the weights, and of its cache, on each device."""
     r, mesh = cfg.rollout, cfg.mesh
-    # The engine reads the base of a LoRA run without a copy.
-    if cfg.lora.ranks:
-        weights = adapter_copy_bytes(cfg)
-    else:
-        weights = engine_bytes(param_specs(cfg.model), cfg, sampling_rules(cfg.model).rules)
+    # A frozen base is read without a copy.
+    weights = engine_bytes(weights_of(cfg).trained, cfg, sampling_rules(cfg.model).rules)
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
@@ -62,14 +58,3 @@ def _shared_cache_bytes(
 
     leaves = jax.tree.leaves(jax.eval_shape(init_shared))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def adapter_copy_bytes(cfg: Config) -> int:
-    """Bytes that the engine copies in a LoRA run: adapters, and fully trained parameters."""
-    specs = lora_specs(cfg.model, cfg.lora)
-    tops = [spec for name, spec in specs.items() if name != "layers"]
-    leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
-    pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
-    full = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
-    # Adapters are float32 on both sides.
-    return 4 * count_local_entries(pairs, cfg) + full_copy_bytes(full, cfg)

@@ -7,6 +7,7 @@ Nothing is written, started or trained. Next: jaxmoe/train.py.
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxmoe.checkpoint.base import initial_experts
 from jaxmoe.checkpoint.headers import read_headers
 from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
@@ -203,8 +204,7 @@ def _check_checkpoint(cfg: Config) -> str:
         return ""
     directory = Path(cfg.init.checkpoint)
     check_checkpoint_model(cfg.model, directory)
-    is_base = bool(cfg.lora.ranks) and cfg.warmup.steps == 0
-    table, _ = read_headers(directory, cfg.model, "packed" if is_base else "dense")
+    table, _ = read_headers(directory, cfg.model, initial_experts(cfg))
     load_initial_adapters(cfg)
     return f"  checkpoint   {directory}: config.json and {len(table)} tensors of the model above"
 

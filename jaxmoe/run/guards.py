@@ -16,18 +16,19 @@ def check_finite(
     step: int,
     *,
     rate: tuple[str, float],
-    cfg: ModelConfig,
-    rounded: Params | None = None,
+    cfg: Config,
+    policy: Params,
 ) -> None:
     """Raise ConfigError if a metric of the step is not finite, or an expert that is rounded.
 
-    `rounded` is the policy after the step if its experts are rounded. An expert without tokens
+    `policy` is the one after the step. An expert without tokens
     changes no loss, and a step later all others are broken too, and saved. So experts are read
     here, unless `quant/relative_error` is among the metrics, in which every expert counts.
     """
     bad = [name for name, value in metrics.items() if not np.isfinite(value).all()]
     are_measured = not bad and "quant/relative_error" in metrics
-    place = "" if rounded is None or are_measured else find_not_finite(rounded, cfg)
+    reads_experts = cfg.quant.experts != "none" and not are_measured
+    place = find_not_finite(policy, cfg.model) if reads_experts else ""
     if bad or place:
         name, lr = rate
         broken = f"; the step broke {place}" if place else ""

@@ -26,8 +26,6 @@ from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.distributed.processes import gather_from_processes, gather_to_hosts, max_over_processes
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
-from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.rounded import engine_rounding
 from jaxmoe.observe.alerts import (
     collapse_repeats,
     count_bad_steps,
@@ -38,13 +36,13 @@ from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.rounding import shard_rounding
 from jaxmoe.records import Prompt
 from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.guards import (
     check_finite,
     describe_first_difference,
@@ -93,17 +91,13 @@ class Job:
         return sharded_ops(parts.ops, parts.mesh, self.cfg.model, method=mesh_cfg.attention)
 
     @cached_property
-    def round_params(self) -> Callable[[Params], Params] | None:
-        """Jitted rounding of the weights that an engine loads; None if they stay as they are."""
-        round_params = shard_rounding(engine_rounding(self.cfg), self.cfg.model, self.parts.mesh)
-        return None if round_params is None else jax.jit(round_params)
+    def read_weights(self) -> Callable[[Params | None, Params], Params]:
+        """The function from the base and the trained weights to those that an engine loads."""
+        return make_engine_reader(self.cfg, self.parts.mesh)
 
     def policy_params(self) -> Params:
         """Return the weights after the last complete step, as an engine loads them."""
-        params = self.position.state.policy
-        if self.base is None:
-            return params if self.round_params is None else self.round_params(params)
-        return with_adapters(self.base, params, self.cfg.lora.scales)
+        return self.read_weights(self.base, self.position.state.policy)
 
     def base_for_batch(self, batch: Batch) -> Params | None:
         """Return the base with the embedding rows of this batch, as the step takes it."""
@@ -159,8 +153,7 @@ class Job:
         fetched = jax.device_get(metrics)
         values = {name: float(value) for name, value in fetched.items() if np.ndim(value) == 0}
         layers = {name: value for name, value in fetched.items() if np.ndim(value)}
-        rounded = None if self.cfg.quant.experts == "none" else state.policy
-        check_finite(values | layers, step, rate=rate, cfg=self.cfg.model, rounded=rounded)
+        check_finite(values | layers, step, rate=rate, cfg=self.cfg, policy=state.policy)
         self.layer_metrics = {
             name.removeprefix(LAYER_PREFIX): value.tolist() for name, value in layers.items()
         }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxmoe.config import Config, ConfigError, describe_engine, require
 from jaxmoe.model.invariant_on_chip import LANES
+from jaxmoe.model.weights import expert_products
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import (
     PLAIN,
@@ -260,24 +261,9 @@ def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
         ]
     fields = {operation: [x._asdict() for x in group] for operation, group in cases.items()}
     for operation, case in experts.items():
-        names = [operation + suffix for suffix in _product_suffixes(cfg)]
+        names = [operation + suffix for suffix in expert_products(cfg)]
         fields[operation] = [case._asdict() | {"op": name} for name in names] + fields[operation]
     return fields
-
-
-def _product_suffixes(cfg: Config) -> tuple[str, ...]:
-    """The products that may read this run's experts, by the ends of their names in bench.ops.OPS.
-
-    A frozen base has four bits if its checkpoint has them, which is not known here.
-    """
-    if cfg.quant.experts == "mxfp4":
-        return ("_rounded",)
-    if cfg.quant.experts == "mxfp4_rollout":
-        return "", "_mxfp4"
-    can_be_packed = cfg.model.d_model % 64 == 0 and cfg.model.d_expert % 64 == 0
-    if cfg.lora.ranks and can_be_packed:
-        return "", "_low_rank" if cfg.lora.expert_rank else "_mxfp4"
-    return ("",)
 
 
 def describe_kernels(cfg: Config) -> str:

@@ -16,7 +16,8 @@ from jaxmoe.config_file import override
 from jaxmoe.distributed.host import count_free_bytes
 from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.model.routers_from_config import record_from_config
-from jaxmoe.model.trainable import policy_specs, split_params
+from jaxmoe.model.trainable import split_params
+from jaxmoe.model.weights import keeps_reference, weights_of
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import (
     copy_bytes,
@@ -112,12 +113,10 @@ def plan_memory(cfg: Config) -> Memory:
     backbone = {name: spec for name, spec in policy.items() if own_backbone and name != "head"}
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
     local_critic = count_local_entries(backbone, cfg)
-    lora = bool(cfg.lora.ranks)
-    # Adapters are float32, whatever optim.param_dtype is.
-    dtype = jnp.dtype("float32" if lora else cfg.optim.param_dtype)
-    weight_bytes = dtype.itemsize
+    weights = weights_of(cfg)
+    dtype, weight_bytes = weights.dtype, weights.dtype.itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
-    policy = policy_specs(m, cfg.lora)
+    policy = weights.trained
     trained_policy = split_params(policy, cfg.trainable)[0]
     local_trained = count_local_entries(trained_policy, cfg)
     local_frozen = count_local_entries(policy, cfg) - local_trained
@@ -152,24 +151,24 @@ def plan_memory(cfg: Config) -> Memory:
         recorded = sum(math.prod(x) for x in find_recorded_sizes(record, m).values())
         saved_activations += 3 * 4 * recorded * tokens
     engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
-    packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
-    has_reference = cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
+    packed, frozen, table = base_bytes(cfg)
+    frozen_arrays = (period - 1) * arrays if weights.base else 0
     has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
         weights=(trained + local_frozen) * weight_bytes,
-        rounded=rounded_bytes(cfg) * (1 + has_reference),
+        rounded=packed_bytes(weights.rounded, cfg) * (1 + keeps_reference(cfg)),
         packed=packed,
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
         optimizer=moments - host_moments,
-        reference=local_trained * weight_bytes if has_reference else 0,
+        reference=local_trained * weight_bytes if keeps_reference(cfg) else 0,
         engine_copy=engine.weights,
         gathered=period * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
         update=trained * weight_bytes + (muon_work_bytes(cfg) if cfg.optim.is_muon else 0),
         activations=saved_activations * (2 if own_backbone else 1)
-        + ((period * layer - ((period - 1) * arrays if lora else 0)) if cfg.optim.remat else 0),
+        + (period * layer - frozen_arrays if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
         cache=engine.cache,
         ahead=engine.cache + engine.weights + (table if has_host_table else 0)
@@ -179,14 +178,6 @@ def plan_memory(cfg: Config) -> Memory:
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
         + (table if has_host_table else 0),
     )
-
-
-def rounded_bytes(cfg: Config) -> int:
-    """Bytes of the experts in four bits that a step reads, beside their masters."""
-    if cfg.quant.experts != "mxfp4":
-        return 0
-    specs = jax.tree.leaves(param_specs(cfg.model))
-    return packed_bytes([spec for spec in specs if spec.is_packable], cfg)
 
 
 def stage_bytes(cfg: Config, stage: str) -> dict[str, int]:

@@ -19,7 +19,7 @@ from pallas_kernels import (
     token_logprobs,
 )
 from pallas_kernels.decode_attention import cases as decode_cases
-from pallas_kernels.grouped_matmul import LowRank, Rounded, mxfp4
+from pallas_kernels.grouped_matmul import LowRank, mxfp4
 from pallas_kernels.grouped_matmul import cases as matmul_cases
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.sink_attention import cases as attention_cases
@@ -181,7 +181,9 @@ def _rounded_inputs(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
 
 def _rounded_call(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
     call = _matmul_call(product, case, impl)
-    return lambda lhs, master, bias, sizes, packed: call(lhs, Rounded(packed, master), bias, sizes)
+    return lambda lhs, master, bias, sizes, packed: call(
+        lhs, packed._replace(master_EDF=master), bias, sizes
+    )
 
 
 def _rounded_work(work: Callable[[Any, int], Work], case: Any, size: int) -> Work:

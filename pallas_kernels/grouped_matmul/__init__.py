@@ -3,7 +3,6 @@
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.low_rank import LowRank
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.rounded import Rounded
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
-__all__ = ["LowRank", "Mxfp4", "Mxfp4Part", "Rounded", "grouped_matmul", "grouped_swiglu"]
+__all__ = ["LowRank", "Mxfp4", "grouped_matmul", "grouped_swiglu"]

@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import as_floats, as_integers
 from pallas_kernels.dispatch import Impl, Implementation, implementations_of, select_implementation
-from pallas_kernels.grouped_matmul import low_rank as low_rank_impls
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
-from pallas_kernels.grouped_matmul.rounded import Rounded, values_of
-from pallas_kernels.grouped_matmul.signature import (
-    LowRankMatmul,
-    LowRankSwiglu,
-    Matmul,
-    MatmulSwiglu,
-)
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, split_part
+from pallas_kernels.grouped_matmul.rounded import has_masters
+from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
-_LOW_RANK_XLA: Any = xla.grouped_matmul_low_rank_xla  # a custom_vjp to type checkers
 IMPLS: dict[str, Implementation[Matmul]] = implementations_of(
     _HERE,
     "grouped_matmul",
@@ -37,25 +28,11 @@ SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = implementations_of(
     reference.grouped_swiglu_reference,
     invariant_in=_HERE,
 )
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = implementations_of(
-    _HERE,
-    "grouped_matmul_low_rank",
-    _LOW_RANK_XLA,
-    low_rank_impls.grouped_matmul_low_rank_reference,
-    invariant_in=_HERE,
-)
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = implementations_of(
-    _HERE,
-    "grouped_swiglu_low_rank",
-    low_rank_impls.grouped_swiglu_low_rank_xla,
-    low_rank_impls.grouped_swiglu_low_rank_reference,
-    invariant_in=_HERE,
-)
 
 
 def grouped_matmul(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4 | Mxfp4Part | Rounded,
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
@@ -68,10 +45,10 @@ def grouped_matmul(
 
     Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes must be at least 0
     and their sum at most M; this is not checked, since the values are traced.
-    `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, or a
-    `Mxfp4Part` of a larger stack) are decoded where they are used and get no gradient. Those of
-    `rounded.Rounded` have masters, which get it: dL/dvalue, and 0 where a master is above the
-    largest value of its group. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
+    `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, all or
+    a part of a stack) are decoded where they are used and get no gradient. Their masters, if there
+    are any, get it: dL/dvalue, and 0 where a master is above the largest value of its group.
+    `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
 
     Returns: [M, F] in lhs's dtype; rows past the sum of the sizes are 0 and have no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand. The kernels of chips
@@ -79,17 +56,14 @@ def grouped_matmul(
     Raises: ValueError when the shapes do not fit.
     """
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    if low_rank is not None:
-        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = select_implementation(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
-        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
-    matmul_fn = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF)
-    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+    matmul_fn = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF, low_rank)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
 
 
 def grouped_swiglu(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part | Rounded,
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F2"] | None = None,
@@ -116,18 +90,15 @@ def grouped_swiglu(
             f"rhs must have an even number of columns, gate and up; got {rhs_EDF.shape[2]}. "
             "Pass the gate columns first and the up columns after them."
         )
-    if low_rank is not None:
-        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = select_implementation(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
-    matmul_fn = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
+    low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+    matmul_fn = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF, low_rank)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, low_rank)
 
 
 def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part | Rounded)
+    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4)
     rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
-    if isinstance(rhs_EDF, Rounded):
+    if has_masters(rhs_EDF):
         rhs_EDF = rhs_EDF._replace(master_EDF=as_floats("rhs.master_EDF", rhs_EDF.master_EDF))
     bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
@@ -141,13 +112,13 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
             f"lhs must have {width} columns, the middle size of rhs {rhs_EDF.shape}; "
             f"got {lhs_MD.shape}. Pass rhs as [groups, lhs columns, output columns]."
         )
-    matrices, first = split_part(values_of(rhs_EDF))
-    if isinstance(rhs_EDF, Rounded):
+    matrices, first = split_part(rhs_EDF)
+    if has_masters(rhs_EDF):
         n_packed, *matrix = matrices.shape
         fits = n_matrices == n_packed if first is None else n_matrices <= n_packed
         if not fits or [width, out_width] != matrix:
             raise ValueError(
-                "the masters of a Rounded must have the shape of its packed matrices, "
+                "the masters of a Mxfp4 must have the shape of its packed matrices, "
                 f"{matrices.shape}, or of a part of their stack; got {rhs_EDF.shape}. Pass the "
                 "masters that encode_mxfp4 packed."
             )
@@ -176,6 +147,8 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
 
 
 def _check_low_rank(rhs_EDF, n_groups, low_rank):
+    if low_rank is None:
+        return None
     a_ERD, b_ERF = as_floats("low_rank.a", low_rank.a_ERD), as_floats("low_rank.b", low_rank.b_ERF)
     _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.grouped_matmul import signature as sig
+from pallas_kernels.grouped_matmul.low_rank import LowRank, split_scale
 from pallas_kernels.grouped_matmul.rounded import values_of
 from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
@@ -37,22 +38,14 @@ KernelsMaker = Callable[[bool], ChipKernels]  # of interpret
 
 
 def operations_of(make_kernels: KernelsMaker) -> tuple[Callable[..., sig.Out], ...]:
-    """The four operations below by the kernels of make_kernels(interpret).
+    """The two operations below by the kernels of make_kernels(interpret).
 
     Numerics: float32 accumulation along the contraction in a fixed order, rounded once to the dtype
     of its operand; bitwise repeatable. The gradient of the SwiGLU starts from gate and up rounded
     to lhs's dtype. scale · lhs·aᵀ is rounded to lhs's dtype and its product with b is added to the
     float32 sums; gradients of a and b are float32 sums, cast to the dtypes of a and b.
     """
-    return tuple(
-        partial(operation, make_kernels)
-        for operation in (
-            matmul_by_kernels,
-            swiglu_by_kernels,
-            low_rank_matmul_by_kernels,
-            low_rank_swiglu_by_kernels,
-        )
-    )
+    return partial(matmul_by_kernels, make_kernels), partial(swiglu_by_kernels, make_kernels)
 
 
 def matmul_by_kernels(
@@ -61,12 +54,19 @@ def matmul_by_kernels(
     rhs_EDF: sig.Matrices,
     group_sizes_E: sig.GroupSizes,
     bias_EF: sig.Bias = None,
+    low_rank: LowRank | None = None,
     *,
     interpret: bool = False,
 ) -> sig.Out:
-    """Multiply each group of rows by its own matrix; see `grouped_matmul`."""
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return _multiply_rows(make_kernels(interpret), 1.0, *operands, None)
+    """Multiply each group of rows by its own matrix; see `grouped_matmul`.
+
+    An update is added to the matrix of its group in the accumulators.
+    """
+    if lhs_MD.shape[0] == 0:
+        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
+    adapter, scale = split_scale(low_rank)
+    operands: Any = lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
+    return _multiply(make_kernels(interpret), scale, *operands)
 
 
 def swiglu_by_kernels(
@@ -77,70 +77,16 @@ def swiglu_by_kernels(
     bias_EF: sig.GateUpBias,
     alpha: float,
     limit: float,
+    low_rank: LowRank | None = None,
     *,
     interpret: bool = False,
 ) -> sig.Out:
-    """The product, activated in the same kernel; see `grouped_swiglu`."""
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return _activate_rows(make_kernels(interpret), 1.0, alpha, limit, *operands, None)
-
-
-def low_rank_matmul_by_kernels(
-    make_kernels: KernelsMaker,
-    lhs_MD: sig.Rows,
-    rhs_EDF: sig.Matrices,
-    group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias,
-    a_ERD: sig.A,
-    b_ERF: sig.B,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> sig.Out:
-    """The product with scale · a[e]ᵀ·b[e] added to the matrix of group e, in the accumulators."""
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return _multiply_rows(make_kernels(interpret), scale, *operands, (a_ERD, b_ERF))
-
-
-def low_rank_swiglu_by_kernels(
-    make_kernels: KernelsMaker,
-    lhs_MD: sig.Rows,
-    rhs_EDF: sig.GateUp,
-    group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.GateUpBias,
-    a_ERD: sig.A,
-    b_ERF: sig.GateUpB,
-    scale: float,
-    alpha: float,
-    limit: float,
-    *,
-    interpret: bool = False,
-) -> sig.Out:
-    """The product of `low_rank_matmul_by_kernels`, activated in the same kernel."""
-    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return _activate_rows(make_kernels(interpret), scale, alpha, limit, *operands, (a_ERD, b_ERF))
-
-
-def _multiply_rows(
-    kernels: ChipKernels, scale: float, lhs_MD: Any, rhs_EDF: Any, *operands: Any
-) -> Any:
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return _multiply(kernels, scale, lhs_MD, rhs_EDF, *operands)
-
-
-def _activate_rows(
-    kernels: ChipKernels,
-    scale: float,
-    alpha: float,
-    limit: float,
-    lhs_MD: Any,
-    rhs_EDF: Any,
-    *operands: Any,
-) -> Any:
+    """The product of `matmul_by_kernels`, activated in the same kernel; see `grouped_swiglu`."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    return _swiglu(kernels, scale, alpha, limit, lhs_MD, rhs_EDF, *operands)
+    adapter, scale = split_scale(low_rank)
+    operands: Any = lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
+    return _swiglu(make_kernels(interpret), scale, alpha, limit, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

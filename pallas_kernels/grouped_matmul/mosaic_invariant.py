@@ -27,24 +27,7 @@ def _run_operation(index: int, kernels: str, *operands: Any, interpret: bool = F
     return operations_of(partial(_make_kernels, kernels))[index](*operands, interpret=interpret)
 
 
-(
-    grouped_matmul_mosaic_invariant,
-    grouped_swiglu_mosaic_invariant,
-    grouped_matmul_low_rank_mosaic_invariant,
-    grouped_swiglu_low_rank_mosaic_invariant,
-) = (partial(_run_operation, index) for index in range(4))
-
-(
-    grouped_matmul_mosaic_invariant_unsupported,
-    grouped_swiglu_mosaic_invariant_unsupported,
-    grouped_matmul_low_rank_mosaic_invariant_unsupported,
-    grouped_swiglu_low_rank_mosaic_invariant_unsupported,
-) = (
-    partial(kernels_unsupported, _HERE, op)
-    for op in (
-        "grouped_matmul",
-        "grouped_swiglu",
-        "grouped_matmul_low_rank",
-        "grouped_swiglu_low_rank",
-    )
-)
+grouped_matmul_mosaic_invariant = partial(_run_operation, 0)
+grouped_swiglu_mosaic_invariant = partial(_run_operation, 1)
+grouped_matmul_mosaic_invariant_unsupported = partial(kernels_unsupported, _HERE, "grouped_matmul")
+grouped_swiglu_mosaic_invariant_unsupported = partial(kernels_unsupported, _HERE, "grouped_swiglu")

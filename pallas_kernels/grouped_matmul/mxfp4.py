@@ -21,37 +21,33 @@ class Mxfp4(NamedTuple):
 
     nibbles_EDF[e, d, f]: the FP4 E2M1 code of row d in the low half, of row d + D/2 in the high.
     scales_EDF[e, g, f]: the scale s of rows 32g … 32g + 31; a value is fp4(code) · 2^(s − 127).
+    first: if only a part of the stack is meant, the index of its first matrix; the part has as many
+        as there are groups of rows. Kernels read it in place; a slice would be a copy.
+    master_EDF: the unrounded matrices of a stack that trains, or of the part alone (`rounded.py`).
     """
 
     nibbles_EDF: UInt8[Array, "E D_half F"]
     scales_EDF: UInt8[Array, "E D_32nd F"]
+    first: Int32[Array, ""] | None = None
+    master_EDF: Float[Array, "E D F"] | None = None
+
+    @property
+    def codes(self) -> tuple[Any, Any]:
+        """The nibbles and the scales, of jax or, where a file is read or written, of numpy."""
+        return self.nibbles_EDF, self.scales_EDF
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the decoded matrices."""
+        """Shape of the masters, or without them of the complete stack, decoded."""
+        if self.master_EDF is not None:
+            return self.master_EDF.shape
         *lead, half, width = self.nibbles_EDF.shape
         return (*lead, 2 * half, width)
 
 
-class Mxfp4Part(NamedTuple):
-    """The matrices of a larger stack from `first` on, as many as there are groups of rows.
-
-    It stands for one layer's experts in the stack of all layers. Kernels read them in place; a
-    slice passed to a kernel would be a copy.
-    """
-
-    stack: Mxfp4
-    first: Int32[Array, ""]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the complete stack, decoded."""
-        return self.stack.shape
-
-
 def split_part(rhs: Any) -> tuple[Any, Any]:
-    """The matrices and, of a `Mxfp4Part`, the index of its first one; else None."""
-    return rhs if isinstance(rhs, Mxfp4Part) else (rhs, None)
+    """The matrices without masters, and of a part of a stack the index of its first one."""
+    return (Mxfp4(*rhs.codes), rhs.first) if isinstance(rhs, Mxfp4) else (rhs, None)
 
 
 def mxfp4_from_released(

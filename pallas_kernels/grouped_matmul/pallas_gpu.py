@@ -4,7 +4,7 @@
 out and dlhs are rows times their group's matrix; drhs is a product over each group's rows. Group
 sizes are an array, so new sizes need no compilation; no row is copied or padded, nothing is
 scattered, and every sum has a fixed order. Four-bit matrices are decoded in the kernels and have
-no gradient, but their masters (`Rounded`) have that of dense ones. Next:
+no gradient, but their masters have that of dense ones. Next:
 hopper/pallas_gpu_tiles.py, the code that the kernels share.
 """
 
@@ -27,30 +27,30 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     multiply_swiglu_hopper,
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weight_gradients_hopper
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul.low_rank import LowRank
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.rounded import (
-    Rounded,
     cotangent_of_rounded,
     gradient_of_masters,
+    has_masters,
+    is_frozen,
 )
-
-_PACKED = Mxfp4 | Mxfp4Part
 
 
 def _multiply_rows(lhs_MD, rhs_EDF, *operands, form=None):
-    if isinstance(rhs_EDF, _PACKED):
+    if isinstance(rhs_EDF, Mxfp4):
         return multiply_rows_mxfp4_hopper(lhs_MD, rhs_EDF, *operands, form=form)
     return multiply_rows_hopper(lhs_MD, rhs_EDF, *operands)
 
 
 def _multiply_swiglu(lhs_MD, rhs_EDF, *operands, form=None):
-    if isinstance(rhs_EDF, _PACKED):
+    if isinstance(rhs_EDF, Mxfp4):
         return multiply_swiglu_mxfp4_hopper(lhs_MD, rhs_EDF, *operands, form=form)
     return multiply_swiglu_hopper(lhs_MD, rhs_EDF, *operands)
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
-    packed, biased = isinstance(rhs_EDF, _PACKED), bias_EF is not None
+    packed, biased = is_frozen(rhs_EDF), bias_EF is not None
     drhs_EDF = dbias_EF = None
     if biased or not packed:
         # Four-bit matrices have no gradient, but the same kernel computes dbias: it runs on the
@@ -61,7 +61,7 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
         )
     if dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    if isinstance(rhs_EDF, Rounded) and drhs_EDF is not None:
+    if has_masters(rhs_EDF) and drhs_EDF is not None:
         drhs_EDF = cotangent_of_rounded(gradient_of_masters(rhs_EDF, drhs_EDF))
     return None if packed else drhs_EDF, dbias_EF
 
@@ -95,21 +95,18 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, tiles.STEP)
 
 
-(
-    grouped_matmul_mosaic_gpu,
-    grouped_swiglu_mosaic_gpu,
-    grouped_matmul_low_rank_mosaic_gpu,
-    grouped_swiglu_low_rank_mosaic_gpu,
-) = operations_of(make_mosaic_gpu_kernels)
+grouped_matmul_mosaic_gpu, grouped_swiglu_mosaic_gpu = operations_of(make_mosaic_gpu_kernels)
 
 
 def grouped_matmul_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
+    lhs_MD: Array,
+    rhs_EDF: Array | Mxfp4,
+    low_rank: LowRank | None = None,
 ) -> str | None:
     """Return the reason why the kernels cannot run, or None."""
     if not target_device().is_hopper:
         return f"it needs a Hopper GPU (wgmma); this is {target_device().kind}"
-    if isinstance(rhs_EDF, _PACKED | Rounded):
+    if isinstance(rhs_EDF, Mxfp4):
         if lhs_MD.dtype != jnp.bfloat16:
             return f"four-bit matrices are decoded to bfloat16, but lhs is {lhs_MD.dtype}"
     elif lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
@@ -121,33 +118,18 @@ def grouped_matmul_mosaic_gpu_unsupported(
         return f"lhs has {D} columns; the tile of its gradient needs at least {ROWS}"
     if 0 in (*lhs_MD.shape, *rhs_EDF.shape):
         return "there are no rows or no groups"
+    if low_rank is not None and F < ROWS:
+        return f"rhs has {F} columns; the tile of b's gradient needs at least {ROWS}"
     return None
 
 
 def grouped_swiglu_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
+    lhs_MD: Array,
+    rhs_EDF: Array | Mxfp4,
+    low_rank: LowRank | None = None,
 ) -> str | None:
     """Return the reason why the fused kernel cannot run, or None."""
-    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
+    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF, low_rank)
     if reason is None and rhs_EDF.shape[2] % (2 * tiles.STEP):
         return f"half of {rhs_EDF.shape[2]} columns is not a multiple of {tiles.STEP}"
     return reason
-
-
-def grouped_matmul_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
-) -> str | None:
-    """Return the reason why the kernels cannot run with a low-rank update, or None."""
-    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
-    if reason is None and rhs_EDF.shape[2] < ROWS:
-        return f"rhs has {rhs_EDF.shape[2]} columns; the tile of b's gradient needs at least {ROWS}"
-    return reason
-
-
-def grouped_swiglu_low_rank_mosaic_gpu_unsupported(
-    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part | Rounded, *_arrays: Array
-) -> str | None:
-    """Return the reason why the fused kernel cannot run with a low-rank update, or None."""
-    return grouped_matmul_low_rank_mosaic_gpu_unsupported(
-        lhs_MD, rhs_EDF
-    ) or grouped_swiglu_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul.chip_kernels import ChipKernels, operations_of
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
     multiply_rows_tpu,
     multiply_swiglu_tpu,
@@ -22,16 +22,17 @@ from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
 from pallas_kernels.grouped_matmul.rounded import (
-    Rounded,
     cotangent_of_rounded,
     gradient_of_masters,
     group_of_rounded,
+    has_masters,
+    is_frozen,
     values_of,
 )
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
-    packed, drhs_EDF, dbias_EF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), None, None
+    packed, drhs_EDF, dbias_EF = is_frozen(rhs_EDF), None, None
     if not packed:
         drhs_EDF, dbias_EF = weight_gradients_tpu(
             lhs_MD, dout_MF, sizes_E, lhs_MD.dtype, bias_EF is not None, interpret=interpret
@@ -40,7 +41,7 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
         dbias_EF = _bias_gradient(dout_MF, sizes_E)
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    if isinstance(rhs_EDF, Rounded):
+    if has_masters(rhs_EDF):
         drhs_EDF = cotangent_of_rounded(_mask_in_place(rhs_EDF, drhs_EDF))
     return drhs_EDF, dbias_EF
 
@@ -53,7 +54,7 @@ def _mask_in_place(rhs, drhs_EDF):
         own_1DF = gradient_of_masters(group_of_rounded(rhs, e), own_1DF)
         return lax.dynamic_update_slice_in_dim(masked_EDF, own_1DF, e, 0)
 
-    return lax.fori_loop(0, rhs.shape[0], mask_matrix, drhs_EDF.astype(rhs.dtype))
+    return lax.fori_loop(0, rhs.shape[0], mask_matrix, drhs_EDF.astype(rhs.master_EDF.dtype))
 
 
 def _bias_gradient(dout_MF, sizes_E):
@@ -116,20 +117,15 @@ def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, ALIGNED)
 
 
-(
-    grouped_matmul_mosaic_tpu,
-    grouped_swiglu_mosaic_tpu,
-    grouped_matmul_low_rank_mosaic_tpu,
-    grouped_swiglu_low_rank_mosaic_tpu,
-) = operations_of(make_mosaic_tpu_kernels)
+grouped_matmul_mosaic_tpu, grouped_swiglu_mosaic_tpu = operations_of(make_mosaic_tpu_kernels)
 
 
-def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
+def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF, _low_rank=None) -> str | None:
     """Return the reason why the kernels cannot compute these shapes, or None."""
     return _find_unsupported(lhs_MD, rhs_EDF, halves=False)
 
 
-def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
+def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF, _low_rank=None) -> str | None:
     """Return the reason why the fused kernel cannot compute these shapes, or None."""
     if rhs_EDF.shape[2] % LANES:
         return f"{rhs_EDF.shape[2]} gate and up columns are not a multiple of {LANES}"
@@ -142,8 +138,7 @@ def _find_unsupported(lhs_MD, rhs_EDF, halves):
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"
-    frozen, values_EDF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), values_of(rhs_EDF)
-    packed = isinstance(values_EDF, Mxfp4 | Mxfp4Part)
+    packed, values_EDF = isinstance(rhs_EDF, Mxfp4), values_of(rhs_EDF)
     if not packed and rhs_EDF.dtype != lhs_MD.dtype:
         return f"rhs is {rhs_EDF.dtype} but lhs {lhs_MD.dtype}"
     if packed and width % (2 * GROUP):
@@ -153,12 +148,6 @@ def _find_unsupported(lhs_MD, rhs_EDF, halves):
         return f"tiles of a {width} × {columns} matrix do not fit VMEM or do not end at 128 columns"
     if plan_rows(values_EDF, item, transposed=True) is None:
         return f"tiles of a {width} × {columns} matrix, transposed, do not fit VMEM"
-    if not frozen and weights_tile(width, columns) is None:
+    if not is_frozen(rhs_EDF) and weights_tile(width, columns) is None:
         return f"128 columns of sums over {width} rows do not fit VMEM"
     return None
-
-
-grouped_matmul_low_rank_mosaic_tpu_unsupported, grouped_swiglu_low_rank_mosaic_tpu_unsupported = (
-    grouped_matmul_mosaic_tpu_unsupported,
-    grouped_swiglu_mosaic_tpu_unsupported,
-)

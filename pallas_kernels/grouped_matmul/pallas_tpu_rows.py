@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, split_part
 from pallas_kernels.grouped_matmul.pallas_tpu_blocks import (
     dot_tpu,
     for_each_column_block,
@@ -39,7 +39,7 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
     if transposed:
         # The window's rows may be in either half of a byte, so a packed matrix is copied
         # completely, into two buffers.
-        packed = width * out_width if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part) else 0
+        packed = width * out_width if isinstance(rhs_EDF, Mxfp4) else 0
         if packed > tpu.vmem_bytes() // 3:
             return None
         return tiles.plan_tiles(width, out_width, itemsize, lanes=False, halves=False)
@@ -251,7 +251,7 @@ def _call_rows_kernel(
             sources.append(rhs)
             buffers.append(pltpu.VMEM((2, *cut), dtype))
             continue
-        for x in rhs:
+        for x in rhs.codes:
             shape = x.shape[1:] if transposed else (x.shape[1], window.size)
             sources.append(x)
             buffers.append(pltpu.VMEM((2, *shape), jnp.uint8))

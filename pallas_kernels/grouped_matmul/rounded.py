@@ -9,7 +9,7 @@ values alone; a backward pass sums dL/dvalue as for dense matrices. Next: chip_k
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from pallas_kernels.grouped_matmul.mxfp4 import (
     GROUP,
     Mxfp4,
-    Mxfp4Part,
     mxfp4_to_dense,
     mxfp4_to_float32_bits,
     split_part,
@@ -30,49 +29,41 @@ from pallas_kernels.grouped_matmul.mxfp4 import (
 _LARGEST_CODE = 7  # the value 6
 
 
-class Rounded(NamedTuple):
-    """Matrices in four bits, and their masters, whose values are never multiplied."""
+def has_masters(rhs: Any) -> bool:
+    """True for four-bit matrices that train."""
+    return isinstance(rhs, Mxfp4) and rhs.master_EDF is not None
 
-    packed: Mxfp4 | Mxfp4Part
-    master_EDF: Float[Array, "E D F"]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the masters, also where `packed` is part of a larger stack."""
-        return self.master_EDF.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the masters and of their gradient."""
-        return self.master_EDF.dtype
+def is_frozen(rhs: Any) -> bool:
+    """True for four-bit matrices without masters."""
+    return isinstance(rhs, Mxfp4) and rhs.master_EDF is None
 
 
 def values_of(rhs: Any) -> Any:
     """The matrices that a product reads: without masters."""
-    return rhs.packed if isinstance(rhs, Rounded) else rhs
+    return rhs._replace(master_EDF=None) if isinstance(rhs, Mxfp4) else rhs
 
 
-def read_rounded(rhs: Rounded, dtype: DTypeLike) -> Float[Array, "E D F"]:
+def read_rounded(rhs: Any, dtype: DTypeLike) -> Float[Array, "E D F"]:
     """Decode to [E, D, F]; the gradient of the values goes to the masters."""
     return _decode(rhs.master_EDF, _own_matrices(rhs), jnp.dtype(dtype))
 
 
-def gradient_of_masters(rhs: Rounded, gradient_EDF: Float[Array, "E D F"]) -> Float[Array, "E D F"]:
+def gradient_of_masters(rhs: Any, gradient_EDF: Float[Array, "E D F"]) -> Float[Array, "E D F"]:
     """The gradient of the masters, in their dtype, by that of the values."""
     return _mask_saturated(gradient_EDF, rhs.master_EDF, _own_matrices(rhs))
 
 
 def cotangent_of_rounded(gradient_EDF: Float[Array, "E D F"]) -> Any:
-    """The cotangent of a `Rounded` by the gradient of its masters; packed values have none."""
+    """The cotangent of four-bit matrices by the gradient of their masters; values have none."""
     no_gradient: Any = None
-    return Rounded(no_gradient, gradient_EDF)
+    return Mxfp4(no_gradient, no_gradient, None, gradient_EDF)
 
 
-def group_of_rounded(rhs: Rounded, e: Int[Array, ""]) -> Rounded:
+def group_of_rounded(rhs: Any, e: Int[Array, ""]) -> Mxfp4:
     """Matrix e and its master, as a stack of one; the packed values stay in their stack."""
-    stack, first = split_part(rhs.packed)
-    part = Mxfp4Part(stack, e if first is None else first + e)
-    return Rounded(part, lax.dynamic_slice_in_dim(rhs.master_EDF, e, 1))
+    first = e if rhs.first is None else rhs.first + e
+    return rhs._replace(first=first, master_EDF=lax.dynamic_slice_in_dim(rhs.master_EDF, e, 1))
 
 
 def is_saturated(
@@ -95,12 +86,12 @@ def is_above_largest(
     return (bits & 0x7FFFFFFF) > largest
 
 
-def _own_matrices(rhs: Rounded) -> Mxfp4:
+def _own_matrices(rhs: Any) -> Mxfp4:
     """The masters' own matrices; sliced out of the stack that they are part of."""
-    if isinstance(rhs.packed, Mxfp4):
-        return rhs.packed
-    stack, first = rhs.packed
-    return Mxfp4(*(lax.dynamic_slice_in_dim(x, first, rhs.shape[0]) for x in stack))
+    stack, first = split_part(rhs)
+    if first is None:
+        return stack
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, rhs.shape[0]), stack)
 
 
 def _mask_saturated(gradient_EDF: Array, master_EDF: Array, packed: Mxfp4) -> Array:
@@ -119,8 +110,8 @@ def _decode_forward(master_EDF: Array, packed: Mxfp4, dtype: Any) -> tuple[Array
 
 
 def _decode_backward(dtype: Any, saved: Any, gradient_EDF: Array) -> tuple[Array, Mxfp4]:
-    no_gradient: Any = [np.zeros(x.shape, jax.dtypes.float0) for x in saved[1]]
-    return _mask_saturated(gradient_EDF, *saved), Mxfp4(*no_gradient)
+    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), saved[1])
+    return _mask_saturated(gradient_EDF, *saved), no_gradient
 
 
 _decode.defvjp(_decode_forward, _decode_backward)

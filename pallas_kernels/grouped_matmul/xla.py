@@ -8,7 +8,9 @@ those rows are masked, and no padded copy of the rows is made. Nothing is scatte
 Next: `routing.py`, which puts the rows in order.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +18,18 @@ from jax import lax
 
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
+from pallas_kernels.grouped_matmul.low_rank import LowRank, split_scale
 from pallas_kernels.grouped_matmul.mxfp4 import (
     GROUP,
     Mxfp4,
-    Mxfp4Part,
     mxfp4_to_dense,
     split_part,
 )
 from pallas_kernels.grouped_matmul.rounded import (
-    Rounded,
     cotangent_of_rounded,
     gradient_of_masters,
     group_of_rounded,
-    values_of,
+    is_frozen,
 )
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
@@ -64,7 +65,7 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
 
 def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
     """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
-    rhs_EDF, first = split_part(values_of(rhs_EDF))
+    rhs_EDF, first = split_part(rhs_EDF)
     index = e if first is None else e + first
     matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), rhs_EDF)
     return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
@@ -110,6 +111,8 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
     `rows` is the size of a tile, at most M; None chooses it by the shapes.
     """
     n_rows, n_groups, out_width = lhs_MD.shape[0], sizes_E.shape[0], rhs_EDF.shape[3 - rhs_axis]
+    if n_rows == 0:
+        return jnp.zeros((0, out_width), lhs_MD.dtype)
     rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def add_group(e, out):
@@ -138,7 +141,7 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
 def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, masters=None):
     """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums.
 
-    With `masters`, a `Rounded`, drhs is the gradient of the masters.
+    With `masters`, four-bit matrices, drhs is the gradient of the masters.
     """
     n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
     shape = (lhs_MD.shape[1], dout_MF.shape[1])
@@ -169,103 +172,100 @@ def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype, maste
     return drhs.astype(rhs_dtype), None if dbias is None else dbias.astype(bias_dtype)
 
 
-@jax.custom_vjp
 def grouped_matmul_xla(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias = None,
+    low_rank: LowRank | None = None,
 ) -> sig.Out:
     """Multiply each group of rows by its own matrix, tile by tile; see `grouped_matmul`.
 
     Numerics: float32 accumulation, results in the dtype of their operand; sums run in row order,
-    so results are bitwise repeatable.
+    so results are bitwise repeatable. lhs·aᵀ of a low-rank update is rounded to lhs's dtype, both
+    products are summed in float32, and the gradients of a and b are in their own dtype.
     """
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return multiply_rows_xla(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
-
-
-def _grouped_matmul_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
-    out_MF = grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-
-
-def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
-    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
-    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
-    if lhs_MD.shape[0] == 0:
-        return lhs_MD, None, None, jax.tree.map(jnp.zeros_like, bias_EF)
-    sizes_E = group_sizes_E.astype(jnp.int32)
-    dlhs_MD = multiply_rows_xla(dout_MF, rhs_EDF, sizes_E, None, 2, adapter)
-    bias_dtype = None if bias_EF is None else bias_EF.dtype
-    if packed:
-        if bias_EF is None:
-            return dlhs_MD, None, None, None
-        # The bias' gradient: beside that of one row of weights, which is thrown away.
-        _, dbias_EF = _weight_gradients_xla(
-            lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype
-        )
-        return dlhs_MD, None, None, dbias_EF
-    masters = rhs_EDF if isinstance(rhs_EDF, Rounded) else None
-    drhs_EDF, dbias_EF = _weight_gradients_xla(
-        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype, masters
+    adapter, scale = split_scale(low_rank)
+    return multiply_groups(
+        multiply_rows_xla, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
     )
-    if masters is not None:
-        drhs_EDF = cotangent_of_rounded(drhs_EDF)
-    return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
-grouped_matmul_xla.defvjp(_grouped_matmul_xla_forward, grouped_matmul_xla_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def grouped_matmul_low_rank_xla(
-    lhs_MD: sig.Rows,
-    rhs_EDF: sig.Matrices,
-    group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias,
-    a_ERD: sig.A,
-    b_ERF: sig.B,
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_groups(
+    multiply_rows: Callable[..., Any],
     scale: float,
-) -> sig.Out:
-    """`grouped_matmul_xla` with a low-rank update of the matrices; see `low_rank.py`.
+    lhs_MD,
+    rhs_EDF,
+    group_sizes_E,
+    bias_EF,
+    adapter,
+) -> Any:
+    """`grouped_matmul_xla` by a function such as `multiply_rows_xla`; `adapter` is (a, b) or None.
 
-    Numerics: as `grouped_matmul_xla`; lhs·aᵀ is rounded to lhs's dtype, both products are summed
-    in float32. The gradients of a and b are in their own dtype.
+    The gradients are those of `multiply_rows_xla`.
     """
-    return _low_rank_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
+    return _sum_products(multiply_rows, scale, *operands)[0]
 
 
-def _low_rank_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
+def _sum_products(multiply_rows, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter):
     sizes_E, dtype = group_sizes_E.astype(jnp.int32), lhs_MD.dtype
-    if lhs_MD.shape[0] == 0:
-        low_MR = jnp.zeros((0, a_ERD.shape[1]), dtype)
-        out_MF = jnp.zeros((0, rhs_EDF.shape[2]), dtype)
-    else:
-        low_MR = multiply_rows_xla(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
-        adapter = low_MR, b_ERF.astype(dtype), scale
-        out_MF = multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, adapter)
-    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
+    if adapter is None:
+        return multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1), None
+    low_MR = multiply_rows(lhs_MD, adapter[0].astype(dtype), sizes_E, None, 2)
+    low = low_MR, adapter[1].astype(dtype), scale
+    return multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, low), low_MR
 
 
-def low_rank_xla_backward(scale, residuals, dout_MF):
-    *wide, a_ERD, b_ERF, low_MR = residuals
-    lhs_MD, _, group_sizes_E, _ = wide
+def _multiply_groups_forward(multiply_rows, scale, *operands):
+    if operands[-1] is None:
+        # As one call: a checkpoint that needs no result drops it, and would not drop its loops.
+        return multiply_groups(multiply_rows, scale, *operands), (*operands, None)
+    out_MF, low_MR = _sum_products(multiply_rows, scale, *operands)
+    return out_MF, (*operands, low_MR)
+
+
+def _multiply_groups_backward(_multiply_rows, scale, residuals, dout_MF):
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter, low_MR = residuals
     if lhs_MD.shape[0] == 0:
-        return (
-            *grouped_matmul_xla_backward(wide, dout_MF),
-            jnp.zeros_like(a_ERD),
-            jnp.zeros_like(b_ERF),
-        )
-    sizes_E, dtype = group_sizes_E.astype(jnp.int32), dout_MF.dtype
-    dlow_MR = multiply_rows_xla(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
-    grads = grouped_matmul_xla_backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
-    f32 = jnp.float32
-    da_ERD, _ = _weight_gradients_xla(dlow_MR, lhs_MD, sizes_E, f32, None)
+        return lhs_MD, None, None, *jax.tree.map(jnp.zeros_like, (bias_EF, adapter))
+    sizes_E, dtype, f32, dlow = group_sizes_E.astype(jnp.int32), dout_MF.dtype, jnp.float32, None
+    if adapter is not None:
+        a_ERD, b_ERF = adapter
+        dlow_MR = multiply_rows_xla(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
+        dlow = dlow_MR, a_ERD.astype(dtype), scale
+    dlhs_MD = multiply_rows_xla(dout_MF, rhs_EDF, sizes_E, None, 2, dlow)
+    drhs_EDF, dbias_EF = _matrix_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF)
+    if adapter is None or dlow is None:
+        return dlhs_MD, drhs_EDF, None, dbias_EF, None
+    da_ERD, _ = _weight_gradients_xla(dlow[0], lhs_MD, sizes_E, f32, None)
     db_ERF, _ = _weight_gradients_xla(low_MR, dout_MF, sizes_E, f32, None)
-    da_ERD, db_ERF = (scale * da_ERD).astype(a_ERD.dtype), (scale * db_ERF).astype(b_ERF.dtype)
-    return *grads, da_ERD, db_ERF
+    dadapter = tuple(
+        (scale * x).astype(y.dtype) for x, y in zip((da_ERD, db_ERF), adapter, strict=True)
+    )
+    return dlhs_MD, drhs_EDF, None, dbias_EF, dadapter
 
 
-grouped_matmul_low_rank_xla.defvjp(_low_rank_xla_forward, low_rank_xla_backward)
+multiply_groups.defvjp(_multiply_groups_forward, _multiply_groups_backward)
+
+
+def _matrix_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF):
+    bias_dtype = None if bias_EF is None else bias_EF.dtype
+    if is_frozen(rhs_EDF):
+        if bias_EF is None:
+            return None, None
+        # The bias' gradient: beside that of one row of weights, which is thrown away.
+        one_row_M1 = lhs_MD[:, :1]
+        return None, _weight_gradients_xla(one_row_M1, dout_MF, sizes_E, dout_MF.dtype, bias_dtype)[
+            1
+        ]
+    masters = rhs_EDF if isinstance(rhs_EDF, Mxfp4) else None
+    trained_EDF = rhs_EDF if masters is None else rhs_EDF.master_EDF
+    drhs_EDF, dbias_EF = _weight_gradients_xla(
+        lhs_MD, dout_MF, sizes_E, trained_EDF.dtype, bias_dtype, masters
+    )
+    return drhs_EDF if masters is None else cotangent_of_rounded(drhs_EDF), dbias_EF
 
 
 def grouped_swiglu_xla(
@@ -275,6 +275,8 @@ def grouped_swiglu_xla(
     bias_EF: sig.GateUpBias,
     alpha: float,
     limit: float,
+    low_rank: LowRank | None = None,
 ) -> sig.Out:
     """The clamped SwiGLU of `grouped_matmul_xla`'s result, which is rounded to lhs's dtype."""
-    return clamped_swiglu(grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
+    h_MF = grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
+    return clamped_swiglu(h_MF, alpha, limit)

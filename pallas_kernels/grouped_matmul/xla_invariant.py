@@ -7,7 +7,6 @@ shape. The gradients are those of xla.py. Next: pallas_kernels/tiles.py.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import supports_every_shape
 from pallas_kernels.grouped_matmul import routing, xla
 from pallas_kernels.grouped_matmul import signature as sig
+from pallas_kernels.grouped_matmul.low_rank import LowRank, split_scale
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 from pallas_kernels.tiles import ROWS as TOKENS
 from pallas_kernels.tiles import map_tiles
@@ -23,15 +23,21 @@ from pallas_kernels.tiles import map_tiles
 ROWS = 16  # rows of every tile, a group's last one included
 
 
-@jax.custom_vjp
 def grouped_matmul_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias
+    lhs_MD: sig.Rows,
+    rhs_EDF: sig.Matrices,
+    group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias,
+    low_rank: LowRank | None = None,
 ) -> sig.Out:
     """Batch-invariant grouped matmul: a row's bits depend on that row and its matrix alone.
 
     Numerics: as `grouped_matmul_xla`.
     """
-    return _multiply_rows_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, 1)
+    adapter, scale = split_scale(low_rank)
+    return xla.multiply_groups(
+        _multiply_rows_invariant, scale, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter
+    )
 
 
 def grouped_swiglu_xla_invariant(
@@ -41,51 +47,15 @@ def grouped_swiglu_xla_invariant(
     bias_EF: sig.GateUpBias,
     alpha: float,
     limit: float,
+    low_rank: LowRank | None = None,
 ) -> sig.Out:
     """The SwiGLU of `grouped_matmul_xla_invariant`'s result, which is rounded to lhs's dtype."""
-    h_MF: Any = grouped_matmul_xla_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def grouped_matmul_low_rank_xla_invariant(
-    lhs_MD: sig.Rows,
-    rhs_EDF: sig.Matrices,
-    group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.Bias,
-    a_ERD: sig.A,
-    b_ERF: sig.B,
-    scale: float,
-) -> sig.Out:
-    """`grouped_matmul_xla_invariant` with a low-rank update.
-
-    Numerics: as `grouped_matmul_low_rank_xla`.
-    """
-    return _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
-
-
-def grouped_swiglu_low_rank_xla_invariant(
-    lhs_MD: sig.Rows,
-    rhs_EDF: sig.GateUp,
-    group_sizes_E: sig.GroupSizes,
-    bias_EF: sig.GateUpBias,
-    a_ERD: sig.A,
-    b_ERF: sig.GateUpB,
-    scale: float,
-    alpha: float,
-    limit: float,
-) -> sig.Out:
-    """`grouped_swiglu_xla_invariant` with a low-rank update."""
-    h_MF: Any = grouped_matmul_low_rank_xla_invariant(
-        lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale
-    )
+    h_MF = grouped_matmul_xla_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
     return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
 
 
 grouped_matmul_xla_invariant_unsupported = supports_every_shape
 grouped_swiglu_xla_invariant_unsupported = supports_every_shape
-grouped_matmul_low_rank_xla_invariant_unsupported = supports_every_shape
-grouped_swiglu_low_rank_xla_invariant_unsupported = supports_every_shape
 
 
 def _activate_tile(alpha: float, limit: float, sums_MF: Array, _: tuple[()]) -> Array:
@@ -98,26 +68,8 @@ def _multiply_rows_invariant(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapte
     padding = ((0, max(0, ROWS - count)), (0, 0))
     if adapter is not None:
         adapter = jnp.pad(adapter[0], padding), *adapter[1:]
-    lhs_MD, sizes_E = jnp.pad(lhs_MD, padding), sizes_E.astype(jnp.int32)
+    lhs_MD = jnp.pad(lhs_MD, padding)
     return xla.multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter, ROWS)[:count]
-
-
-def _matmul_forward(*operands):
-    return grouped_matmul_xla_invariant(*operands), operands
-
-
-grouped_matmul_xla_invariant.defvjp(_matmul_forward, xla.grouped_matmul_xla_backward)
-
-
-def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
-    dtype = lhs_MD.dtype
-    low_MR = _multiply_rows_invariant(lhs_MD, a_ERD.astype(dtype), group_sizes_E, None, 2)
-    adapter = low_MR, b_ERF.astype(dtype), scale
-    out_MF = _multiply_rows_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, 1, adapter)
-    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
-
-
-grouped_matmul_low_rank_xla_invariant.defvjp(_low_rank_forward, xla.low_rank_xla_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -21,8 +21,6 @@ TABLES = (
     decoding.IMPLS,
     matmul.IMPLS,
     matmul.SWIGLU_IMPLS,
-    matmul.LOW_RANK_IMPLS,
-    matmul.LOW_RANK_SWIGLU_IMPLS,
     logprobs.IMPLS,
 )
 OLD = jax.__version_info__ < (0, 11)

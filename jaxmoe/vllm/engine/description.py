@@ -13,7 +13,7 @@ from typing import Any
 from jaxmoe.config import Config, require
 from jaxmoe.config.engine import EngineDescription
 from jaxmoe.config.layer_plan import has_gpt_oss_order
-from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
+from jaxmoe.config.lora_with import check_lora_of_vllm
 
 # The doctor must open an engine whose log-probs differ from the trainer's, in order to explain why.
 UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
@@ -35,12 +35,10 @@ def describe_vllm(cfg: Config) -> EngineDescription:
 
 def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
     """Open vLLM's engine; started servers write their logs to `work`/engine."""
-    from jaxmoe.checkpoint.base import base_folder
     from jaxmoe.vllm.engine.multi_process_engine import open_vllm
-    from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+    from jaxmoe.vllm.engine.served_adapter import sent_from_config
 
     r = cfg.rollout
-    serves = cfg.lora.ranks and r.vllm.lora == "adapter"
     return open_vllm(
         cfg.model,
         ops,
@@ -48,8 +46,7 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         mesh=mesh,
         across=cfg.mesh.attention,
         work=work / "engine",
-        adapter=ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None,
-        four_bits=cfg.quant.experts != "none",
+        sent=sent_from_config(cfg),
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=r.max_new_tokens,
         max_rows=r.max_parallel_sequences,
@@ -88,16 +85,7 @@ def check_vllm(cfg: Config) -> None:
             f"reach 6 · 2^125; got --dtype {dtype} in rollout.vllm.args. Leave it out, and try "
             "--set rollout.vllm.dtype=bfloat16.",
         )
-    if not cfg.lora.ranks:
-        return
-    require(
-        vllm.transport == "files",
-        f"lora needs rollout.vllm.transport=files, got rollout.vllm.transport={vllm.transport}: "
-        "adapters are trained on one device, and reach vLLM in files. Try --set "
-        "rollout.vllm.transport=files, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
-    )
-    if vllm.lora == "adapter":
-        _check_adapter(cfg)
+    check_lora_of_vllm(cfg)
 
 
 def check_vllm_processes(cfg: Config) -> None:
@@ -115,38 +103,6 @@ def check_vllm_processes(cfg: Config) -> None:
         "only the first process sends weights to a reconnected server, but gathering a tensor from "
         "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
         "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
-    )
-
-
-def _check_adapter(cfg: Config) -> None:
-    alternative = "or --set rollout.vllm.lora=merged, which sends full weights."
-    require(
-        bool(cfg.init.checkpoint) and cfg.warmup.steps == 0,
-        "rollout.vllm.lora=adapter needs a base that vLLM can load, got "
-        f"init.checkpoint={cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
-        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {alternative}",
-    )
-    require(
-        not cfg.rollout.vllm.url,
-        "rollout.vllm.lora=adapter needs a vLLM that this run starts, got rollout.vllm.url="
-        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {alternative}",
-    )
-    require(
-        not cfg.lora.modules_to_save,
-        f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
-        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
-    )
-    experts = [name for name in EXPERTS if name in cfg.lora.ranks]
-    require(
-        len(experts) != 1,
-        f"rollout.vllm.lora=adapter needs adapters for both of the experts' matrices or none, got "
-        f"{''.join(experts)}: vLLM accepts only both. Try --set "
-        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {alternative}",
-    )
-    require(
-        cfg.lora.rank <= VLLM_RANKS[-1],
-        f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
-        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
     )
 
 

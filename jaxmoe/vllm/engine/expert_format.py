@@ -5,14 +5,22 @@ On CUDA vLLM has kernels that read MXFP4; on a CPU (without AMX) it has none for
 the same values in bfloat16 or float32, which hold them exactly. Next: vllm_engine.py.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.checkpoint.hf import QUANTIZATION
+from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.model.config import to_hf
 from jaxmoe.model.rounded import round_experts
+from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.shapes import Leaf, Params
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.weight_sync.files import WeightFile
 from jaxmoe.vllm.weight_sync.sent_tensors import Experts
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 
@@ -28,6 +36,39 @@ MIXED = (
 def starts_packed(four_bits: bool, dtype: str, cpu: bool) -> bool:
     """Return True if a vLLM that a run starts is to hold experts in four bits."""
     return four_bits and not cpu and dtype == PACKED_DTYPE
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """Weights that are sent in full. `ServedAdapter` has the same methods for adapters."""
+
+    four_bits: bool = False  # load() gets experts whose values MXFP4 holds
+    served_name: str = ""  # of the model in a request; "": the only one
+    are_adapters: bool = False
+
+    def vllm_options(self, cpu: bool) -> dict[str, Any]:
+        return {}
+
+    def prepare_model(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
+        """Write a checkpoint folder with a config.json and no weights."""
+        folder, packed = work / "model", starts_packed(self.four_bits, dtype, cpu)
+        make_folder(folder)
+        config = to_hf(cfg, dtype=dtype) | ({"quantization_config": QUANTIZATION} if packed else {})
+        replace_text(folder / "config.json", json.dumps(config, indent=2))
+        return folder
+
+    def write_start_files(self, cfg: ModelConfig, scratch: Path) -> list[str]:
+        return []
+
+    def write_file(self, *_: Any, **__: Any) -> None:
+        """Write nothing: the transport does."""
+
+    def keep_file(self, previous: WeightFile | None) -> WeightFile | None:
+        """Return the file of an older version, whose pages the next one reuses."""
+        return previous
+
+    def check_applied(self, *_: Any) -> None:
+        """Check nothing: what vLLM loaded shows in the digests."""
 
 
 def choose_sent_experts(backends: Sequence[Backend], four_bits: bool) -> Experts:

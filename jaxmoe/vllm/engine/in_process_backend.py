@@ -25,14 +25,13 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.engine.expert_format import starts_packed
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server import (
     build_engine_options,
     default_environment,
     format_flags,
     inspect_python,
-    write_model_config,
 )
 from jaxmoe.vllm.plugin.names import ADAPTER_ID, ADAPTER_NAME
 
@@ -59,8 +58,7 @@ class InProcessBackend:
         work: Path,
         context: int,
         rows: int,
-        adapter: ServedAdapter | None = None,
-        four_bits: bool = False,
+        sent: FullWeights | ServedAdapter,
     ) -> None:
         self.name = "vLLM in this process"
         self._timeout_s = vllm.request_timeout_s
@@ -70,12 +68,8 @@ class InProcessBackend:
         chosen = build_engine_options(
             replace(vllm, transport="files"), cfg, context=context, rows=rows, cpu=cpu
         )
-        if adapter is None:
-            packed = starts_packed(four_bits, dtype, cpu)
-            folder = write_model_config(cfg, dtype, work / "model", packed=packed)
-        else:
-            chosen |= adapter.vllm_options(cpu)
-            folder = adapter.prepare_base(cfg, dtype, work, cpu)
+        chosen |= sent.vllm_options(cpu)
+        folder = sent.prepare_model(cfg, dtype, work, cpu)
         for name, value in default_environment(cpu).items():
             os.environ.setdefault(name, value)
         # In one process tensors need no copy, and vLLM starts in seconds.
@@ -88,7 +82,7 @@ class InProcessBackend:
         # The adapter is loaded before the first request. If vLLM lost it, loading it again from
         # this path, which does not exist, fails instead of serving the base.
         lost = str(work / "the adapter that was synced")
-        self._lora = None if adapter is None else _lora_request(lost)
+        self._lora = _lora_request(lost) if sent.are_adapters else None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # By our request id: the request, the sample's number, vLLM's request id.
         self._in_flight: dict[str, tuple[PendingRequest, int, str]] = {}

@@ -19,6 +19,7 @@ from jaxmoe.vllm.client.http_backend import (
     max_body_bytes_per_token,
     read_api_key,
 )
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.placement import (
     Placement,
     assign_gpus,
@@ -28,7 +29,6 @@ from jaxmoe.vllm.engine.placement import (
 )
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server import Server, inspect_python
-from jaxmoe.vllm.plugin.names import ADAPTER_NAME
 
 Opened = tuple[Backend, Server | None]
 
@@ -39,25 +39,24 @@ def open_backends(
     work: Path,
     context: int,
     rows: int,
-    adapter: ServedAdapter | None = None,
-    four_bits: bool = False,
+    sent: FullWeights | ServedAdapter,
 ) -> list[Opened]:
     """Return backends of the named servers, of started servers, or of one vLLM in this process.
 
-    With `adapter` they serve adapters over its base. With `four_bits` those that are started hold
-    experts in four bits, if they can (expert_format.py).
+    Those that are started hold the base of adapters, or experts in four bits, if they can
+    (expert_format.py).
     """
     if vllm.urls:
         named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
-        named["model"] = "" if adapter is None else ADAPTER_NAME
+        named["model"] = sent.served_name
         named["token_bytes"] = max_body_bytes_per_token(cfg)
         key = read_api_key()
         return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
     if vllm.launch == 0:
         from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 
-        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows, four_bits=four_bits)
-        return [(InProcessBackend(cfg, vllm, adapter=adapter, **sizes), None)]
+        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows, sent=sent)
+        return [(InProcessBackend(cfg, vllm, **sizes), None)]
     places = [Placement()] * vllm.launch
     if not inspect_python(vllm.python or sys.executable)["cpu"]:
         trainer = trainer_memory_fraction(jax.default_backend() == "gpu")
@@ -73,8 +72,7 @@ def open_backends(
             context=context,
             rows=rows,
             place=place,
-            adapter=adapter,
-            four_bits=four_bits,
+            sent=sent,
         )
         for n, place in enumerate(places)
     ]

@@ -70,7 +70,7 @@ class Replica:
         retries: int,
         report: Callable[[str], None],
         check: Callable[[Backend], object],
-        try_out: Callable[[Backend], None] | None = None,
+        try_out: Callable[[Backend], None],
     ) -> None:
         self.backend, self._server, self._transport = backend, server, Transport(transport)
         self._cfg, self._probe, self._retries = cfg, probe, retries
@@ -80,7 +80,7 @@ class Replica:
         self.in_flight = 0  # tokens; counted by the server pool
         self.max_rows = sys.maxsize  # sequences that it computes at once
         self._check = check  # raises if it cannot be used
-        self._check_adapter = try_out  # raises if it does not apply adapters
+        self._try_out = try_out  # raises if it does not apply adapters
         self._report, self._failures = report, deque[str](maxlen=3)  # the last few
         self._verified: dict[str, int] = {}  # label -> version
         self._current_version = -1
@@ -116,8 +116,7 @@ class Replica:
         if workers.names != self._connected:
             self._invalidate_weights()
             self._transport.connect(self.backend)
-            if self._check_adapter is not None:
-                self._check_adapter(self.backend)
+            self._try_out(self.backend)
             workers = read_workers(self.backend)
         self._connected, self.max_rows = workers.names, workers.rows
         update = target.file

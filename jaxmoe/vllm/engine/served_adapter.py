@@ -9,6 +9,7 @@ layout of the experts' matrices all decide whether an adapter is applied; so eac
 tried. Next: jaxmoe/vllm/engine/sync.py, which compares every version with the trainer.
 """
 
+import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -18,19 +19,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.checkpoint.base import base_folder
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
-from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
+from jaxmoe.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
 from jaxmoe.model.lora import Pair, adapter_shapes
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.client.backend import Backend
 from jaxmoe.vllm.client.request import score_tokens
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
+from jaxmoe.vllm.plugin.names import ADAPTER_NAME
+from jaxmoe.vllm.weight_sync.adapter_files import extract_adapters, write_adapter
+from jaxmoe.vllm.weight_sync.files import WeightFile
 
+ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
 MIN_SIGNAL_TO_NOISE = 4  # relative to the difference of two runs of the base
 
 
@@ -40,6 +46,9 @@ class ServedAdapter:
 
     lora: LoraConfig
     base: Path
+    served_name = ADAPTER_NAME
+    are_adapters = True
+    four_bits = False  # an adapter has no experts of its own
 
     def vllm_options(self, cpu: bool) -> dict[str, Any]:
         """Return vLLM options beyond those of server.py. Raises ConfigError if a CPU lacks one."""
@@ -62,14 +71,29 @@ class ServedAdapter:
             ]
         return chosen
 
-    def prepare_base(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
+    def prepare_model(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
         """Return the base weights' folder; on a CPU, which cannot read MXFP4, a decoded copy."""
         return _decode_base(self.base, cfg, dtype, work) if cpu else self.base
 
-    def write_zero_adapter(self, cfg: ModelConfig, directory: Path) -> None:
-        """Write an adapter that changes nothing, in PEFT's format."""
+    def write_start_files(self, cfg: ModelConfig, scratch: Path) -> list[str]:
+        """Write an adapter that changes nothing, and return vLLM's arguments that load it."""
+        directory = scratch / ZERO_ADAPTER_FOLDER
         shutil.rmtree(directory, ignore_errors=True)
         save_adapter(zero_adapters(cfg, self.lora), cfg, self.lora, directory)
+        zero_adapter = {"name": ADAPTER_NAME, "path": str(directory)}
+        return ["--lora-modules", json.dumps(zero_adapter)]
+
+    def write_file(
+        self, params: Params, cfg: ModelConfig, directory: str | Path, *, run: str, version: int
+    ) -> WeightFile:
+        """Write the adapters among these parameters, for all replicas."""
+        adapters = extract_adapters(params)
+        return write_adapter(adapters, cfg, self.lora, directory, run=run, version=version)
+
+    def keep_file(self, previous: WeightFile | None) -> None:
+        """Remove the files of an older version."""
+        if previous is not None:
+            previous.close()
 
     def check_applied(
         self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str
@@ -100,6 +124,13 @@ class ServedAdapter:
                         f"nats; two runs of the same weights differ by {noise:.3g}. vLLM would "
                         "not sample from the trained weights. Try --set rollout.vllm.lora=merged."
                     )
+
+
+def sent_from_config(cfg: Config) -> FullWeights | ServedAdapter:
+    """Return what a run sends to its vLLMs."""
+    if cfg.lora.ranks and cfg.rollout.vllm.lora == "adapter":
+        return ServedAdapter(cfg.lora, base_folder(cfg))
+    return FullWeights(cfg.quant.experts != "none")
 
 
 def zero_adapters(cfg: ModelConfig, lora: LoraConfig) -> Params:

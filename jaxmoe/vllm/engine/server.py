@@ -21,32 +21,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxmoe.checkpoint.hf import QUANTIZATION
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
-from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import report_phase
-from jaxmoe.run_files import make_folder, open_to_append, replace_text
+from jaxmoe.run_files import open_to_append
 from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.client.http_backend import HttpBackend, max_body_bytes_per_token
 from jaxmoe.vllm.client.redact import Key
 from jaxmoe.vllm.engine import server_processes
-from jaxmoe.vllm.engine.expert_format import starts_packed
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.heartbeat import Heartbeat
 from jaxmoe.vllm.engine.placement import Placement
 from jaxmoe.vllm.engine.secret_variables import remove_secrets
-from jaxmoe.vllm.engine.served_adapter import ServedAdapter
+from jaxmoe.vllm.engine.served_adapter import ZERO_ADAPTER_FOLDER, ServedAdapter
 from jaxmoe.vllm.engine.sync import LOGPROBS_MODE
 from jaxmoe.vllm.plugin import auth_middleware, watchdog
-from jaxmoe.vllm.plugin.names import ADAPTER_NAME
 
 MIN_CONTEXT = 192  # tokens that the probe of new weights needs
 STOP_TIMEOUT_S = 15.0  # until it is killed
-DEFAULT_PLACEMENT = Placement()
-ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
+DEFAULT_PLACEMENT, DENSE = Placement(), FullWeights()
 LOG_TAIL_LINES = 25  # of the log, in messages
 
 _INSPECT = """
@@ -161,16 +158,6 @@ def default_environment(cpu: bool) -> dict[str, str]:
     return env
 
 
-def write_model_config(
-    model: ModelConfig, dtype: str, directory: Path, *, packed: bool = False
-) -> Path:
-    """Write a checkpoint folder with a config.json and no weights; packed: experts in four bits."""
-    make_folder(directory)
-    config = to_hf(model, dtype=dtype) | ({"quantization_config": QUANTIZATION} if packed else {})
-    replace_text(directory / "config.json", json.dumps(config, indent=2))
-    return directory
-
-
 class Server:
     """One vLLM server process, which may be started again."""
 
@@ -184,10 +171,9 @@ class Server:
         context: int,
         rows: int,
         place: Placement = DEFAULT_PLACEMENT,
-        adapter: ServedAdapter | None = None,
-        four_bits: bool = False,
+        sent: FullWeights | ServedAdapter = DENSE,
     ) -> None:
-        self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
+        self._cfg, self._place, self._model, self._sent = cfg, place, model, sent
         self.key = secrets.token_urlsafe(32)
         self._python = cfg.python or sys.executable
         self._cpu = inspect_python(self._python)["cpu"]
@@ -196,13 +182,8 @@ class Server:
         self._number = number
         dtype = cfg.dtype or model.dtype
         self._options = build_engine_options(cfg, model, context=context, rows=rows, cpu=self._cpu)
-        self._options |= place.vllm_options()
-        if adapter is None:
-            packed = starts_packed(four_bits, dtype, self._cpu)
-            self._folder = write_model_config(model, dtype, work / "model", packed=packed)
-        else:
-            self._options |= adapter.vllm_options(self._cpu)
-            self._folder = adapter.prepare_base(model, dtype, work, self._cpu)
+        self._options |= place.vllm_options() | sent.vllm_options(self._cpu)
+        self._folder = sent.prepare_model(model, dtype, work, self._cpu)
         self._rows = rows
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -216,13 +197,12 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH_PREFIX))  # mode 0700
         env = self.build_environment(self._scratch)
-        if self._adapter is not None:
-            self._adapter.write_zero_adapter(self._model, self._scratch / ZERO_ADAPTER_FOLDER)
+        start_options = self._sent.write_start_files(self._model, self._scratch)
         with open_to_append(self.log) as log:
             # In a process group of its own: its children can be killed with it, and Ctrl-C reaches
             # only the trainer, which stops it in order.
             self._process = subprocess.Popen(
-                self.build_command(port),
+                self.build_command(port, start_options),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -235,7 +215,7 @@ class Server:
             timeout_s=self._cfg.request_timeout_s,
             connections=self._rows,
             key=self.key,
-            model="" if self._adapter is None else ADAPTER_NAME,
+            model=self._sent.served_name,
             token_bytes=max_body_bytes_per_token(self._model),
         )
         try:
@@ -268,7 +248,7 @@ class Server:
             "VLLM_RPC_BASE_PATH": str(scratch),
         }
 
-    def build_command(self, port: int) -> list[str]:
+    def build_command(self, port: int, start_options: Sequence[str] = ()) -> list[str]:
         """Return the command; later options win, so the user's come last."""
         # The script `vllm` fails in vLLM's distribution for CPUs, which has another name.
         arguments = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
@@ -278,10 +258,8 @@ class Server:
             "--disable-uvicorn-access-log",
             "--middleware",
             "jaxmoe.vllm.plugin.auth_middleware.AuthMiddleware",
+            *start_options,
         ]
-        if self._adapter is not None and self._scratch is not None:
-            zero_adapter = {"name": ADAPTER_NAME, "path": str(self._scratch / ZERO_ADAPTER_FOLDER)}
-            arguments += ["--lora-modules", json.dumps(zero_adapter)]
         return arguments + format_flags(self._options) + shlex.split(self._cfg.args)
 
     def _wait_until_healthy(self, backend: HttpBackend) -> None:

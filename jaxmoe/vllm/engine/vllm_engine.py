@@ -41,7 +41,7 @@ from jaxmoe.vllm.client.backend import Backend, RequestFailed
 from jaxmoe.vllm.client.request import PromptRequest, score_tokens
 from jaxmoe.vllm.engine.check_request import RequestLimits, check_request
 from jaxmoe.vllm.engine.episodes import sample_episodes
-from jaxmoe.vllm.engine.expert_format import choose_sent_experts, pack_for_sync
+from jaxmoe.vllm.engine.expert_format import FullWeights, choose_sent_experts, pack_for_sync
 from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 from jaxmoe.vllm.engine.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.engine.replica import Replica, TargetWeights, sleep_backoff
@@ -49,7 +49,6 @@ from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server_pool import ServerPool
 from jaxmoe.vllm.engine.sync import Probe, ProbeReference, read_workers
 from jaxmoe.vllm.engine.transport import Transport
-from jaxmoe.vllm.weight_sync.adapter_files import extract_adapters, write_adapter
 from jaxmoe.vllm.weight_sync.directory import WeightsDirectory
 from jaxmoe.vllm.weight_sync.files import WeightFile, write_files
 from jaxmoe.vllm.weight_sync.update import (
@@ -61,6 +60,7 @@ from jaxmoe.vllm.weight_sync.update import (
 
 T = TypeVar("T")
 MAX_PROBE_ABS_DIFF = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
+DENSE = FullWeights()
 MAX_THREADS = 512  # one for each request in flight
 
 
@@ -89,14 +89,10 @@ class VllmEngine:
         max_rows: int,
         max_context: int = 0,
         run: str = "",
-        adapter: ServedAdapter | None = None,
-        four_bits: bool = False,
+        sent: FullWeights | ServedAdapter = DENSE,
     ) -> None:
-        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens.
-
-        `four_bits`: load() gets experts whose values MXFP4 holds.
-        """
-        self._adapter = adapter
+        """`max_context`: tokens of an episode; 0: max_prompt_tokens + max_new_tokens."""
+        self._sent = sent
         self._cfg, self._vllm = cfg, vllm
         context = max_context or max_prompt_tokens + max_new_tokens
         self._limits = RequestLimits(max_prompt_tokens, max_new_tokens, context)
@@ -112,10 +108,10 @@ class VllmEngine:
         self._transport = "in_process" if in_process else vllm.transport
         self._pool = ServerPool([], [], self.incidents.append)
         # Fails on an unusable folder before servers start, which takes minutes.
-        if self._transport == "files" or adapter is not None:
+        if self._transport == "files" or sent.are_adapters:
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
-            opened = open_backends(cfg, vllm, work, context, max_rows, adapter, four_bits)
+            opened = open_backends(cfg, vllm, work, context, max_rows, sent)
         except BaseException:
             self.close()
             raise
@@ -126,7 +122,7 @@ class VllmEngine:
                 with suppress(RequestFailed):  # checked again with the first weights
                     read_workers(backend)
             self.experts = choose_sent_experts(
-                [backend for backend, _ in opened if backend not in unavailable], four_bits
+                [backend for backend, _ in opened if backend not in unavailable], sent.four_bits
             )
             loosest = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
             self.probe = Probe(
@@ -149,7 +145,7 @@ class VllmEngine:
                 retries=vllm.retries,
                 report=self.incidents.append,
                 check=partial(check_context, needed_tokens=needed),
-                try_out=self._check_adapter,
+                try_out=self._try_out,
             )
             for backend, server in opened
         ]
@@ -169,19 +165,11 @@ class VllmEngine:
         if self.experts == "packed":
             params = pack_for_sync(params)
         named["experts"] = self.experts
-        file, manifest_lock = None, Lock()
-        if self._adapter is not None:
-            file = write_adapter(
-                extract_adapters(params),
-                self._cfg,
-                self._adapter.lora,
-                self._vllm.weights_dir,
-                run=self._run,
-                version=version,
-            )
-        elif self._transport == "files":
+        folder, manifest_lock = self._vllm.weights_dir, Lock()
+        file = self._sent.write_file(params, self._cfg, folder, run=self._run, version=version)
+        if file is None and self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
-            file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
+            file = write_files(params, self._cfg, folder, **named, reuse=reuse)
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
@@ -197,17 +185,12 @@ class VllmEngine:
 
         label = f"{self._run}:{version}"
         previous_file = self._sync_target(TargetWeights(label, version, file, build_update, logps))
-        if self._adapter is None:
-            self._reusable_file = previous_file
-        elif previous_file is not None:
-            previous_file.close()
+        self._reusable_file = self._sent.keep_file(previous_file)
 
-    def _check_adapter(self, backend: Backend) -> None:
-        """Check that the backend applies adapters, if this run serves any."""
-        if self._adapter is not None:
-            self._adapter.check_applied(
-                backend, self._cfg, self.probe.scored_tokens, self._vllm.weights_dir, self._run
-            )
+    def _try_out(self, backend: Backend) -> None:
+        """Check that the backend applies what this run sends."""
+        folder = self._vllm.weights_dir
+        self._sent.check_applied(backend, self._cfg, self.probe.scored_tokens, folder, self._run)
 
     def load_file(self, file: WeightFile, reference: ProbeReference) -> None:
         """Load a file that another process wrote, with the trainer's log-probs of the probe."""

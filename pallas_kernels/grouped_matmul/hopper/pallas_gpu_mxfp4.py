@@ -40,7 +40,7 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     select_fetch,
     split_adapter_refs,
 )
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, split_part
 
 _WG = hopper.WARPGROUP_ROWS
 _PRODUCER_REGISTERS = 24
@@ -87,7 +87,7 @@ class Mxfp4Plan(NamedTuple):
 
 def multiply_rows_mxfp4_hopper(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4 | Mxfp4Part,
+    rhs_EDF: Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None,
     transposed: bool,
@@ -111,7 +111,7 @@ def multiply_rows_mxfp4_hopper(
 
 def multiply_swiglu_mxfp4_hopper(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4 | Mxfp4Part,
+    rhs_EDF: Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F2"] | None,
     swiglu: Swiglu,

@@ -11,7 +11,7 @@ import pytest
 from jaxmoe.checkpoint import mxfp4 as host
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs, tiny
 from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
-from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part, Rounded
+from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.rounded import is_saturated, read_rounded
@@ -27,11 +27,11 @@ def draw_matrix(seed=0, scale=0.1):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_values_are_those_that_the_host_packs(dtype):
     w_EDF = draw_matrix()
-    values = read_rounded(Rounded(encode_mxfp4(w_EDF), w_EDF), dtype)
+    values = read_rounded(encode_mxfp4(w_EDF)._replace(master_EDF=w_EDF), dtype)
     assert values.dtype == dtype
     for e in range(E):
         packed = host.blocks_to_halves(*host.encode_blocks(np.asarray(w_EDF[e]).T))
-        expected = host.decode_packed(Mxfp4(*(part[None] for part in packed)))[0]
+        expected = host.decode_packed(Mxfp4(*(part[None] for part in packed.codes)))[0]
         np.testing.assert_array_equal(
             np.asarray(values[e], np.float32), expected.astype(np.float32)
         )
@@ -40,7 +40,7 @@ def test_the_values_are_those_that_the_host_packs(dtype):
 def test_a_part_of_a_stack_reads_its_matrices():
     stack = jnp.concatenate([draw_matrix(1), draw_matrix(2)])
     packed, part = encode_mxfp4(stack), stack[E:]
-    values = read_rounded(Rounded(Mxfp4Part(packed, jnp.int32(E)), part), jnp.float32)
+    values = read_rounded(packed._replace(first=jnp.int32(E), master_EDF=part), jnp.float32)
     np.testing.assert_array_equal(values, mxfp4_to_dense(encode_mxfp4(part)))
 
 
@@ -50,7 +50,8 @@ def test_the_gradient_is_zero_where_values_saturate(dtype):
     cotangent = jax.random.normal(jax.random.key(7), (E, D, F)).astype(dtype)
 
     def read(master):
-        return read_rounded(Rounded(encode_mxfp4(jax.lax.stop_gradient(w_EDF)), master), dtype)
+        packed = encode_mxfp4(jax.lax.stop_gradient(w_EDF))
+        return read_rounded(packed._replace(master_EDF=master), dtype)
 
     _, pull = jax.vjp(read, w_EDF)
     (gradient,) = pull(cotangent)

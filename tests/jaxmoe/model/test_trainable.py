@@ -9,7 +9,8 @@ from jaxmoe.config import ConfigError, OptimConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.lora import Pair
 from jaxmoe.model.params import count_params
-from jaxmoe.model.trainable import count_trained, merge_params, policy_specs, split_params
+from jaxmoe.model.trainable import count_trained, merge_params, split_params
+from jaxmoe.model.weights import weights_of
 
 PARAMS = {
     "embed": np.arange(4.0),
@@ -90,7 +91,7 @@ def test_the_trained_parameters_are_counted_without_padding():
 
 def test_a_lora_runs_adapters_are_counted():
     cfg = override(TINY, "lora.attention_rank=2", "lora.targets=w_q", "warmup.steps=0")
-    pairs = jax.tree.leaves(policy_specs(cfg.model, cfg.lora))
+    pairs = jax.tree.leaves(weights_of(cfg).trained)
     n_of_pair = sum(int(np.prod(spec.shape)) for spec in pairs)
     assert count_trained(cfg) == (n_of_pair, count_params(cfg.model)[0] + n_of_pair)
     only_b = override(cfg, "optim.trainable=.*/b")

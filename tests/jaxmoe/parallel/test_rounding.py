@@ -98,9 +98,8 @@ def test_bytes_equal_one_devices_within_each_devices_share(sizes, round_params):
     for kind in KINDS:
         for name in MATRICES:
             master = params["layers"][kind][name].addressable_shards[0].data.size
-            for part, other, values_per_entry in zip(
-                packed["layers"][kind][name], expected["layers"][kind][name], (2, 32), strict=True
-            ):
+            both = (tree["layers"][kind][name].codes for tree in (packed, expected))
+            for part, other, values_per_entry in zip(*both, (2, 32), strict=True):
                 np.testing.assert_array_equal(part, other)
                 shard = part.addressable_shards[0].data
                 assert shard.size * values_per_entry == master

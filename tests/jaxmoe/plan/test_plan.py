@@ -14,6 +14,7 @@ from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops
 from jaxmoe.model.cache import cache_bytes
+from jaxmoe.model.weights import base_shapes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
@@ -21,7 +22,6 @@ from jaxmoe.plan.collectives import Collective
 from jaxmoe.plan.compiled import (
     CompiledStep,
     TooLarge,
-    base_shapes,
     compile_rl_step,
     mesh_on,
     microbatch_tokens,

@@ -37,7 +37,7 @@ def change(params, kind, name, index, value):
 
 def numpy_values(packed):
     """(codes and scales of each value, decoded values) of a stack of matrices."""
-    nibbles, scales = (np.asarray(x) for x in packed)
+    nibbles, scales = (np.asarray(x) for x in packed.codes)
     codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-2)
     each_scale = np.repeat(scales, 32, axis=-2)
     values = np.stack([np.asarray(decode_packed(Mxfp4(n, s))) for n, s in zip(nibbles, scales)])  # noqa: B905

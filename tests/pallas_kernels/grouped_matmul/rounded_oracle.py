@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
-from pallas_kernels.grouped_matmul.rounded import Rounded
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import naive, plain_swiglu
 from tests.pallas_kernels.three_way import three_way
 
@@ -48,13 +47,13 @@ def draw_inputs(dtype, swiglu, master_dtype=jnp.float32):
             (dout_key, (M, F // 2 if swiglu else F)),
         )
     )
-    rhs = Rounded(Mxfp4Part(stack, jnp.int32(FIRST)), master)
+    rhs = stack._replace(first=jnp.int32(FIRST), master_EDF=master)
     return dout, jnp.asarray(SIZES, jnp.int32), lhs, rhs, bias
 
 
 def own_matrices(rhs):
     """The packed experts by themselves."""
-    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in rhs.packed.stack))
+    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in rhs.codes))
 
 
 def find_saturated(master_EDF):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.grouped_matmul import Rounded, cases, mxfp4, pallas_gpu
+from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_gpu
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS
 from tests.compilers import skip_without_compiler
 
@@ -133,7 +133,7 @@ def test_nor_are_they_before_the_fused_activation(case):
 def with_masters(case):
     """`four_bits` with masters in bfloat16."""
     lhs, packed, *others = four_bits(case)
-    return lhs, Rounded(packed, cases.matmul_shapes(case)[1]), *others
+    return lhs, packed._replace(master_EDF=cases.matmul_shapes(case)[1]), *others
 
 
 def with_gradient_of_masters(f):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.grouped_matmul import Rounded, cases, grouped_matmul, grouped_swiglu, mxfp4
+from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, mxfp4
 from tests.compilers import skip_without_compiler
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
@@ -37,7 +37,7 @@ def abstract_arguments(case, packed, swiglu, with_masters):
             jax.ShapeDtypeStruct((n_groups, width // 32, columns), jnp.uint8),
         )
     if with_masters:
-        rhs = Rounded(rhs, master)
+        rhs = rhs._replace(master_EDF=master)
     columns = case.F // 2 if swiglu else case.F
     return lhs, rhs, sizes, bias, jax.ShapeDtypeStruct((case.M, columns), lhs.dtype)
 

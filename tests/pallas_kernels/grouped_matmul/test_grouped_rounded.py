@@ -12,7 +12,6 @@ import pytest
 from pallas_kernels.grouped_matmul import (
     LowRank,
     Mxfp4,
-    Rounded,
     grouped_matmul,
     grouped_swiglu,
     pallas_tpu,
@@ -72,7 +71,7 @@ def test_masters_in_bfloat16_have_a_gradient_in_bfloat16(name):
 @pytest.mark.parametrize("name", ["xla", "xla_invariant", "mosaic_tpu"])
 def test_a_part_of_a_stack_equals_its_matrices(name):
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
-    alone = Rounded(own_matrices(rhs), rhs.master_EDF)
+    alone = own_matrices(rhs)._replace(master_EDF=rhs.master_EDF)
     actual = values_and_gradients(implementation(name, True), dout, sizes, lhs, alone, bias)
     for x, y in zip(results_of(name, True, jnp.bfloat16), actual, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
@@ -82,7 +81,7 @@ def test_a_part_of_a_stack_equals_its_matrices(name):
 def test_values_equal_frozen_matrices_bitwise(name):
     """An engine reads packed matrices without masters."""
     _, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, True)
-    frozen = jax.jit(implementation(name, True))(sizes, lhs, rhs.packed, bias)
+    frozen = jax.jit(implementation(name, True))(sizes, lhs, rhs._replace(master_EDF=None), bias)
     trained = jax.jit(implementation(name, True))(sizes, lhs, rhs, bias)
     np.testing.assert_array_equal(np.asarray(frozen, np.float32), np.asarray(trained, np.float32))
 
@@ -98,7 +97,7 @@ def test_masters_train_up_to_their_groups_largest(dtype):
     lhs = jnp.ones((2, 64), dtype)
 
     def total(master):
-        rhs = Rounded(encode_mxfp4(jax.lax.stop_gradient(master)), master)
+        rhs = encode_mxfp4(jax.lax.stop_gradient(master))._replace(master_EDF=master)
         return grouped_matmul(lhs, rhs, jnp.array([2], jnp.int32), impl="xla").sum()
 
     trains = np.asarray(jax.grad(total)(master), np.float32)[0] != 0
@@ -149,13 +148,11 @@ def test_an_infinite_master_shows_in_its_expert(name):
     """An expert without rows has one too."""
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
     master = rhs.master_EDF.at[1, 40, 5].set(jnp.nan).at[IDLE, 70, 9].set(-jnp.inf)
-    stack = Mxfp4(
-        *(
-            x.at[FIRST : FIRST + len(SIZES)].set(own)
-            for x, own in zip(rhs.packed.stack, encode_mxfp4(master), strict=True)
-        )
+    stack = (
+        x.at[FIRST : FIRST + len(SIZES)].set(own)
+        for x, own in zip(rhs.codes, encode_mxfp4(master).codes, strict=True)
     )
-    whole = Rounded(rhs.packed._replace(stack=stack), master)
+    whole = Mxfp4(*stack, rhs.first, master)
     actual = values_and_gradients(implementation(name, False), dout, sizes, lhs, whole, bias)
     out, dlhs, dmaster, dbias = (np.array(x) for x in results_of(name, False, jnp.float32))
     rows = slice(SIZES[0], SIZES[0] + SIZES[1])
@@ -178,21 +175,14 @@ def test_no_rows_give_no_rows_and_zero_gradients():
 
 
 INPUT_FAULTS = {
-    "another part of the stack": lambda rhs: rhs._replace(
-        packed=rhs.packed._replace(first=rhs.packed.first - 1)
-    ),
+    "another part of the stack": lambda rhs: rhs._replace(first=rhs.first - 1),
     "masters of another expert": lambda rhs: rhs._replace(
         master_EDF=jnp.roll(rhs.master_EDF, 1, axis=0)
     ),
     "masters half as large": lambda rhs: rhs._replace(master_EDF=rhs.master_EDF / 2),
     "masters a tenth larger": lambda rhs: rhs._replace(master_EDF=rhs.master_EDF * 1.1),
     "halves of the rows swapped": lambda rhs: rhs._replace(
-        packed=rhs.packed._replace(
-            stack=rhs.packed.stack._replace(
-                nibbles_EDF=(rhs.packed.stack.nibbles_EDF << 4)
-                | (rhs.packed.stack.nibbles_EDF >> 4)
-            )
-        )
+        nibbles_EDF=(rhs.nibbles_EDF << 4) | (rhs.nibbles_EDF >> 4)
     ),
 }
 
@@ -210,7 +200,7 @@ def test_a_planted_fault_of_the_inputs_is_seen(fault):
 
 def whole_stack(rhs):
     """The first matrices of the stack, whichever part is meant."""
-    return Mxfp4(*(x[: rhs.shape[0]] for x in rhs.packed.stack))
+    return Mxfp4(*(x[: rhs.shape[0]] for x in rhs.codes))
 
 
 def rolled_groups(rhs, right=rounded._own_matrices):
@@ -255,7 +245,7 @@ def test_a_planted_fault_of_the_code_is_seen(fault, name, monkeypatch):
 def test_masters_that_do_not_fit_are_named():
     raw = inspect.unwrap(grouped_matmul)
     _, sizes, lhs, rhs, bias = draw_inputs(jnp.float32, False)
-    alone = Rounded(own_matrices(rhs), rhs.master_EDF)
+    alone = own_matrices(rhs)._replace(master_EDF=rhs.master_EDF)
     for unsupported in (
         alone._replace(master_EDF=rhs.master_EDF[:, :, :-1]),
         alone._replace(master_EDF=rhs.master_EDF[1:]),
@@ -267,8 +257,7 @@ def test_masters_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="floating-point"):
         raw(lhs, alone._replace(master_EDF=rhs.master_EDF.astype(jnp.int32)), sizes)
     with pytest.raises(ValueError, match="must have scales"):
-        short = alone.packed._replace(scales_EDF=alone.packed.scales_EDF[:, 1:])
-        raw(lhs, alone._replace(packed=short), sizes)
+        raw(lhs, alone._replace(scales_EDF=alone.scales_EDF[:, 1:]), sizes)
     with pytest.raises(ValueError, match="one size for each of the 5 matrices"):
         raw(lhs, rhs, sizes[:-1])
-    assert FIRST + len(SIZES) <= rhs.packed.shape[0] and M > sum(SIZES)
+    assert FIRST + len(SIZES) <= len(rhs.nibbles_EDF) and M > sum(SIZES)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import Rounded, pallas_gpu
+from pallas_kernels.grouped_matmul import pallas_gpu
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes
 from tests.pallas_kernels.grouped_matmul.rounded_oracle import (
     ALPHA,
@@ -36,7 +36,7 @@ def test_values_and_gradients_match_decoded_matrices(op):
 @knows_transposes
 def test_a_part_of_a_stack_equals_its_matrices():
     dout, sizes, lhs, rhs, bias = draw_inputs(jnp.bfloat16, False)
-    alone = Rounded(own_matrices(rhs), rhs.master_EDF)
+    alone = own_matrices(rhs)._replace(master_EDF=rhs.master_EDF)
     part, complete = (values_and_gradients(matmul, dout, sizes, lhs, x, bias) for x in (rhs, alone))
     for x, y in zip(part, complete, strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

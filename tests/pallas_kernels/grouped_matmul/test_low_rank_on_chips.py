@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import low_rank, pallas_gpu, pallas_tpu, reference
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense
-from pallas_kernels.grouped_matmul.xla import grouped_matmul_low_rank_xla
+from pallas_kernels.grouped_matmul import LowRank, pallas_gpu, pallas_tpu, reference
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import knows_transposes, plain_swiglu
 from tests.pallas_kernels.three_way import three_way
 
@@ -25,14 +25,8 @@ NAMES = ("out", "dlhs", "da", "db")
 GPU = pytest.param("gpu", marks=knows_transposes)
 SLOW_GPU = pytest.param("gpu", marks=[knows_transposes, pytest.mark.slow])
 KERNELS = {
-    "gpu": (
-        pallas_gpu.grouped_matmul_low_rank_mosaic_gpu,
-        pallas_gpu.grouped_swiglu_low_rank_mosaic_gpu,
-    ),
-    "tpu": (
-        pallas_tpu.grouped_matmul_low_rank_mosaic_tpu,
-        pallas_tpu.grouped_swiglu_low_rank_mosaic_tpu,
-    ),
+    "gpu": (pallas_gpu.grouped_matmul_mosaic_gpu, pallas_gpu.grouped_swiglu_mosaic_gpu),
+    "tpu": (pallas_tpu.grouped_matmul_mosaic_tpu, pallas_tpu.grouped_swiglu_mosaic_tpu),
 }
 
 
@@ -51,7 +45,7 @@ def draw_inputs(swiglu, rank=R):
         jax.random.bits(next(keys), (E + 3, D // 2, F), jnp.uint8),
         jnp.where(meant[:, None, None], scales, jnp.uint8(255)),
     )
-    part = Mxfp4Part(stack, jnp.int32(FIRST))
+    part = stack._replace(first=jnp.int32(FIRST))
     a_ERD, b_ERF = draw(E, rank, D) / D**0.5, draw(E, rank, F)
     dout_MF = draw(M, F // 2 if swiglu else F).astype(dtype)
     lhs_MD = draw(M, D).astype(dtype)
@@ -60,7 +54,7 @@ def draw_inputs(swiglu, rank=R):
 
 def select_part(part):
     """The matrices that a part means, by themselves."""
-    return jax.tree.map(lambda x: x[FIRST : FIRST + len(SIZES)], part.stack)
+    return Mxfp4(*(x[FIRST : FIRST + len(SIZES)] for x in part.codes))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -68,13 +62,14 @@ def values_and_gradients(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
     """The value and the gradients of lhs, a and b."""
     options = (ALPHA, LIMIT) if swiglu else ()
     out, pull = jax.vjp(
-        lambda lhs, a, b: run(lhs, rhs, sizes, bias, a, b, SCALE, *options), lhs, a, b
+        lambda lhs, a, b: run(lhs, rhs, sizes, bias, *options, LowRank(a, b, SCALE)), lhs, a, b
     )
     return out, *pull(dout.astype(out.dtype))
 
 
-def merged(lhs, rhs, sizes, bias, a, b, scale, *options):
+def merged(lhs, rhs, sizes, bias, *options_and_change):
     """Naively, by whole matrices, everything in lhs's dtype."""
+    *options, (a, b, scale) = options_and_change
     merged_weights = (mxfp4_to_dense(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(
         lhs.dtype
     )
@@ -96,11 +91,7 @@ def on_chip(chip, swiglu):
 @cache
 def naive_and_right(swiglu, rank=R):
     sizes, lhs, part, *others, dout = draw_inputs(swiglu, rank)
-    oracle = (
-        low_rank.grouped_swiglu_low_rank_reference
-        if swiglu
-        else low_rank.grouped_matmul_low_rank_reference
-    )
+    oracle = reference.grouped_swiglu_reference if swiglu else reference.grouped_matmul_reference
     wide = (lhs.astype(jnp.float32), select_part(part), *others)
     return (
         values_and_gradients(merged, swiglu, sizes, lhs, select_part(part), *others, dout),
@@ -148,7 +139,7 @@ def test_ranks_of_several_steps_with_dense_matrices(chip):
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
 def test_a_part_of_a_stack_equals_its_matrices(chip):
     sizes, lhs, part, *others = draw_inputs(False)
-    run, actual = grouped_matmul_low_rank_xla, None
+    run, actual = grouped_matmul_xla, None
     if chip != "xla":
         run, actual = kernel(chip, False), on_chip(chip, False)
     actual = actual or values_and_gradients(run, False, sizes, lhs, part, *others)
@@ -164,16 +155,10 @@ def test_a_part_of_a_stack_equals_its_matrices(chip):
 def test_b_of_zero_changes_no_bit(chip):
     """A run begins at its base, and the change is added before anything is rounded."""
     sizes, lhs, part, bias, a, b, _ = draw_inputs(True)
-    none = jax.jit(partial(kernel(chip, True), scale=SCALE, alpha=ALPHA, limit=LIMIT))(
-        lhs, part, sizes, bias, a, jnp.zeros_like(b)
-    )
-    plain = {
-        "gpu": pallas_gpu.grouped_swiglu_mosaic_gpu,
-        "tpu": pallas_tpu.grouped_swiglu_mosaic_tpu,
-    }[chip]
-    base = jax.jit(partial(plain, alpha=ALPHA, limit=LIMIT, interpret=True))(
-        lhs, select_part(part), sizes, bias
-    )
+    run = partial(kernel(chip, True), alpha=ALPHA, limit=LIMIT)
+    zero = LowRank(a, jnp.zeros_like(b), SCALE)
+    none = jax.jit(lambda lhs: run(lhs, part, sizes, bias, low_rank=zero))(lhs)
+    base = jax.jit(run)(lhs, select_part(part), sizes, bias)
     np.testing.assert_array_equal(np.asarray(none, np.float32), np.asarray(base, np.float32))
 
 

@@ -71,10 +71,10 @@ def assert_values_stay(packed, dtype):
     """Decoded and packed again, by any rule or by the host, they are the same to the bit."""
     values = mxfp4_to_dense(packed, dtype)
     expected = np.asarray(decode(packed)).view(np.int32)
-    on_host = host.decode_packed(Mxfp4(*map(np.asarray, packed)))
+    on_host = host.decode_packed(Mxfp4(*map(np.asarray, packed.codes)))
     np.testing.assert_array_equal(on_host.astype(np.float32).view(np.int32), expected)
     repeated = [encode(values) for encode in RULES.values()]
-    repeated.append(Mxfp4(*map(jnp.asarray, encode_on_host(np.asarray(values)))))
+    repeated.append(Mxfp4(*map(jnp.asarray, encode_on_host(np.asarray(values))[:2])))
     for x in repeated:
         np.testing.assert_array_equal(np.asarray(decode(x)).view(np.int32), expected)
 
@@ -162,10 +162,11 @@ def test_a_stack_is_encoded_as_its_matrices(dtype):
     for e in range(3):
         single = assert_equal_bytes(w_EDF[e])
         assert all(
-            jnp.array_equal(part[e], of_one) for part, of_one in zip(packed, single, strict=True)
+            jnp.array_equal(part[e], of_one)
+            for part, of_one in zip(packed.codes, single.codes, strict=True)
         )
     repeated = encode(decode(packed))
-    assert all(jnp.array_equal(a, b) for a, b in zip(packed, repeated, strict=True))
+    assert all(jnp.array_equal(a, b) for a, b in zip(packed.codes, repeated.codes, strict=True))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

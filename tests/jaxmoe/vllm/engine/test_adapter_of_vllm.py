@@ -64,7 +64,7 @@ def opened(base, work, launch):
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         max_rows=ROWS,
-        adapter=ServedAdapter(LORA, base[0]),
+        sent=ServedAdapter(LORA, base[0]),
     )
 
 
@@ -161,10 +161,10 @@ def test_a_matrix_that_vllm_ignores_is_named(inside):
     backend._call_llm(lambda: backend._llm.collective_rpc(break_one))
     try:
         with pytest.raises(WeightSyncError, match="an adapter of model.layers.1.self_attn.o_proj"):
-            engine._check_adapter(backend)
+            engine._try_out(backend)
     finally:
         backend._call_llm(lambda: backend._llm.collective_rpc(mend))
-    engine._check_adapter(backend)
+    engine._try_out(backend)
 
 
 def test_a_damaged_adapter_is_refused_before_any_change(inside, tmp_path):

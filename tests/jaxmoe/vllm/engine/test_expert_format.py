@@ -13,7 +13,7 @@ from vllm_cases import CFG, NEW, OPS, PADDED, PROMPT, ROWS, prompts
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.engine.expert_format import pack_for_sync, starts_packed
+from jaxmoe.vllm.engine.expert_format import FullWeights, pack_for_sync, starts_packed
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 
 PACKABLE = replace(CFG, d_expert=64)
@@ -30,7 +30,7 @@ def open_engine(tmp_path, *servers, four_bits=True):
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         max_rows=ROWS,
-        four_bits=four_bits,
+        sent=FullWeights(four_bits),
     )
 
 

@@ -17,7 +17,8 @@ from jaxmoe.config import EngineError, ModelConfig, VllmConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.vllm.engine import in_process_backend
+from jaxmoe.vllm.engine import expert_format
+from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 from jaxmoe.vllm.weight_sync.files import write_files
 
@@ -91,7 +92,7 @@ def mxfp4_without_a_kernel(monkeypatch):
     monkeypatch.setattr(module.GptOssMxfp4MoEMethod, "apply", compute_experts)
     dtypes = [importlib.import_module("torch").float32]
     monkeypatch.setattr(module.Mxfp4Config, "get_supported_act_dtypes", lambda *_: dtypes)
-    monkeypatch.setattr(in_process_backend, "starts_packed", lambda *_: True)
+    monkeypatch.setattr(expert_format, "starts_packed", lambda *_: True)
 
 
 def open_engine(tmp_path, *, four_bits=True):
@@ -103,7 +104,7 @@ def open_engine(tmp_path, *, four_bits=True):
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         max_rows=8,
-        four_bits=four_bits,
+        sent=FullWeights(four_bits),
     )
 
 

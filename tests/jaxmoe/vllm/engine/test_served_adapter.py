@@ -68,7 +68,7 @@ def served(tmp_path):
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         max_rows=8,
-        adapter=ServedAdapter(LORA, tmp_path / "base"),
+        sent=ServedAdapter(LORA, tmp_path / "base"),
     )
     yield server, engine
     engine.close()
