@@ -127,7 +127,7 @@ def place_turn_rewards(
 
 
 def split_by_turn(rollout: Rollout, reward: float) -> list[float]:
-    """Return the reward of each turn; they add up to the answer's, whose rest is the last turn's."""
+    """Return the reward of each turn. The answer's reward that no token has is the last turn's."""
     turns = rollout.turns
     placed = (
         np.zeros(len(rollout.tokens)) if rollout.token_rewards is None else rollout.token_rewards
