@@ -5,6 +5,7 @@ The engine's token ids are used as they are; text is never tokenised again.
 Next: jaxmoe/rl/batch.py converts rollouts to the arrays of a training step.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,6 +90,8 @@ class Rollout:
     # reward includes their sum, and the rest of it is paid at the last token. None: all of it is.
     token_rewards: np.ndarray | None = None
     env_metrics: Mapping[str, float] = field(default_factory=dict)  # by metric name
+    # of the environment's state before each turn, equal for equal states; None: it named none
+    state_keys: Sequence[str | None] = ()
     # why the infrastructure, and not the policy, spoilt the episode, which then has no reward:
     # "reset", "env_error", "env_timeout", "close", "sandbox"; "" for any other episode
     lost: str = ""
@@ -121,6 +124,17 @@ def place_turn_rewards(
     for reward, (_, end) in zip(rewards, turns, strict=False):
         placed[end - 1] = reward
     return placed
+
+
+def split_by_turn(rollout: Rollout, reward: float) -> list[float]:
+    """Return the reward of each turn. The answer's reward that no token has is the last turn's."""
+    turns = rollout.turns
+    placed = (
+        np.zeros(len(rollout.tokens)) if rollout.token_rewards is None else rollout.token_rewards
+    )
+    rewards = [math.fsum(placed[start:end]) for start, end in turns]
+    rewards[-1] += reward - math.fsum(placed)
+    return rewards
 
 
 def add_token_rewards(*parts: np.ndarray | None) -> np.ndarray | None:

@@ -52,6 +52,7 @@ from jaxmoe.rl.state import (
     init_warmup_state,
     stage_shapes,
 )
+from jaxmoe.rl.turns import add_turns
 from jaxmoe.rl.update import CheckedStep
 from jaxmoe.rollout.engine import BaseReader
 from jaxmoe.rollout.staleness import check_versions
@@ -231,8 +232,9 @@ def train_rl(job: Job) -> None:
                 staleness = check_versions(
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
+                batch = parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards)
                 batch, minibatches = split_minibatches(
-                    parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards),
+                    add_turns(batch, collected.rollouts, a, cfg.rollout.max_turns),
                     a,
                     seed=(cfg.seed, step),
                     tokens_per_microbatch=cfg.optim.tokens_per_microbatch,

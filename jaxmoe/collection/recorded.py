@@ -16,7 +16,7 @@ from jaxmoe.collection.scores import response_text
 from jaxmoe.collection.tasks import Task
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.environments.transcripts import ENVIRONMENT, list_parts, make_transcript, read_last_turn
-from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.records import Prompt, Rollout, StopReason, split_by_turn
 
 N_PROMPTS = 8  # held-out prompts per evaluation
 N_GROUPS = 2  # groups per step
@@ -85,6 +85,7 @@ def group_rows(
                     "gap_mean": _round_number(abs_gaps.mean()),
                     "gap_max": _round_number(abs_gaps.max()),
                     "length": rollout.n_sampled,
+                    **_turn_advantages(rollout, advantages_BT[i, span]),
                     "tokens": _token_rows(
                         rollout, gaps, rollout_logp_BT[i, span], task.tokenizer.decode
                     ),
@@ -133,12 +134,15 @@ def _episode_row(rollout: Rollout, tokenizer: Tokenizer) -> Row:
 
 def _turn_row(rollout: Rollout, reward: float) -> Row:
     """The rewards of the turns, which add up to the answer's; {} if all of it is at the end."""
-    placed, turns = rollout.token_rewards, rollout.turns
-    if placed is None or len(turns) < 2 or not math.isfinite(reward):
+    if rollout.token_rewards is None or len(rollout.turns) < 2 or not math.isfinite(reward):
         return {}
-    rewards = [math.fsum(placed[start:end]) for start, end in turns]
-    rewards[-1] += reward - math.fsum(placed)
-    return {"turn_rewards": [_round_number(x) for x in rewards]}
+    return {"turn_rewards": [_round_number(x) for x in split_by_turn(rollout, reward)]}
+
+
+def _turn_advantages(rollout: Rollout, advantages_T: np.ndarray) -> Row:
+    """The mean advantage of each turn; {} if all tokens have the same."""
+    means = [float(advantages_T[start:end].mean()) for start, end in rollout.turns]
+    return {"turn_advantages": [_round_number(x) for x in means]} if len({*means}) > 1 else {}
 
 
 def truncate_text(text: str, limit: int = MAX_CHARS) -> str:

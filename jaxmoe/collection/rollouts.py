@@ -38,6 +38,7 @@ from jaxmoe.rollout.check_rollouts import (
 )
 from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.episode_metrics import turn_reward_metrics
 from jaxmoe.shapes import Metrics
 
 
@@ -111,6 +112,7 @@ def collect_rollouts(
         samples=rollout_cfg.samples_per_prompt,
         max_gen_batches=rollout_cfg.max_gen_batches,
     )
+    metrics |= turn_reward_metrics(rollouts, rewards)
     select_scored(rewards, task)
     metrics |= mean_part_metrics(parts) | seconds
     metrics["data/epoch"] = data.epoch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_options, import_function, parse_call
+from jaxmoe.config.calls import check_option_names, import_function, parse_call
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.user_code import user_code
 
@@ -65,7 +65,7 @@ def _read_row_function(text: str, key: str, **available: Any) -> Callable[[Row],
     names = list(signature.parameters)[1:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if not takes_any:
-        check_options(f"{key}: {path}", options, names)
+        check_option_names(f"{key}: {path}", options, names)
     options = {name: value for name, value in available.items() if name in names} | options
     try:
         signature.bind(None, **options)

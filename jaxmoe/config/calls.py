@@ -65,12 +65,12 @@ def import_attribute(path: str, key: str, kind: str) -> Any:
         ) from error
 
 
-def check_options(label: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for an option that is not among the known ones."""
-    known = list(known)
+def check_option_names(label: str, options: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ConfigError for an option that is not among the names."""
+    names = list(names)
     for option in options:
-        if option not in known:
-            raise ConfigError(f"{label} has no option {option!r}. {suggest_name(option, known)}")
+        if option not in names:
+            raise ConfigError(f"{label} has no option {option!r}. {suggest_name(option, names)}")
 
 
 def _import_hint(module: str, name: str, error: Exception) -> str:

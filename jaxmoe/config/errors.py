@@ -17,12 +17,12 @@ class EngineError(RuntimeError):
     """The engine cannot continue; the faulty batch was not trained on."""
 
 
-def suggest_name(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The most similar of the known names as a question, else all of them."""
-    known = list(known)
-    if similar := difflib.get_close_matches(name, known, 1):
+def suggest_name(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """The most similar of the names as a question, else all of them."""
+    names = list(names)
+    if similar := difflib.get_close_matches(name, names, 1):
         return f"Did you mean {prefix}{similar[0]}?"
-    return f"Known: {', '.join(known) or 'none'}."
+    return f"Known: {', '.join(names) or 'none'}."
 
 
 def require(condition: bool, message: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxmoe.config.calls import check_options, import_function, parse_call
+from jaxmoe.config.calls import check_option_names, import_function, parse_call
 from jaxmoe.config.errors import ConfigError, suggest_name
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -122,7 +122,7 @@ def _check_signature(
 ) -> None:
     name = getattr(function, "__name__", str(function))
     allowed = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
-    check_options(f"{key}: {name}", options, allowed)
+    check_option_names(f"{key}: {name}", options, allowed)
     bound = partial(function, **options)
     positional = [n for n in options if n in array_parameters(function)]
     if positional or not array_parameters(function):

@@ -28,7 +28,8 @@ class Environment(Protocol):
         ...
 
     def reset(self, row: Row, *, seed: int) -> tuple[list[Message], dict[str, Any]]:
-        """Begin the episode; return all messages of the prompt, and info.
+        """Begin the episode; return all messages of the prompt, and info, which may hold
+        "state_key".
 
         All samples of a row are reset with the same seed and must get the same prompt.
         """
@@ -40,7 +41,8 @@ class Environment(Protocol):
         """Answer the messages of one turn of the policy.
 
         Returns (messages to add, reward, terminated, truncated, info). info may hold "rewards",
-        the parts that the reward consists of, and "metrics", numbers to add up over the episode.
+        the parts that the reward consists of, "metrics", numbers to add up over the episode, and
+        "state_key", a text or a number that is equal for equal states (see `gigpo`).
         """
         ...
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_options, import_attribute, parse_call
+from jaxmoe.config.calls import check_option_names, import_attribute, parse_call
 from jaxmoe.environments.adapters.gymnasium_environment import GymnasiumEnvironment
 from jaxmoe.environments.adapters.openenv_environment import (
     PREFIX,
@@ -179,7 +179,7 @@ def _bind_constructor(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [name for name in parameters if name not in _ROW_ARGUMENTS]
     if not takes_any:
-        check_options(label, [name for name in options if name not in parameters], names)
+        check_option_names(label, [name for name in options if name not in parameters], names)
     missing = [
         p.name
         for p in parameters.values()
@@ -219,6 +219,6 @@ def _read_openenv(text: str, system: str) -> EnvironmentFactory:
     address, parenthesis, arguments = text.partition("(")
     url = read_openenv_url(address, KEY)
     _, options = parse_call(f"openenv{parenthesis}{arguments}", KEY)
-    check_options(f"{KEY}: {PREFIX}URL", options, ("field", "observation_field", "columns"))
+    check_option_names(f"{KEY}: {PREFIX}URL", options, ("field", "observation_field", "columns"))
     connect = make_openenv_client(url, KEY)
     return lambda: OpenEnvEnvironment(connect, **options, system=system)

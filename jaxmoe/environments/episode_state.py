@@ -40,6 +40,8 @@ class EpisodeState:
     cause: str = ""  # why the episode is lost: "reset", "env_error" or "sandbox"
     fault: str = ""  # what was raised
     steps: list[tuple[Mapping[str, float], Mapping[str, float]]] = field(default_factory=list)
+    # of the state before each turn of the policy, the first one by its reset; None: not named
+    state_keys: list[str | None] = field(default_factory=list)
     closing_rewards: dict[str, float] = field(default_factory=dict)
     closing_fault: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,6 +59,7 @@ class EpisodeState:
             with user_code():
                 result = check_step(wait_for_result(self.environment.step(messages)))
             self.steps.append((result.rewards, result.metrics))
+            self.state_keys.append(result.state_key)
             return result
         finally:
             with self._lock:
@@ -86,6 +89,7 @@ class EpisodeState:
         return asdict(
             EpisodeResult(
                 list(self.steps),
+                list(self.state_keys),
                 self.closing_rewards,
                 self.closing_fault,
                 self.counts,
@@ -100,6 +104,7 @@ class EpisodeResult:
     """Rewards and metrics of an episode; each step is a pair of them."""
 
     steps: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
+    state_keys: Sequence[str | None]
     closing_rewards: Mapping[str, float]
     closing_fault: str
     counts: Mapping[str, float]

@@ -31,7 +31,7 @@ from jaxmoe.environments.episode_state import (
     describe_fault,
     find_cause,
 )
-from jaxmoe.environments.step_check import check_reset
+from jaxmoe.environments.step_check import check_reset, read_state_key
 from jaxmoe.environments.transcripts import read_last_turn
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, place_turn_rewards
 from jaxmoe.rollout.engine import Engine
@@ -237,6 +237,7 @@ class Episodes:
             rollout,
             env_rewards=result.rewards(n_steps),
             token_rewards=placed,
+            state_keys=tuple(result.state_keys[: len(rollout.turns)]),
             env_metrics=result.metrics(n_steps) | {"hack/forged_turn": float(is_forged)},
             lost=lost,
             env_fault=fault,
@@ -286,7 +287,8 @@ class Episodes:
                 with user_code():
                     environment = self._settings.make_environment()
                     reset = wait_for_result(environment.reset(own_row, seed=seed))
-                messages, _ = check_reset(reset)
+                messages, info = check_reset(reset)
+                state_key = read_state_key(info)
                 break
             except Exception as error:
                 _close_quietly(environment)
@@ -296,7 +298,7 @@ class Episodes:
                     return self._lose_reset(episode, f"reset failed: {describe_fault(error)}")
         else:
             raise AssertionError("unreachable")
-        state = EpisodeState(environment, prompt.tokens)
+        state = EpisodeState(environment, prompt.tokens, state_keys=[state_key])
         with self._states_lock:
             is_late = self._is_closed or episode in self._states
             if not is_late:

@@ -5,6 +5,7 @@ An environment is somebody else's code. A result that cannot be used raises `Env
 which ends the episode with the stop reason env_error; the run goes on.
 """
 
+import hashlib
 import math
 import numbers
 import re
@@ -40,6 +41,7 @@ class StepResult:
 
     rewards: by part; their sum is the reward of the step. The part is "env" if info names none.
     metrics: to be added up over the steps of an episode.
+    state_key: of the state that the step led to; None if the environment names none.
     """
 
     messages: tuple[Message, ...]
@@ -48,6 +50,7 @@ class StepResult:
     truncated: bool
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    state_key: str | None = None
 
 
 def check_step(result: Any) -> StepResult:
@@ -82,6 +85,7 @@ def check_step(result: Any) -> StepResult:
         truncated,
         rewards,
         check_numbers(info.get("metrics"), "metrics"),
+        read_state_key(info),
     )
 
 
@@ -96,6 +100,24 @@ def check_reset(result: Any) -> tuple[tuple[Message, ...], Mapping[str, Any]]:
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info must be a dict, got {describe_value(info)}")
     return messages, info
+
+
+def read_state_key(info: Mapping[str, Any]) -> str | None:
+    """Return 32 letters for info["state_key"], equal for equal keys; None if there is none.
+
+    Raises: EnvironmentFault for anything but a text or a whole number.
+    """
+    key = info.get("state_key")
+    if key is None:
+        return None
+    if isinstance(key, bool) or not isinstance(key, str | int | np.integer):
+        raise EnvironmentFault(
+            'info["state_key"] must be a text or a whole number, equal for equal states, got '
+            f"{describe_value(key)}"
+        )
+    # A state may be a long text, and every process gets the keys of all episodes.
+    text = key.encode("utf-8", "replace") if isinstance(key, str) else b"%d" % int(key)
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def check_numbers(values: Any, label: str) -> dict[str, float]:

@@ -76,6 +76,7 @@ class ToolEnvironment:
         info = {
             "rewards": add_numbers(*(part.rewards for part in parts)),
             "metrics": add_numbers(*(part.metrics for part in parts)),
+            "state_key": last.state_key,
         }
         replies = [message for part in parts for message in part.messages]
         reward = sum(part.reward for part in parts)

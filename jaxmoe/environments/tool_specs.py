@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_options, import_attribute, parse_call
+from jaxmoe.config.calls import check_option_names, import_attribute, parse_call
 from jaxmoe.config.errors import suggest_name
 from jaxmoe.config.function_specs import split_calls
 from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
@@ -140,7 +140,7 @@ def _read_tool(call: str, builtin: Mapping[str, Callable[[], Tool]]) -> Tool:
             f"{label} must be a function written in Python, a class like verl's BaseTool, or a "
             f"Tool, got {kind}. Write a def with types and a docstring around it."
         )
-    _check_option_names(label, function, options)
+    check_option_names(label, options, inspect.signature(function).parameters)
     if function.__annotations__.get("return") in (Tool, "Tool"):
         tool: Any = target(**options)
         return tool
@@ -155,11 +155,5 @@ def _make_builtin(
         custom = "" if hint.endswith("?") else " A tool of your own is module:function."
         raise ConfigError(f"{KEY}: there is no tool {name!r}. {hint}{custom}")
     make = builtin[name]
-    _check_option_names(f"{KEY}: {name}", make, options)
+    check_option_names(f"{KEY}: {name}", options, inspect.signature(make).parameters)
     return make()
-
-
-def _check_option_names(
-    label: str, function: Callable[..., Any], options: Mapping[str, Any]
-) -> None:
-    check_options(label, options, inspect.signature(function).parameters)

@@ -60,9 +60,25 @@ from jaxmoe.losses.routed_ratios import (
 )
 from jaxmoe.losses.router_terms import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.losses.supervised import cross_entropy
+from jaxmoe.losses.turns import (
+    gigpo,
+    gigpo_rloo,
+    turn_gae,
+    turn_group_advantages,
+    turn_return_advantages,
+    turn_rloo_advantages,
+    whitened_turn_gae,
+)
 from jaxmoe.losses.value import clipped_value_loss, explained_variance
 
 __all__ = [
+    "whitened_turn_gae",
+    "turn_rloo_advantages",
+    "turn_return_advantages",
+    "turn_group_advantages",
+    "turn_gae",
+    "gigpo_rloo",
+    "gigpo",
     "bootstrapped_gae",
     "cispo",
     "ppo_clip",

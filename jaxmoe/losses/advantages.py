@@ -185,12 +185,25 @@ def bootstrapped_gae(
         does not bootstrap; time limits: arXiv:1712.00378 §2.2.
     """
     check_options(SHARE, discount=discount, trace=trace)
+    factors_BT = (jnp.full(mask_BT.shape, x, jnp.float32) for x in (discount, discount * trace))
+    return estimate_gae(rewards_BT, values_BT, bootstrap_B, mask_BT, *factors_BT)
+
+
+def estimate_gae(
+    rewards_BT: Float[Array, "B T"],
+    values_BT: Float[Array, "B T"],
+    bootstrap_B: Float[Array, " B"],
+    mask_BT: Bool[Array, "B T"],
+    discount_BT: Float[Array, "B T"],
+    decay_BT: Float[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return (advantages, returns) of `bootstrapped_gae` with γ and γ·λ of each token."""
 
     def step_back(carry, column):
         next_value_B, next_advantage_B = carry
-        reward_B, value_B, true_B = column
-        delta_B = reward_B + discount * next_value_B - value_B
-        advantage_B = delta_B + discount * trace * next_advantage_B
+        reward_B, value_B, true_B, discount_B, decay_B = column
+        delta_B = reward_B + discount_B * next_value_B - value_B
+        advantage_B = delta_B + decay_B * next_advantage_B
         carry = (
             jnp.where(true_B, value_B, next_value_B),
             jnp.where(true_B, advantage_B, next_advantage_B),
@@ -204,10 +217,9 @@ def bootstrapped_gae(
         for x in (rewards_BT, values_BT)
     )
     last_B = lax.stop_gradient(bootstrap_B.astype(jnp.float32))
-    columns = (rewards_BT.T, values_BT.T, mask_BT.T)
-    advantages_BT = lax.scan(step_back, (last_B, jnp.zeros_like(last_B)), columns, reverse=True)[
-        1
-    ].T
+    columns = (rewards_BT.T, values_BT.T, mask_BT.T, discount_BT.T, decay_BT.T)
+    start = (last_B, jnp.zeros_like(last_B))
+    advantages_BT = lax.scan(step_back, start, columns, reverse=True)[1].T
     return advantages_BT, advantages_BT + values_BT
 
 

@@ -36,8 +36,9 @@ def _check_answer(row: Mapping[str, Any]) -> dict[str, Any]:
             # A reply of the environment has neither gap nor probability.
             if isinstance(token, list) and len(token) in (1, 3)
         ]
-    if isinstance(row.get("turn_rewards"), list):
-        checked["turn_rewards"] = [_check_number(x) for x in row["turn_rewards"]]
+    for name in ("turn_rewards", "turn_advantages"):
+        if isinstance(row.get(name), list):
+            checked[name] = [_check_number(x) for x in row[name]]
     transcript = row.get("transcript")
     if isinstance(transcript, list):
         checked["transcript"] = [

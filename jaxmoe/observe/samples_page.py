@@ -179,15 +179,19 @@ def _row_html(row: Mapping[str, Any]) -> str:
 
 def _format_reward(sample: Mapping[str, Any]) -> str:
     """The reward of an answer, and those of its turns if they have several."""
-    turns = sample.get("turn_rewards")
-    by_turn = f" ({', '.join(map(_format_number, turns))} by turn)" if turns else ""
-    return f"{_format_number(sample.get('reward'))}{by_turn}"
+    return f"{_format_number(sample.get('reward'))}{_format_by_turn(sample.get('turn_rewards'))}"
+
+
+def _format_by_turn(values: Any, form: str = "") -> str:
+    """Numbers of turns in parentheses; "" for None."""
+    return f" ({', '.join(_format_number(x, form) for x in values)} by turn)" if values else ""
 
 
 def _sample_html(sample: Mapping[str, Any]) -> str:
     summary = (
         f"reward {_format_reward(sample)}"
         f" · advantage {_format_number(sample.get('advantage'), '+.3f')}"
+        f"{_format_by_turn(sample.get('turn_advantages'), '+.3f')}"
         f" · {_format_number(sample.get('length'))} tokens"
         f" · |Δlogp| mean {_format_number(sample.get('gap_mean'), '.1e')},"
         f" max {_format_number(sample.get('gap_max'), '.1e')} nats{_note_html(sample)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_options, import_attribute
+from jaxmoe.config.calls import check_option_names, import_attribute
 from jaxmoe.data.rows import Row
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -153,4 +153,4 @@ def _check_options(
     option_names = [name for name, p in parameters.items() if p.kind in _NAMED]
     takes_any = not option_names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any:
-        check_options(f"{key}: {path.rpartition(':')[2]}", options, option_names)
+        check_option_names(f"{key}: {path.rpartition(':')[2]}", options, option_names)

@@ -43,6 +43,8 @@ class Batch:
     # float32; the reward of each answer at its tokens, which adds up to rewards_B; None: all of it
     # at the last token that is trained on
     rewards_BT: Leaf = None
+    turn_ends_BJ: Leaf = None  # int32; index of each turn's last token; −1: no such turn
+    state_ids_BJ: Leaf = None  # int32; equal for equal states of a prompt; −1: unknown
     truncated_B: Leaf = None  # bool; the answer was cut off, such as at max_new_tokens
     routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
     # Rows of your own, [B, …], that the functions of the loss take by name.

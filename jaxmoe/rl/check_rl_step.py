@@ -19,6 +19,7 @@ from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.sharing_from_config import check_shared_unit
 from jaxmoe.rl.state import TrainState
+from jaxmoe.rl.turns import check_turns
 from jaxmoe.rl.validate import check_algorithm
 from jaxmoe.shapes import Params
 
@@ -80,6 +81,7 @@ def check_inputs(
         r > 0 and rows % r == 0,
         f"a batch must consist of groups of samples_per_prompt ({r}) rows, got {rows} rows.",
     )
+    check_turns(batch)
     check_shared_unit(batch.packing, scorer.ops.attend)
     updates = 1 if minibatches is None else len(minibatches.rows_UB)
     require(

@@ -77,6 +77,8 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     available |= dict.fromkeys(
         ("routed_experts_BTLA", "load_LE", "switched_BT"), cfg.records_experts
     )
+    available |= {"turn_ends_BJ": cfg.rollout.max_turns > 1}
+    available |= {"state_ids_BJ": bool(cfg.data.environment.strip())}
     available |= dict.fromkeys(
         ("router_logits_BTLE", "old_router_logits_BTLE"), "router_logits_BTLE" in recorded
     )

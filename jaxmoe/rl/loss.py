@@ -90,6 +90,8 @@ def collect_known_arrays(batch: Batch) -> dict[str, Any]:
         **batch.recorded,
         "values_BT": batch.old_values_BT,
         "bootstrap_B": batch.bootstrap_B,
+        "turn_ends_BJ": batch.turn_ends_BJ,
+        "state_ids_BJ": batch.state_ids_BJ,
         "mask_BT": batch.loss_mask_BT,
         "token_mask_BT": jnp.asarray(batch.segment_ids_BT) > 0,
         "rollout_logp_BT": batch.rollout_logp_BT,

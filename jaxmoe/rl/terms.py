@@ -59,6 +59,10 @@ _HINTS = {
     "switched_BT": "Try --set rollout.compare_experts=True.",
     "router_logits_BTLE": "Try --set router.record=record_router_logits.",
     "old_router_logits_BTLE": "Try --set router.record=record_router_logits.",
+    "turn_ends_BJ": "Turns need an environment or tools, and rollout.max_turns above 1. Try --set "
+    "loss.advantages=group_advantages.",
+    "state_ids_BJ": 'An environment names states by info["state_key"]. Try --set '
+    "loss.advantages=turn_return_advantages, or --set data.environment=module:name.",
 } | dict.fromkeys(("values_BT", "old_values_BT", "returns_BT"), "Try --set critic.backbone=own.")
 
 

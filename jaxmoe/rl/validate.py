@@ -28,7 +28,7 @@ from jaxmoe.rl.microbatches import share_scalars
 from jaxmoe.rl.terms import OLD_ROUTING, Term, missing_array, reference_kl
 
 # Trailing sizes of arrays that have more axes than [B, T]; all differ, so that a swap is found.
-_LAYERS, _EXPERTS, _ACTIVE = 11, 7, 5
+_LAYERS, _EXPERTS, _ACTIVE, _TURNS = 11, 7, 5, 13
 
 
 def check_algorithm(
@@ -184,6 +184,7 @@ def _abstract_batch(
     (layers, experts, active), p = routing, 3 if r == 2 else 2
     t = p * r + 1
     x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
+    ends_BJ = jnp.zeros((p * r, _TURNS), jnp.int32)
     has_critic = a.critic != "none"
     has_experts = example is None or example.routed_experts_BTLA is not None
     if recorded is None:
@@ -207,6 +208,8 @@ def _abstract_batch(
         if has_experts
         else None,
         shared=shared,
+        turn_ends_BJ=None if example is not None and example.turn_ends_BJ is None else ends_BJ,
+        state_ids_BJ=None if example is not None and example.state_ids_BJ is None else ends_BJ,
         old_experts_BTLA=out.get("experts_BTLA"),
         old_router_logits_BTLE=out.get("router_logits_BTLE"),
         old_logp_BT=x_BT if a.needs_scoring else None,

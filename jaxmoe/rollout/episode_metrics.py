@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmoe.records import Rollout, StopReason
+from jaxmoe.records import Rollout, StopReason, split_by_turn
 from jaxmoe.shapes import Metrics
 
 # Groups of names that environments and tools may use; any other name is put into the first.
 _METRIC_GROUPS = ("env/", "tool/", "hack/")
+MAX_TURNS = 8  # with a metric of their own
 _REASONS_OF_ANSWERS = (StopReason.STOP_TOKEN, StopReason.MAX_TOKENS)
 
 
@@ -58,6 +59,26 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     names = dict.fromkeys(name for values in numbers for name in values)
     means = {name: float(np.mean([v.get(name, 0.0) for v in numbers])) for name in names}
     return metrics | means
+
+
+def turn_reward_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray) -> Metrics:
+    """Return reward/turn/N: the mean reward of turn N over the rollouts that have it.
+
+    Of the first MAX_TURNS turns. {} unless a turn before the last one is paid. What is paid for the
+    answer as one belongs to its last turn. Rollouts without a reward (NaN) are left out.
+    """
+    if not any(r.token_rewards is not None and len(r.turns) > 1 for r in rollouts):
+        return {}
+    by_turn = [
+        split_by_turn(r, float(reward))
+        for r, reward in zip(rollouts, rewards, strict=True)
+        if np.isfinite(reward)
+    ]
+    count = min(max(map(len, by_turn), default=0), MAX_TURNS)
+    return {
+        f"reward/turn/{j + 1}": float(np.mean([x[j] for x in by_turn if len(x) > j]))
+        for j in range(count)
+    }
 
 
 def _prefix_name(name: str) -> str:

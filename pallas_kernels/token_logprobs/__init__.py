@@ -2,10 +2,17 @@
 """Log-probs and entropies of target tokens, without storing all logits. Next: `api.py`."""
 
 from pallas_kernels.token_logprobs.api import token_logprobs
+from pallas_kernels.token_logprobs.divergence import vocabulary_divergences
 from pallas_kernels.token_logprobs.slices import (
     merge_statistics,
     token_gradients,
     token_statistics,
 )
 
-__all__ = ["merge_statistics", "token_gradients", "token_logprobs", "token_statistics"]
+__all__ = [
+    "merge_statistics",
+    "token_gradients",
+    "token_logprobs",
+    "token_statistics",
+    "vocabulary_divergences",
+]

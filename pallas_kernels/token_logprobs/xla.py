@@ -7,8 +7,9 @@ Next: `cases.py`, the shapes of tests and benchmarks.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +22,7 @@ from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
 # A logit of probability 0. It is finite, so that p · log p is 0 and not NaN.
-_MASKED_LOGIT = -1e30
+MASKED_LOGIT = -1e30
 
 
 def even_blocks(n: int, max_size: int) -> tuple[int, int]:
@@ -36,11 +37,11 @@ def even_blocks(n: int, max_size: int) -> tuple[int, int]:
     return size, -(-n // size)
 
 
-def _loop_blocks(count, body, carry):
+def loop_blocks(count, body, carry):
     return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
-def _matmul_dtype(hidden_MD, w_head_DV):
+def matmul_dtype(hidden_MD, w_head_DV):
     return hidden_MD.dtype if hidden_MD.dtype == w_head_DV.dtype else jnp.dtype(jnp.float32)
 
 
@@ -49,7 +50,7 @@ def _block_start(i, size, n):
     return i * size, jnp.minimum(i * size, n - size)
 
 
-def _block_logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=operator.truediv):
+def block_logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=operator.truediv):
     """(logits divided by the temperature, slice of the head, first column, start) of block v."""
     first, start = _block_start(v, size, vocab_size)
     w_Dc = lax.dynamic_slice_in_dim(w_head_DV, start, size, axis=1).astype(h_bD.dtype)
@@ -58,11 +59,11 @@ def _block_logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=oper
     # count twice.
     if vocab_size % size:
         new_c = start + jnp.arange(size, dtype=jnp.int32) >= first
-        z_bc = jnp.where(new_c[None, :], z_bc, _MASKED_LOGIT)
+        z_bc = jnp.where(new_c[None, :], z_bc, MASKED_LOGIT)
     return z_bc, w_Dc, first, start
 
 
-def _take_tokens(i, size, arrays):
+def take_tokens(i, size, arrays):
     n = arrays[0].shape[0]
     first, start = _block_start(i, size, n)
     slices = [lax.dynamic_slice_in_dim(x, start, size) for x in arrays]
@@ -75,7 +76,7 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
 
     def vocab_step(v, carry):
         peak, total, moment, chosen = carry
-        z_bc, _, first, start = _block_logits(
+        z_bc, _, first, start = block_logits(
             h_bD, w_head_DV, temperature, v, size, vocab_size, temper
         )
         new_peak = jnp.maximum(peak, z_bc.max(axis=1))
@@ -93,8 +94,8 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
         return new_peak, total, moment, chosen
 
     zero = jnp.zeros(h_bD.shape[0], jnp.float32)
-    masked = jnp.full_like(zero, _MASKED_LOGIT)
-    return finish(*_loop_blocks(count, vocab_step, (masked, zero, zero, masked)))
+    masked = jnp.full_like(zero, MASKED_LOGIT)
+    return finish(*loop_blocks(count, vocab_step, (masked, zero, zero, masked)))
 
 
 def _finish_logprobs(peak, total, moment, chosen):
@@ -108,7 +109,7 @@ def _finish_logprobs(peak, total, moment, chosen):
 def _finish_statistics(peak, total, moment, chosen):
     """The target's logit (0 if no block has it), lse and entropy."""
     log_total = jnp.log(total)
-    chosen = jnp.where(chosen == _MASKED_LOGIT, 0.0, chosen)
+    chosen = jnp.where(chosen == MASKED_LOGIT, 0.0, chosen)
     return chosen, peak + log_total, log_total - moment / total
 
 
@@ -124,17 +125,17 @@ def stream_vocabulary(
     """finish(sums over the vocabulary) of each token, by default (logp, entropy, lse)."""
     n_tokens = hidden_MD.shape[0]
     size, count = even_blocks(n_tokens, TOKEN_BLOCK)
-    dtype = _matmul_dtype(hidden_MD, w_head_DV)
+    dtype = matmul_dtype(hidden_MD, w_head_DV)
 
     def token_step(i, out):
-        start, _, (h, targets) = _take_tokens(i, size, (hidden_MD, targets_M))
+        start, _, (h, targets) = take_tokens(i, size, (hidden_MD, targets_M))
         h = h.astype(dtype)
         new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish, temper)
         write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return tuple(write(o, n) for o, n in zip(out, new, strict=True))
 
     zero_M = jnp.zeros(n_tokens, jnp.float32)
-    return (zero_M,) * 3 if n_tokens == 0 else _loop_blocks(count, token_step, (zero_M,) * 3)
+    return (zero_M,) * 3 if n_tokens == 0 else loop_blocks(count, token_step, (zero_M,) * 3)
 
 
 def token_logprobs_xla(
@@ -189,24 +190,58 @@ def token_gradients_xla(
     The outer loop is over the vocabulary, so a block of the head's gradient is summed in float32
     and written once, in the head's dtype. The gradient of the hidden states is float32.
     """
-    n_tokens, width = hidden_MD.shape
-    dtype = _matmul_dtype(hidden_MD, w_head_DV)
-    rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
-    columns, column_blocks = even_blocks(vocab_size, VOCAB_BLOCK)
-    per_token = (hidden_MD, targets_M, lse_M, entropy_M, dlogp_M, dentropy_M)
 
-    def tokens_step(v, i, dhidden, dw):
-        row_start, is_new, (h, targets, lse, entropy, dlogp, dent) = _take_tokens(
-            i, rows, per_token
-        )
-        # Tokens that the previous block had get cotangents 0, so they add nothing a second time.
-        h, (dlogp, dent) = h.astype(dtype), (jnp.where(is_new, x, 0.0) for x in (dlogp, dent))
-        z_bc, w_Dc, first, start = _block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
+    def find_slopes(z_bc, block, of_tokens, cotangents):
+        (targets, lse, entropy), (dlogp, dent) = of_tokens, cotangents
         logp_bc = z_bc - lse[:, None]
         slope_bc = dlogp[:, None] + dent[:, None] * (logp_bc + entropy[:, None])
-        chosen_b1 = jnp.where(targets >= first, targets - start, -1)[:, None]
-        is_chosen_bc = jnp.arange(columns, dtype=jnp.int32)[None, :] == chosen_b1
-        dz_bc = jnp.where(is_chosen_bc, dlogp[:, None], 0.0) - jnp.exp(logp_bc) * slope_bc
+        chosen_b1 = jnp.where(targets >= block.first, targets - block.start, -1)[:, None]
+        is_chosen_bc = jnp.arange(block.size, dtype=jnp.int32)[None, :] == chosen_b1
+        return jnp.where(is_chosen_bc, dlogp[:, None], 0.0) - jnp.exp(logp_bc) * slope_bc
+
+    operands = hidden_MD, w_head_DV, temperature, vocab_size
+    of_tokens, cotangents = (targets_M, lse_M, entropy_M), (dlogp_M, dentropy_M)
+    return stream_gradients(*operands, of_tokens, cotangents, find_slopes, dhidden_MD)
+
+
+class VocabBlock(NamedTuple):
+    """A block of columns: its number, its size, its first new column, the start of its slice."""
+
+    number: Array | int
+    size: int
+    first: Array | int
+    start: Array | int
+
+
+def stream_gradients(
+    hidden_MD: sig.Hidden,
+    w_head_DV: sig.Head,
+    temperature: sig.Scalar,
+    vocab_size: int,
+    of_tokens: Sequence[Array],
+    cotangents: Sequence[Array],
+    find_slopes: Callable[..., Array],
+    dhidden_MD: sig.Hidden | None = None,
+    max_columns: int = VOCAB_BLOCK,
+) -> sig.Gradients:
+    """(dhidden, dw) of a loss whose derivative by the tempered logits `find_slopes` returns.
+
+    find_slopes(logits, VocabBlock, of_tokens, cotangents) gets those of the block's tokens. It must
+    be linear in the cotangents.
+    """
+    n_tokens, width = hidden_MD.shape
+    dtype = matmul_dtype(hidden_MD, w_head_DV)
+    rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
+    columns, column_blocks = even_blocks(vocab_size, max_columns)
+
+    def tokens_step(v, i, dhidden, dw):
+        arrays = (hidden_MD, *of_tokens, *cotangents)
+        row_start, is_new, (h, *values) = take_tokens(i, rows, arrays)
+        inputs, slopes = values[: len(of_tokens)], values[len(of_tokens) :]
+        # Tokens that the previous block had get cotangents 0, so they add nothing a second time.
+        h, slopes = h.astype(dtype), [jnp.where(is_new, x, 0.0) for x in slopes]
+        z_bc, w_Dc, first, start = block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
+        dz_bc = find_slopes(z_bc, VocabBlock(v, columns, first, start), inputs, slopes)
         dz_bc = (dz_bc / temperature).astype(dtype)
         old = lax.dynamic_slice_in_dim(dhidden, row_start, rows)
         new = old + dot_float32(dz_bc, w_Dc, ((1,), (1,)))
@@ -216,7 +251,7 @@ def token_gradients_xla(
     def vocab_step(v, carry):
         dhidden, dw_head = carry
         inner = (dhidden, jnp.zeros((width, columns), jnp.float32))
-        dhidden, dw = _loop_blocks(row_blocks, lambda i, c: tokens_step(v, i, *c), inner)
+        dhidden, dw = loop_blocks(row_blocks, lambda i, c: tokens_step(v, i, *c), inner)
         # Columns of the previous block have dw = 0, so the addition leaves them unchanged.
         start = _block_start(v, columns, vocab_size)[1]
         old = lax.dynamic_slice_in_dim(dw_head, start, columns, axis=1)
@@ -226,4 +261,4 @@ def token_gradients_xla(
     if dhidden_MD is None:
         dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
     carry = (dhidden_MD, jnp.zeros_like(w_head_DV))
-    return carry if n_tokens == 0 else _loop_blocks(column_blocks, vocab_step, carry)
+    return carry if n_tokens == 0 else loop_blocks(column_blocks, vocab_step, carry)

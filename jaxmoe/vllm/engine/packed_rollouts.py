@@ -24,7 +24,7 @@ _ARRAYS = (
     "token_rewards",
 )
 _NUMBERS = ("env_rewards", "env_metrics")
-_TEXTS = ("lost", "env_fault")
+_PLAIN = ("lost", "env_fault", "state_keys")
 
 
 def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
@@ -38,7 +38,7 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
         "stop": [r.stop.value for r in rollouts],
     }
     head |= {name: [dict(getattr(r, name)) for r in rollouts] for name in _NUMBERS}
-    head |= {name: [getattr(r, name) for r in rollouts] for name in _TEXTS}
+    head |= {name: [getattr(r, name) for r in rollouts] for name in _PLAIN}
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
@@ -64,7 +64,7 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
             prompts[n],
             stop=StopReason(stop),
             **{name: split[name][i] for name in _ARRAYS},
-            **{name: head[name][i] for name in (*_NUMBERS, *_TEXTS)},
+            **{name: head[name][i] for name in (*_NUMBERS, *_PLAIN)},
         )
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]

@@ -49,6 +49,22 @@ def test_rewards_of_steps_and_end_add_by_part():
     assert r.token_rewards[ends].tolist() == [0.5] * 4 and r.token_rewards.sum() == 2.0
 
 
+def test_the_state_before_each_turn_has_its_key():
+    class Stated(Echo):
+        def reset(self, row, *, seed):
+            self.keys = ["second", None, 7, "second"]
+            return super().reset(row, seed=seed)[0], {"state_key": "first"}
+
+        def step(self, messages):
+            return [Message("user", "on")], 0.0, False, False, {"state_key": self.keys.pop(0)}
+
+    (r, *_) = sample(Stated, FINAL, samples=1)
+    first, second, unnamed, number = r.state_keys
+    assert len({first, second, number}) == 3 and unnamed is None and len(r.turns) == 4
+    (r, *_) = sample(make_echo(), FINAL)
+    assert r.state_keys == (None,) * 4
+
+
 def test_every_environment_that_was_opened_is_closed():
     Echo.opened = Echo.closed = 0
     sample(make_echo(), FINAL)

@@ -18,6 +18,7 @@ from jaxmoe.environments.step_check import (
     check_reset,
     check_step,
     read_messages,
+    read_state_key,
 )
 
 REPLY = Message("user", "go on")
@@ -53,6 +54,16 @@ def test_steps_have_messages_reward_two_flags_and_info():
     )
     assert check_step(([], np.float32(1), True, False, None)).rewards == {"env": 1.0}
     assert check_step(([], np.array(0.5), False, True, {})).reward == 0.5
+
+
+def test_state_keys_are_equal_for_equal_states():
+    keys = [read_state_key({"state_key": key}) for key in ("1", 1, np.int64(1), "2", "\ud800")]
+    assert keys[0] == keys[1] == keys[2] and len({*keys}) == 3
+    assert all(isinstance(key, str) and len(key) == 32 for key in keys)
+    assert read_state_key({}) is None
+    for key in (True, 1.5, ["1"], b"1", Hostile()):
+        with pytest.raises(EnvironmentFault, match=r'info\["state_key"\] must be a text'):
+            check_step(([REPLY], 0.0, False, False, {"state_key": key}))
 
 
 def test_messages_may_be_dicts_or_a_text():

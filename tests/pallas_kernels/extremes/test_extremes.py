@@ -60,7 +60,7 @@ def test_plain_formulas_are_right_at_any_magnitude(name, dtype):
 def test_a_planted_wrong_entropy_is_seen(kind, monkeypatch):
     """−1,000 is below all logits that the other cases have."""
     module, name, source = {
-        "xla": (logprobs_xla, "_MASKED_LOGIT", sides.PLAIN),
+        "xla": (logprobs_xla, "MASKED_LOGIT", sides.PLAIN),
         "tpu": (streamed, "MASKED_LOGIT", sides.TPU),
         "hopper": (streamed, "MASKED_LOGIT", sides.GPU),
     }[kind]

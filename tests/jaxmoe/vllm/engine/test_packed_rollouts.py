@@ -67,7 +67,7 @@ def test_masks_and_numbers_of_an_environment_come_back():
     packed = {
         *packed_rollouts._ARRAYS,
         *packed_rollouts._NUMBERS,
-        *packed_rollouts._TEXTS,
+        *packed_rollouts._PLAIN,
         "prompt",
         "stop",
     }

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A 0.96 M parameter GPT-OSS learns to walk through rooms: up to six turns, of which one earns.
+
+COMMAND  python -m jaxmoe.train --config tiny_turns.py
+EXPECT   Not measured yet. One credit for the episode:
+         python -m jaxmoe.train --config tiny_turns.py --set loss.advantages=group_advantages
+SOURCE   Nine rooms in three rows, as in grid worlds; each room is a state for gigpo
+         (arXiv:2505.10978). Sizes and rates as in tiny_tool.py.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxmoe.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    LossConfig,
+    OptimConfig,
+    RolloutConfig,
+    SaveConfig,
+    WarmupConfig,
+)
+from jaxmoe.data.rows import Message, Row, prompt_messages
+from jaxmoe.environments.environment import turn_text
+from jaxmoe.model.config import tiny
+
+SIDE = 3  # rooms of a row; room r is at column r % SIDE of row r // SIDE
+STEPS = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
+
+
+def move(room: int, step: str) -> int:
+    """The room after a step; a wall, or what is no step, leaves one where one is."""
+    x, y = room % SIDE, room // SIDE
+    dx, dy = STEPS.get(step, (0, 0))
+    x, y = x + dx, y + dy
+    return y * SIDE + x if 0 <= x < SIDE and 0 <= y < SIDE else room
+
+
+def ask_for_walk(row: Row) -> Row:
+    """Replace a question by a walk of two steps or more: "start goal"."""
+    dice = random.Random(row.question)
+    start, goal = dice.sample(range(SIDE * SIDE), 2)
+    while abs(start % SIDE - goal % SIDE) + abs(start // SIDE - goal // SIDE) < 2:
+        start, goal = dice.sample(range(SIDE * SIDE), 2)
+    return replace(row, question=f"{start} {goal}", answer=str(goal))
+
+
+def demonstrate_steps(row: Row) -> Sequence[Message]:
+    """An episode of random steps: it shows the form of a turn, and not the way."""
+    dice = random.Random(f"{row.question} {row.columns}")
+    room = int(row.question.split()[0])
+    messages = []
+    for _ in range(3):
+        step = dice.choice("nesw")
+        room = move(room, step)
+        messages += [Message("assistant", step, channel="final"), Message("user", str(room))]
+    return messages[:-1]
+
+
+class Walk:
+    """Rooms of a building. It pays 1 in the goal, where the episode ends."""
+
+    tools = ()
+
+    def reset(self, row: Row, *, seed: int) -> tuple[list[Message], dict[str, Any]]:
+        self.room, self.goal = map(int, row.question.split())
+        return prompt_messages(row), {"state_key": self.room}
+
+    def step(self, messages: list[Message]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.room = move(self.room, turn_text(messages).strip())
+        is_there = self.room == self.goal
+        reply = "" if is_there else str(self.room)
+        return reply, float(is_there), is_there, False, {"state_key": self.room}
+
+    def close(self) -> None:
+        return None
+
+
+def get_config() -> Config:
+    return Config(
+        model=tiny(),
+        data=DataConfig(
+            task="reasoning_gym:products",
+            options={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+            template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
+            map_rows="jaxmoe.configs.tiny_turns:ask_for_walk",
+            environment="jaxmoe.configs.tiny_turns:Walk",
+            train_rows=8_192,
+            held_out_rows=128,
+            max_prompt_tokens=24,
+        ),
+        warmup=WarmupConfig(
+            steps=100,
+            sequences_per_step=64,
+            lr=1e-3,
+            demonstrations="jaxmoe.configs.tiny_turns:demonstrate_steps",
+        ),
+        rollout=RolloutConfig(
+            sequences_per_step=128,
+            samples_per_prompt=8,
+            max_new_tokens=72,
+            max_turns=6,
+            max_turn_tokens=12,
+            max_reply_tokens=8,
+            max_context=192,
+        ),
+        loss=LossConfig(advantages="gigpo", entropy_coef=0.01),
+        optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=32 * 192),
+        steps=60,
+        eval=EvalConfig(every_steps=20),
+        save=SaveConfig(every_steps=60),
+        workdir="runs/tiny_turns",
+    )
