@@ -21,13 +21,7 @@ from pallas_kernels.sink_attention import cases
 
 attend, decode, matmul, swiglu, logprobs = map(
     inspect.unwrap,  # without the type checks of the test run
-    (
-        sink_attention,
-        decode_attention,
-        grouped_matmul,
-        grouped_swiglu,
-        token_logprobs,
-    ),
+    (sink_attention, decode_attention, grouped_matmul, grouped_swiglu, token_logprobs),
 )
 
 INPUTS = cases.init_attention_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))

@@ -3,7 +3,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,24 +31,6 @@ def test_keys_are_visible_by_segment_order_window(q_pos, k_pos, window, q_seg, k
             distance = q_pos[t] - k_pos[s]
             in_window = distance >= 0 and (window == 0 or distance < window)
             assert actual[t, s] == (in_window and q_seg[t] == k_seg[s] and q_seg[t] != 0)
-
-
-@pytest.mark.parametrize("window", [1, 2, 128, 129])
-def test_window_counts_the_query_itself(window):
-    place, segments = np.arange(140), np.ones(140, int)
-    counts = visible(place, place, window, segments, segments).sum(1)
-    np.testing.assert_array_equal(counts, np.minimum(place + 1, window))
-
-
-def test_window_zero_is_full_causal_attention():
-    place, segments = np.arange(40), np.ones(40, int)
-    np.testing.assert_array_equal(visible(place, place, 0, segments, segments).sum(1), place + 1)
-
-
-def test_padding_sees_nothing_and_is_seen_by_nobody():
-    place, segments = np.arange(4), np.array([0, 1, 1, 0])
-    actual = visible(place, place, 0, segments, segments)
-    assert not actual[[0, 3]].any() and not actual[:, [0, 3]].any()
 
 
 def test_a_key_is_visible_to_the_nodes_below():

@@ -53,10 +53,7 @@ def test_the_compiler_cannot_know_the_loop_count():
 
 
 # the flags of users; tests/conftest.py reduces optimisation
-USER_FLAGS = {
-    "xla_backend_optimization_level": "3",
-    "xla_llvm_disable_expensive_passes": "False",
-}
+USER_FLAGS = {"xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False"}
 
 
 def test_a_tiles_bits_ignore_its_surroundings():

@@ -74,7 +74,3 @@ def test_channels_of_different_names_are_separate():
 
     heard = [[[name, 0], [name, 1]] for name in ("a", "b")]
     assert as_processes(2, run_process) == [heard, heard]
-
-
-def test_a_message_fits_grpcs_limit():
-    assert module.CHUNK_BYTES < 4 * 2**20

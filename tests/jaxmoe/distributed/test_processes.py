@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from process_environ import free_port, make_environ
+from process_environ import free_port, make_environ, run_together
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.distributed import processes
@@ -32,7 +32,7 @@ from jaxmoe.distributed.processes import (
     map_shares,
     max_over_processes,
 )
-from jaxmoe.observe.metrics import read_metrics, read_samples
+from jaxmoe.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -287,18 +287,10 @@ def test_a_dead_process_ends_all(tmp_path):
 
 def supervised_steps(count, steps, axis, *changes):
     """Return the output of process 0 of `count`, after such steps on two devices."""
-    address, started = f"127.0.0.1:{free_port()}", []
-    module = "tests.jaxmoe.parallel.supervised_steps"
-    typed = [sys.executable, "-m", module, str(steps), axis, *changes]
-    for number in range(count):
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // count)}
-        env.pop("JAX_COMPILATION_CACHE_DIR", None)
-        env |= make_environ(address, str(count), str(number)) if count > 1 else {}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(typed, cwd=ROOT, env=env, text=True, **pipes))
-    output = [process.communicate(timeout=MINUTES) for process in started]
-    assert all(process.returncode == 0 for process in started), output
-    return json.loads(output[0][0].splitlines()[-1])
+    typed = ["-m", "tests.jaxmoe.parallel.supervised_steps", str(steps), axis, *changes]
+    ends = run_together(typed, count, 2 // count, MINUTES)
+    assert all(code == 0 for code, *_ in ends), ends
+    return json.loads(ends[0][1].splitlines()[-1])
 
 
 @pytest.mark.slow  # two processes and one; tiny.py's own sizes, whose messages gloo got wrong
@@ -308,41 +300,6 @@ def test_two_processes_take_the_supervised_steps_of_one(changes):
     want, actual = (supervised_steps(count, 20, "fsdp", *changes) for count in (1, 2))
     assert len(want) == 20 and min(min(step) for step in want) > 0
     np.testing.assert_allclose(actual, want, rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # two processes that compile a whole run, and one
-@pytest.mark.timeout(2 * MINUTES)
-def test_two_processes_train_on_the_numbers_of_one(tmp_path):
-    sizes = {"model.d_model": 64, "model.d_expert": 64, "warmup.steps": 6, "steps": 2}
-    sizes |= {"router.instruments": True, "rollout.compare_experts": True}
-    (output_of_one,) = wait_for_end(
-        start_processes(tmp_path / "one", 1, 2, options=sizes, fsdp=2), MINUTES
-    )
-    outputs_of_two = wait_for_end(
-        start_processes(tmp_path / "two", 2, 1, options=sizes, fsdp=2), MINUTES
-    )
-    assert [code for code, _ in (output_of_one, *outputs_of_two)] == [0, 0, 0], (
-        output_of_one,
-        outputs_of_two,
-    )
-    want, rows = read_rows_by_step(tmp_path / "one"), read_rows_by_step(tmp_path / "two")
-    assert rows.keys() == want.keys() and len(rows) == 9
-    for key, row in rows.items():
-        for name, value in pick_learned(row).items():
-            room = 1e-6 * (2 * 6 if "chi2_seq" in name else 1)  # an error comes in twice a token
-            assert abs(value - pick_learned(want[key])[name]) <= room * max(1.0, abs(value)), (
-                key,
-                name,
-            )
-    layers_of_one, layers_of_two = (
-        read_samples(tmp_path / name / "layers.jsonl") for name in ("one", "two")
-    )
-    assert len(layers_of_two) == len(layers_of_one) == 2
-    for single, two in zip(layers_of_one, layers_of_two, strict=True):
-        assert single.keys() == two.keys() and len(single) > 8
-        for name, value in single.items():
-            np.testing.assert_allclose(two[name], value, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow  # two processes
@@ -358,47 +315,3 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
     saved = max(step for _, step in [key for key in read_rows_by_step(work) if key[0] == "rl"])
     assert f"saved rl step {saved}" in outputs[0][1]
     assert np.isfinite(read_rows_by_step(work)["rl", saved]["loss"])
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # two processes; test_invariant_mesh.py has their mesh in one
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_have_their_engines_log_probs_bitwise(tmp_path, dtype):
-    exact = {"model.numerics": "invariant", "model.dtype": dtype, "rollout.sequences_per_step": 32}
-    work = tmp_path / "run"
-    for code, output in wait_for_end(
-        start_processes(
-            work,
-            2,
-            2,
-            options=exact,
-            data=2,
-            fsdp=2,
-        ),
-        MINUTES,
-    ):
-        assert code == 0, output
-    steps = [
-        row for (stage, step), row in read_rows_by_step(work).items() if stage == "rl" and step
-    ]
-    assert len(steps) == 4 and all(row["grad/norm"] > 0 for row in steps)
-    for row in steps:
-        assert row["train_rollout_logprob_abs_diff_max"] == row["router/expert_switches"] == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # two processes, and one that scores the same
-def test_processes_score_together_and_the_first_alone_tells(tmp_path):
-    (code, first), (second_code, second) = wait_for_end(
-        start_processes(tmp_path / "two", 2, 1, "eval", fsdp=2), 400
-    )
-    assert code == second_code == 0, first + second
-    ((code, output_of_one),) = wait_for_end(
-        start_processes(tmp_path / "one", 1, 2, "eval", fsdp=2), 400
-    )
-    assert code == 0 and "accuracy" not in second
-
-    def errors(text):
-        return [line for line in text.splitlines() if line.startswith(("  ", "accuracy"))]
-
-    assert errors(first) == errors(output_of_one) and len(errors(first)) > 5

@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that meet before the check of kernels leave the device and the network alone."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from process_environ import free_port, make_environ
-
-ROOT = Path(__file__).parents[3]
-
+from process_environ import run_together
 
 BEFORE_THE_CHECK = """
 import os
@@ -32,17 +24,5 @@ with joined_processes():
 @pytest.mark.parametrize("count", [1, 2])
 def test_processes_leave_the_device_to_kernel_checks(count):
     """A TPU is one process's at a time: what comes before the check must not open it."""
-    address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEFORE_THE_CHECK],
-            cwd=ROOT,
-            text=True,
-            stderr=subprocess.PIPE,
-            env=values | (make_environ(address, str(count), str(number)) if count > 1 else {}),
-        )
-        for number in range(count)
-    ]
-    for process in started:
-        output = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, output
+    ends = run_together(["-c", BEFORE_THE_CHECK], count)
+    assert all(code == 0 for code, *_ in ends), ends

@@ -64,23 +64,6 @@ def test_scaled_advantages_have_mean_zero_and_unit_deviation(rewards):
         assert abs(actual.std(ddof=1) - 1) <= 1e-6 / 0.5 + 8 * EPS
 
 
-def test_a_group_of_one_is_refused():
-    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
-        advantages([3.0])
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        (group_advantages, [1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0]),
-        (rloo_advantages, [1.0, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0, 0]),
-    ],
-)
-def test_missing_rewards_leave_their_group_as_it_is(estimator, expected):
-    rewards_PR = jnp.array([[1.0, 0, 0, 0] + [jnp.nan] * 4])
-    np.testing.assert_allclose(estimator(rewards_PR)[0], expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize("estimator", [group_advantages, rloo_advantages])
 @given(
     st.lists(st.floats(-9, 9, width=32), min_size=2, max_size=6),

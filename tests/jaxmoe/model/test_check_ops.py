@@ -19,7 +19,7 @@ from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.update import jit_step
-from pallas_kernels import sink_attention, token_logprobs
+from pallas_kernels import sink_attention
 
 TOKENS = jnp.asarray(make_batch().tokens_BT)
 
@@ -123,20 +123,3 @@ def test_a_token_outside_the_vocabulary_makes_rows_nan(token):
     np.testing.assert_array_equal(np.delete(bad, 2, 0), np.delete(good, 2, 0))
     last = score_tokens(TOKENS.at[2, -1].set(token))  # which nothing reads, and is predicted
     assert np.isnan(np.asarray(last[2, -1]))
-
-
-def test_the_derivative_with_respect_to_temperature_is_refused():
-    hidden, head = jnp.ones((3, 8)), jnp.eye(8, 11)
-    targets = jnp.arange(3)
-
-    def sum_logits(hidden, temperature):
-        return token_logprobs(hidden, head, targets, temperature=temperature)[0].sum()
-
-    with pytest.raises(NotImplementedError, match="no derivative with respect to temperature"):
-        jax.grad(sum_logits, argnums=1)(hidden, 0.7)
-    with pytest.raises(NotImplementedError, match="no derivative with respect to temperature"):
-        jax.jit(jax.grad(sum_logits, argnums=(0, 1)))(hidden, 0.7)
-    grad = jax.jit(jax.grad(sum_logits))(hidden, 0.7)  # traced, and not differentiated
-    assert np.isfinite(np.asarray(grad)).all()
-    stopped = jax.grad(lambda t: sum_logits(hidden, jax.lax.stop_gradient(t)))(0.7)
-    assert float(stopped) == 0.0

@@ -8,29 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
 from jaxmoe.model.ops import checkpoint_inputs_on_host, checkpoint_keeping_attention
 from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
+from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import noisy_params
+from tests.pallas_kernels.jaxprs import equations
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SMALL, n_layers=4)
 B, T = 2, 24
 
 
@@ -52,21 +41,6 @@ def assert_close(actual, want):
     np.testing.assert_allclose(actual, want, rtol=0, atol=256 * 2.0**-24 * scale)
 
 
-@pytest.mark.slow
-def test_padding_on_either_side_changes_nothing(params):
-    row = tokens_of(2, 1, 17)
-    single, _, _ = RUN(params, row, CFG, OPS)
-    padded_left = jnp.concatenate([tokens_of(3, 1, 7), row], axis=1)
-    padded_right = jnp.concatenate([row, tokens_of(4, 1, 7)], axis=1)
-    tokens = jnp.concatenate([padded_left, padded_right])
-    real = jnp.arange(T)
-    segments = jnp.stack([real >= 7, real < 17]).astype(jnp.int32)
-    positions = jnp.stack([jnp.maximum(real - 7, 0), real]).astype(jnp.int32)
-    packed, _, _ = RUN(params, tokens, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
-    assert_close(packed[0, 7:], single[0])
-    assert_close(packed[1, :17], single[0])
-
-
 def test_packed_sequences_do_not_see_each_other(params):
     rows = [tokens_of(5, 1, 13), tokens_of(6, 1, 8)]
     packed = jnp.concatenate([*rows, tokens_of(7, 1, 3)], axis=1)
@@ -85,7 +59,7 @@ def test_a_later_token_changes_nothing_before_it(params):
     assert float(jnp.abs(a[:, 15:] - b[:, 15:]).min(axis=(0, 2)).max()) > 0
 
 
-@pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (3, 4, 16)])
+@pytest.mark.parametrize("cuts", [(1,), (3, 4, 16)])
 def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
     tokens = tokens_of(9, B, T)
     want, _, recorded = RUN(params, tokens, CFG, OPS)
@@ -248,24 +222,12 @@ def _live_bytes(jaxpr):
                     yield from _live_bytes(inner)
 
 
-def _list_equations(jaxpr):
-    total = len(jaxpr.eqns)
-    for eqn in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = value.jaxpr if hasattr(value, "jaxpr") else value
-            if hasattr(inner, "eqns"):
-                total += _list_equations(inner)
-    return total
-
-
 def test_the_program_does_not_grow_with_the_layers():
     counts = []
     for n_layers in (2, 6):
-        cfg = ModelConfig(**{**vars(CFG), "n_layers": n_layers})
+        cfg = replace(CFG, n_layers=n_layers)
         shapes = jax.eval_shape(lambda cfg=cfg: init_params(jax.random.key(0), cfg))
         tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
         jaxpr = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg, OPS)[0])(shapes, tokens)
-        counts.append(_list_equations(jaxpr.jaxpr))
+        counts.append(len(list(equations(jaxpr.jaxpr))))
     assert counts[0] == counts[1] > 50

@@ -11,15 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compositions import (
-    Readings,
-    count_changes,
-    count_differing,
-    exact_ops,
-    make_rows,
-    make_weights,
-    small_config,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +19,15 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.invariant import split_logprob
 from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.tiles import ROWS
+from tests.jaxmoe.model.compositions import (
+    Readings,
+    count_changes,
+    count_differing,
+    exact_ops,
+    make_rows,
+    make_weights,
+    small_config,
+)
 
 DTYPES = "float32", "bfloat16"
 LENGTHS = (33, 9, 37)
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_the_plain_pieces():
 LOGP = st.floats(-60, 0, width=32, allow_subnormal=False)
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(LOGP, st.floats(0, 1.125, width=32, allow_subnormal=False)),

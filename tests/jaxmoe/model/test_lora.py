@@ -2,7 +2,6 @@
 """Adapters over packed weights: nothing at first, then the merged weights' values and gradients."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,18 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 
 from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.config import ConfigError, LoraConfig
-from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.model import forward, sequence_logprobs
-from jaxmoe.model.lora import Pair, adapter_shapes, init_adapters, lora_specs, with_adapters
+from jaxmoe.model.lora import Pair, init_adapters, lora_specs, with_adapters
 from jaxmoe.model.router import replay_routing
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
-from tests.pallas_kernels.three_way import three_way
 
 TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
 
 
-@partial(jax.jit, static_argnames="cfg")
-def compute_logp(params, cfg=CFG):
-    hidden, _, recorded = forward(params, TOKENS, cfg, OPS)
-    return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], recorded["experts_BTA"]
+@jax.jit
+def compute_logp(params):
+    hidden, _, recorded = forward(params, TOKENS, CFG, OPS)
+    return sequence_logprobs(params, hidden, TOKENS, CFG, OPS)[0][:, 1:], recorded["experts_BTA"]
 
 
 def merge_all(base, adapters, lora=LORA):
@@ -84,27 +81,19 @@ def test_log_probs_match_only_the_merged_weights():
     assert gap_to_expected(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param("float32", marks=pytest.mark.slow),
-        pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended)),
-    ],
-)
-def test_gradients_are_those_of_the_merged_weights(dtype):
-    """Rounding switches experts in bfloat16, so those of float32 are replayed there."""
+@pytest.mark.slow
+def test_gradients_are_those_of_the_merged_weights():
     base, adapters = base_of(), adapters_of()
-    cfg = replace(CFG, dtype=dtype)
     indices = compute_logp(with_adapters(base, adapters, LORA.scales))[1]
     routed = jnp.moveaxis(indices, 0, 2)
 
-    def score_tree(read, cfg):
+    def score_tree(read):
         def sum_logp(tree):
             params = read(tree)
             hidden, _, _ = forward(
-                params, TOKENS, cfg, replace(OPS, router=replay_routing), routed_experts_BTLA=routed
+                params, TOKENS, CFG, replace(OPS, router=replay_routing), routed_experts_BTLA=routed
             )
-            return jnp.mean(sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:])
+            return jnp.mean(sequence_logprobs(params, hidden, TOKENS, CFG, OPS)[0][:, 1:])
 
         return jax.jit(jax.grad(sum_logp))(adapters)
 
@@ -120,59 +109,10 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
         }
         return base | {"layers": layers}
 
-    actual = score_tree(lambda tree: with_adapters(base, tree, LORA.scales), cfg)
-    plain = score_tree(merge_tree, cfg)
-    expected = plain if cfg == CFG else score_tree(merge_tree, CFG)
-    for (path, x), y, z in zip(
-        jax.tree.leaves_with_path(actual),
-        jax.tree.leaves(plain),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
+    actual = score_tree(lambda tree: with_adapters(base, tree, LORA.scales))
+    for x, z in zip(jax.tree.leaves(actual), jax.tree.leaves(score_tree(merge_tree)), strict=True):
         assert x.dtype == jnp.float32 and float(jnp.abs(x).max()) > 0
-        if dtype == "float32":
-            np.testing.assert_allclose(x, z, rtol=2e-3, atol=2e-5 * float(jnp.abs(z).max()) + 1e-8)
-        else:
-            three_way(x, y, z, jax.tree_util.keystr(path), ulps=2**17)  # bfloat16's ulp, in float32
-
-
-@pytest.mark.slow  # a backward pass of all weights
-def test_completely_trained_modules_start_as_the_base():
-    lora = replace(LORA, targets="w_k,w_down", modules_to_save=",".join(MODULES_TO_SAVE))
-    base = base_of()
-    adapters = init_adapters(jax.random.key(2), CFG, lora, base)
-    names = {name for group in MODULES_TO_SAVE.values() for name in group}
-    layer = adapters["layers"]["sliding"]
-    assert layer.keys() | adapters.keys() == names | {"w_k", "w_down", "layers"}
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), adapters)
-    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), adapter_shapes(CFG, lora))
-    shared = set(map(id, jax.tree.leaves(base)))
-    assert not shared & set(map(id, jax.tree.leaves(adapters)))  # an update donates them
-    np.testing.assert_array_equal(
-        compute_logp(with_adapters(base, adapters, lora.scales))[0], compute_logp(base)[0]
-    )
-
-    @partial(jax.jit, static_argnums=1)
-    def compute_gradient(tree, read):
-        def sum_logp(tree):
-            params = read(tree)
-            hidden, _, _ = forward(params, TOKENS, CFG, OPS)
-            return jnp.mean(sequence_logprobs(params, hidden, TOKENS, CFG, OPS)[0][:, 1:])
-
-        return jax.grad(sum_logp)(tree)
-
-    actual = compute_gradient(adapters, lambda tree: with_adapters(base, tree, lora.scales))
-    plain = compute_gradient(dense(base), lambda params: params)
-    for kind, layer in actual["layers"].items():
-        for name in layer.keys() & names:
-            assert float(jnp.abs(layer[name]).max()) > 0 or name == "b_k", name  # no score sees b_k
-            assert_close(layer[name], plain["layers"][kind][name])
-    for name in actual.keys() - {"layers"}:
-        assert_close(actual[name], plain[name])
-
-
-def assert_close(x, y):
-    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * float(jnp.abs(y).max()) + 1e-9)
+        np.testing.assert_allclose(x, z, rtol=2e-3, atol=2e-5 * float(jnp.abs(z).max()) + 1e-8)
 
 
 def test_only_ranked_matrices_are_adapted_within_their_size():

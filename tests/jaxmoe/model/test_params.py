@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table: counts of the released models, shapes, initial values."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,20 +21,9 @@ from jaxmoe.model import (
     tiny,
 )
 from jaxmoe.model.params import Spec, cast_for_forward, map_specs, param_specs
+from tests.jaxmoe.model.small import SMALL
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=6,
-    n_q_heads=15,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    vocab_multiple=64,
-)
+CFG = replace(SMALL, n_layers=6, n_q_heads=15, vocab_multiple=64, dtype="bfloat16")
 
 
 def list_specs(cfg):

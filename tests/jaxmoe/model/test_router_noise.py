@@ -93,22 +93,6 @@ def test_without_exploration_experts_are_the_top_k():
     assert 0.1 < switched < 0.9
 
 
-def test_each_layer_step_and_seed_explores_by_itself():
-    h_BTD, layer = hidden(500), layer_of(np.random.default_rng(0))
-    selected = [
-        np.sort(np.asarray(route(h_BTD, layer, active=A, context=salts)[0]), -1)
-        for route, salts in (
-            (NOISY, context()),
-            (NOISY, context(layer=1)),
-            (NOISY, context(step=1)),
-            (partial(NOISY, seed=4), context()),
-        )
-    ]
-    for i, one in enumerate(selected):
-        for other in selected[:i]:
-            assert 0.1 < (one != other).any(-1).mean() < 0.9
-
-
 def test_weights_are_those_of_replaying_the_experts():
     h_BTD, layer = hidden(500), layer_of(np.random.default_rng(0))
     indices, weights = NOISY(h_BTD, layer, active=A, context=context())

@@ -9,30 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.router import RouterContext, route_top_k
 from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straight_through
-from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import make_mesh
+from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import noisy_params
 
 B, T, D, E, A = 2, 5, 11, 7, 3
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=8,
-    experts_per_token=3,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SMALL, n_experts=8, experts_per_token=3, vocab_multiple=64)
 STEPS = 4
 ANNEALED = partial(route_annealed, steps=STEPS)
 ROUTERS = {"soft": route_softly, "annealed": ANNEALED, "straight-through": route_straight_through}
@@ -222,30 +207,3 @@ def test_hard_weights_preserve_the_invariant_forward_bitwise():
         assert np.array_equal(logp, expected) != is_soft
         if not is_soft:
             np.testing.assert_array_equal(recorded, experts)
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("straight-through", MeshConfig(fsdp=2)),
-        pytest.param("annealed", MeshConfig(expert=2), marks=pytest.mark.slow),
-    ],
-)
-def test_a_mesh_computes_the_same_values_and_gradients(name, mesh):
-    params = jax.jit(lambda: noisy_params(CFG))()
-
-    def loss(params, ops):
-        out, _, _ = forward(params, TOKENS, CFG, ops, step=jnp.int32(1))
-        return jnp.mean(sequence_logprobs(params, out, TOKENS, CFG, ops)[0])
-
-    ops = replace(plain_ops(), router=ROUTERS[name])
-    on_mesh = sharded_ops(ops, make_mesh(mesh), CFG)
-    value, gradient = jax.jit(jax.value_and_grad(partial(loss, ops=ops)))(params)
-    sharded_value, sharded_gradient = jax.jit(jax.value_and_grad(partial(loss, ops=on_mesh)))(
-        params
-    )
-    assert float(value) == pytest.approx(float(sharded_value), rel=1e-6)
-    for kind in ("sliding", "full"):
-        for leaf in ("w_router", "w_down"):
-            x, y = gradient["layers"][kind][leaf], sharded_gradient["layers"][kind][leaf]
-            np.testing.assert_allclose(x, y, atol=3e-6 * float(jnp.abs(x).max()) + 1e-9)

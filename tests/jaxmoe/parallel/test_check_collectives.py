@@ -6,23 +6,16 @@ That the check sees the fault of gloo's reduce-scatter, where jaxlib has it:
     python -m pytest -s -m slow tests/jaxmoe/parallel/test_check_collectives.py
 """
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jaxlib
 import pytest
 from jax import lax
 
 from jaxmoe.config import ConfigError, MeshConfig
-from jaxmoe.distributed.processes import PROCESS_VARIABLES
 from jaxmoe.parallel.check_collectives import UNALIGNED_BYTES, check_collectives, make_operations
 from jaxmoe.parallel.sharding import make_mesh
+from tests.jaxmoe.process_environ import run_together
 
-ROOT = Path(__file__).parents[3]
 OLD = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
 
 
@@ -89,26 +82,9 @@ with joined_processes():
 
 def run_check(mode, times):
     """Return the output of the check in each of two processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    started = []
-    for number in "01":
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        env |= dict(zip(PROCESS_VARIABLES, (address, "2", number), strict=True))
-        env.pop("JAX_COMPILATION_CACHE_DIR", None)  # jax keeps programs for process 0 alone
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", CHECKED, mode, str(times)],
-                cwd=ROOT,
-                env=env,
-                text=True,
-                stderr=subprocess.PIPE,
-            )
-        )
-    message = [process.communicate(timeout=300)[1] for process in started]
-    assert all(process.returncode in (0, 1) for process in started), message
-    return ["\n".join(line for line in text.splitlines() if "Gloo" not in line) for text in message]
+    ends = run_together(["-c", CHECKED, mode, str(times)], 2, timeout_s=300)
+    assert all(code in (0, 1) for code, *_ in ends), ends
+    return ["\n".join(x for x in text.splitlines() if "Gloo" not in x) for *_, text in ends]
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ def broken_params(value, dtype="float32"):
     return params
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value, dtype", [(math.nan, "float32"), (-math.inf, "bfloat16")])
 def test_a_broken_expert_is_named_with_its_layer(value, dtype):
     params = broken_params(value, dtype)
     assert find_not_finite(params, CFG) == "layer 3, w_down, expert 5 (1 such matrices)"

@@ -4,7 +4,6 @@
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,8 @@ from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.losses import gae
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.model.router import replay_routing, route_top_k
-from jaxmoe.parallel import expert
-from jaxmoe.parallel import ops as mesh_ops
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import (
-    AXES,
-    batch_sharding,
-    make_mesh,
-    shard_batch,
-    sharded_shapes,
-    state_shardings,
-)
+from jaxmoe.parallel.sharding import AXES, make_mesh, shard_batch, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer
@@ -33,7 +23,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
 from jaxmoe.rl.update import jit_step
-from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
+from tests.jaxmoe.parallel.collectives import beside_loops
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -142,54 +132,6 @@ def test_a_mesh_step_equals_a_single_device_step():
     options = {"batch": routed_batch, "router": replay_routing}
     actual = run_losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2, **options)
     assert np.abs(actual - run_losses(plain, {}, 2, **options)).max() < 2e-5
-
-
-def compile_step(sizes, rows=8, length=1600):
-    """The compiled step of eight layers on that many tokens; nothing is made."""
-    cfg, mesh = replace(CFG, n_layers=8), make_mesh(MeshConfig(**sizes))
-    ops = sharded_ops(replace(plain_ops(), remat=jax.checkpoint), mesh, cfg)
-    state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), cfg)), TX))
-    pins = {}
-    if mesh is not None:
-        pins = {"out_shardings": (state_shardings(state, cfg, mesh), None, None)}
-
-    def abstract_row(x):
-        sharded_shape = (rows, length)[: np.ndim(x)]
-        sharding_kwargs = {} if mesh is None else {"sharding": batch_sharding(mesh, np.ndim(x))}
-        return jax.ShapeDtypeStruct(sharded_shape, x.dtype, **sharding_kwargs)
-
-    batch = jax.tree.map(abstract_row, make_batch(0))
-    step = jit_step(tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops), donate_argnums=0, **pins)
-    # as on chips, and at real widths: a ring's turns are a loop, and tokens that a CPU gathers more
-    # than GATHERED, so that they come in parts
-    with (
-        patch.object(mesh_ops, "ring_attention", None),
-        patch.object(expert, "MAX_GATHERED_BYTES", 2**20),
-    ):
-        return step.lower(sharded_shapes(state, cfg, mesh), batch).compile()
-
-
-@pytest.mark.slow  # compiles two steps
-@pytest.mark.parametrize(
-    "sizes, share",
-    [
-        pytest.param({"fsdp": 8}, 0.16, marks=pytest.mark.extended),
-        pytest.param({"sequence": 8}, 0.16, marks=pytest.mark.extended),
-        pytest.param({"expert": 8}, 0.16, marks=pytest.mark.extended),
-    ],
-    ids=str,
-)
-def test_a_device_has_fractions_and_gathers_only_activations(sizes, share):
-    single_bytes, program_on_mesh = (
-        compile_step({}).memory_analysis().temp_size_in_bytes,
-        compile_step(sizes),
-    )
-    activation_bytes = 1600 * CFG.d_model * 4  # a device's activations
-    stacked = 4 * CFG.n_experts * CFG.d_model * 2 * CFG.d_expert * 4
-    print(sizes, program_on_mesh.memory_analysis().temp_size_in_bytes / single_bytes)
-    assert program_on_mesh.memory_analysis().temp_size_in_bytes <= share * single_bytes
-    largest = max(list_collectives(program_on_mesh.as_text()), key=lambda actual: actual[1])
-    assert largest[1] <= activation_bytes < stacked, largest
 
 
 @pytest.mark.slow  # fifteen meshes, a quarter of a minute each

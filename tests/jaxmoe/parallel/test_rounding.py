@@ -13,12 +13,7 @@ from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
 from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
-from jaxmoe.parallel.sharding import (
-    make_mesh,
-    param_shardings,
-    shard_batch,
-    state_shardings,
-)
+from jaxmoe.parallel.sharding import make_mesh, param_shardings, shard_batch, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer

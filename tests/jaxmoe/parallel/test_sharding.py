@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -17,10 +16,8 @@ from jaxmoe.parallel.sharding import (
     SAMPLING,
     local_shape,
     make_mesh,
-    mesh_spec,
     param_shardings,
     partition_axes,
-    shard_batch,
     state_shardings,
 )
 from jaxmoe.rl.state import Frozen, Trained, init_state
@@ -102,12 +99,3 @@ def test_an_engine_shards_experts_and_replicates_attention():
     layer = param_shardings(cfg, mesh, SAMPLING)["layers"]["full"]
     assert layer["w_q"].spec == P(None, None, None)
     assert layer["w_down"].shard_shape((1, 8, 4, 4))[1] == 1
-
-
-def test_rows_and_tokens_of_a_batch_are_cut():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, sequence=2))
-    rows, tokens, none = shard_batch((np.zeros(8), np.zeros((8, 6)), np.int32(3)), mesh)
-    assert rows.sharding.shard_shape(rows.shape) == (2,)
-    assert tokens.sharding.shard_shape(tokens.shape) == (2, 3)
-    assert none.sharding.is_fully_replicated
-    assert mesh_spec(("data", "fsdp"), ()) == P(("data", "fsdp"), None)

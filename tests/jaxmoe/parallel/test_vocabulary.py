@@ -18,14 +18,7 @@ from jaxmoe.model import layers
 from jaxmoe.model.ops import plain_ops, with_kernels
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import (
-    AXES,
-    SAMPLING,
-    TRAINING,
-    make_mesh,
-    mesh_spec,
-    partition_axes,
-)
+from jaxmoe.parallel.sharding import AXES, SAMPLING, TRAINING, make_mesh, mesh_spec, partition_axes
 from pallas_kernels.token_logprobs import token_logprobs
 from tests.pallas_kernels.three_way import three_way
 

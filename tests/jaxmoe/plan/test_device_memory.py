@@ -16,15 +16,6 @@ GOALS = {  # bytes of arguments and temporaries
     Row("h100", "20b", 131_072): 40e9,
     Row("h100", "120b", 4096): 72e9,
 }
-OTHERS = (
-    Row("h100", "20b", 4096, rank=16),
-    Row("h100", "20b", 4096, rank=16, inputs="device"),
-    Row("h100", "20b", 8192, rank=32),
-    Row("h100", "20b", 8192, inputs="device"),
-    Row("h100", "20b", 24_576, rank=16),
-    Row("h100", "20b", 24_576, rank=32, inputs="device"),
-    Row("h100", "20b", 131_072, rank=16),
-)
 SHORTEST = next(iter(GOALS))
 
 
@@ -36,7 +27,7 @@ def compiler(row):
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [*GOALS, *OTHERS], ids=lambda row: f"{row.model}-{row.tokens}-{row.rank}-{row.inputs}"
+    "row", GOALS, ids=lambda row: f"{row.model}-{row.tokens}-{row.rank}-{row.inputs}"
 )
 def test_an_rl_step_fits_as_dry_runs_say(row):
     compiler(row)
@@ -45,7 +36,7 @@ def test_an_rl_step_fits_as_dry_runs_say(row):
     resident, temporary, _ = sizes(compiled)
     counted = mem.training - mem.engine_copy  # which is no part of the step
     print(f"{row}: {(resident + temporary) / 1e9:.2f} GB, by the dry run {counted / 1e9:.2f}")
-    assert resident + temporary <= GOALS.get(row, resident + temporary)
+    assert resident + temporary <= GOALS[row]
     assert 0.9 < counted / (resident + temporary) < 1.1
     assert not decoded(compiled.as_text(), cfg)
 

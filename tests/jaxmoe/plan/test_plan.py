@@ -174,16 +174,6 @@ def test_a_compiled_step_tells_its_bytes():
     assert not step.collectives and not step.tpu_kernels
 
 
-def test_host_memory_is_printed_next_to_the_devices():
-    cfg = override(BIG, "optim.moments=host")
-    compiled = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
-    *_, line = report.memory_lines(cfg, compiled, report.step_fit(cfg, compiled, CHIPS["v5e"]))
-    size = f"{plan_memory(BIG).optimizer / 1e9:.2f} GB".split()
-    assert line.split() == ["on", "its", "host", *size, *size]
-    *_, line = report.memory_lines(BIG, compiled, report.step_fit(BIG, compiled, CHIPS["v5e"]))
-    assert "host" not in line
-
-
 def test_work_is_of_the_layers_and_the_head():
     cfg = override(BIG, "optim.remat=False", "optim.tokens_per_microbatch=0")
     m, work = cfg.model, step_work(cfg, algorithm_from_config(cfg))
@@ -336,15 +326,6 @@ def test_decoding_reads_four_bits_of_a_frozen_base():
     stored = 16 * cfg.data.max_prompt_tokens + rows * cfg.rollout.max_new_tokens // 2
     keys = 2 * m.n_layers * m.n_kv_heads * m.head_dim * (stored + rows * m.sliding_window)
     assert token.traffic == pytest.approx(experts + others + keys, rel=0.01)
-
-
-def test_the_scoring_pass_of_a_step_is_told():
-    recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
-    lines = [report.describe_scoring(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
-    assert lines == [
-        "it needs no scoring pass",
-        "it includes a scoring pass of the policy and the reference",
-    ]
 
 
 @pytest.mark.aot

@@ -11,10 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faults import (
+
+from jaxmoe.config import ConfigError
+from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model.rounded import map_experts
+from jaxmoe.reconcile.checks import run_checks
+from jaxmoe.reconcile.compare import explain_gap
+from jaxmoe.reconcile.handshake import Handshake
+from jaxmoe.reconcile.recompute import Programs
+from jaxmoe.reconcile.variants import pad_rollouts, trainer_variant
+from tests.jaxmoe.reconcile.faults import (
     CFG,
     COOL,
-    FAULTS,
     HALF,
     OPS,
     RUN,
@@ -28,17 +36,7 @@ from faults import (
     quantise_experts,
     round_to_eighth,
 )
-from peer import Peer
-
-from jaxmoe.config import ConfigError
-from jaxmoe.model import forward, sequence_logprobs
-from jaxmoe.model.rounded import map_experts
-from jaxmoe.observe.profiling import count_compilations
-from jaxmoe.reconcile.checks import run_checks
-from jaxmoe.reconcile.compare import explain_gap
-from jaxmoe.reconcile.handshake import Handshake
-from jaxmoe.reconcile.recompute import Programs
-from jaxmoe.reconcile.variants import pad_rollouts, trainer_variant
+from tests.jaxmoe.reconcile.peer import Peer
 
 
 def test_unchanged_it_is_the_trainer():
@@ -77,16 +75,6 @@ def test_without_a_fault_they_agree(cfg):
         assert all(x.regret <= 1e-5 for x in r.layers) or cfg is HALF
 
 
-@pytest.mark.slow
-def test_bfloat16_engines_of_float32_trainers_are_named():
-    rollouts_made = make_rollouts(Fault(), 0, "bfloat16")
-    r = explain_gap(
-        rollouts_made, make_weights(0), CFG, COOL, run=RUN, handshake=Handshake("bfloat16")
-    )
-    assert name_faults(r) == ("all_bfloat16",)
-    assert "in size" in r.verdict.reason
-
-
 def test_a_fault_of_a_bfloat16_engine_is_named():
     rollouts_made = make_rollouts(Fault(Peer(sinks=False)), 0, "bfloat16")
     r = explain_gap(
@@ -107,19 +95,6 @@ def test_requested_expert_rounding_is_named_with_other_faults(stale):
     fault = Fault(Peer(changed=round_both), stale=stale)
     r = make_report(fault, previous=round_engine(make_older_weights(0)), round_engine=round_engine)
     assert sorted(name_faults(r)) == ["experts_rounded", *(f"stale_{name}" for name in stale)]
-
-
-@pytest.mark.slow
-def test_few_programs_are_compiled():
-    make_report(FAULTS["window_off"], run=RUN)
-    before = count_compilations(RUN.trunk), count_compilations(RUN.head)
-    make_report(FAULTS["sinks_off"], run=RUN)
-    make_report(Fault(Peer(theta=1e4)), run=RUN)
-    assert (
-        count_compilations(RUN.trunk),
-        count_compilations(RUN.head),
-    ) == before  # a window is one more
-    assert before[0] <= 8
 
 
 def test_too_few_tokens_are_refused():

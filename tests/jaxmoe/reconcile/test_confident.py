@@ -6,12 +6,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from faults import CFG, OPS, make_weights, name_faults, sample_tokens
-from peer import Peer, log_softmax, peer_logits, reset_peer, to_numpy
 
 from jaxmoe.reconcile.compare import explain_gap
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from tests.jaxmoe.reconcile.faults import CFG, OPS, make_weights, name_faults, sample_tokens
+from tests.jaxmoe.reconcile.peer import Peer, log_softmax, peer_logits, reset_peer, to_numpy
 
 PROGRAMS = Programs(  # its own: others count how many shapes were compiled
     jax.jit(partial(run_trunk, ops=OPS), static_argnames="cfg"),

@@ -8,7 +8,8 @@ prints it whole; without it one seed is tried.
 import os
 
 import pytest
-from faults import (
+
+from tests.jaxmoe.reconcile.faults import (
     FAULTS,
     HALF,
     LAYERS,
@@ -21,7 +22,7 @@ from faults import (
     name_faults,
     print_matrix,
 )
-from peer import Peer
+from tests.jaxmoe.reconcile.peer import Peer
 
 PAIRS = {" + ".join(names): fault for names, fault in TWO.items()}
 EXTENDED = pytest.mark.extended  # the tests after each try some of the same

@@ -4,8 +4,6 @@
 from dataclasses import replace
 
 import pytest
-from faults import CFG, COOL, Fault, make_report, make_weights, name_faults
-from peer import Peer
 
 from jaxmoe.model.config import to_hf
 from jaxmoe.reconcile.handshake import (
@@ -15,6 +13,8 @@ from jaxmoe.reconcile.handshake import (
     read_handshake,
 )
 from jaxmoe.reconcile.hypotheses import list_hypotheses
+from tests.jaxmoe.reconcile.faults import CFG, COOL, Fault, make_report, make_weights, name_faults
+from tests.jaxmoe.reconcile.peer import Peer
 
 HF_CONFIG = to_hf(CFG, dtype="float32")
 WORKER = {

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from faults import CFG, COOL, RUN, Fault, make_rollouts, make_weights
-from peer import Peer
 
 from jaxmoe.reconcile.compare import explain_gap
 from jaxmoe.reconcile.reported_experts import (
@@ -17,6 +15,8 @@ from jaxmoe.reconcile.reported_experts import (
     find_misplaced_experts,
     measure_agreement,
 )
+from tests.jaxmoe.reconcile.faults import CFG, COOL, RUN, Fault, make_rollouts, make_weights
+from tests.jaxmoe.reconcile.peer import Peer
 
 
 def change_experts(change):

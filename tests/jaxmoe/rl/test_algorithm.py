@@ -15,12 +15,11 @@ from algorithm_configs import CORR, config, refusal
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.loss import compute_correction, sum_terms
-from jaxmoe.rl.terms import entropy_term, kl_term, value_term
+from jaxmoe.rl.terms import entropy_term, value_term
 from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
@@ -371,11 +370,6 @@ def test_rejections_add_up_and_the_last_weights_stand():
     np.testing.assert_allclose(correction.ratio_BT, jnp.exp(old), rtol=8 * EPS)
 
 
-def test_without_corrections_nothing_is_said():
-    x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    assert compute_correction(Algorithm(), arrays_of(x, x, mask)) == Correction()
-
-
 def documented_rows():
     text = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
     rows = text.split("<!-- algorithms -->")[1].split("\n\n")[0].strip().splitlines()[2:]
@@ -387,12 +381,3 @@ def test_each_algorithm_of_the_docs_is_one(name, changes):
     settings = re.findall(r"`([^`]+)`", changes)
     assert settings or "default" in changes
     algorithm_from_config(override(load_config("tiny.py"), *settings))
-
-
-def scalar_kl(logp_BT, logq_BT):
-    return jnp.sum(logp_BT - logq_BT)
-
-
-def test_a_divergence_must_be_of_each_token():
-    with pytest.raises(ConfigError, match=r"loss: scalar_kl must return \[B, T\]"):
-        check_algorithm(Algorithm(terms=(kl_term(0.1, scalar_kl),)), 2)

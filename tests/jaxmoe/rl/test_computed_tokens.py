@@ -11,11 +11,7 @@ from jaxmoe.model.ops import make_ops
 from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import computed_tokens, supervised_batch
-from jaxmoe.rl.computed_tokens import (
-    count_full_lengths,
-    describe_sharing,
-    shared_at_full_lengths,
-)
+from jaxmoe.rl.computed_tokens import count_full_lengths, describe_sharing, shared_at_full_lengths
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.sharing_from_config import sharing_from_config
 from pallas_kernels import sink_attention

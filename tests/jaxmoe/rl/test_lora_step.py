@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapted import CFG, LORA, OPS, base_of, dense
+from adapted import CFG, LORA, OPS, base_of
 
 from jaxmoe.config import OptimConfig
-from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.records import Prompt, Sampling
@@ -24,7 +23,6 @@ from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.update import jit_step
 from jaxmoe.rollout.native import NativeEngine
 
-EXTENDED = pytest.mark.slow, pytest.mark.extended
 SAMPLES, LONGEST, NEW = 4, 12, 16
 PROMPTS = [Prompt(i, "", tuple(range(7 * i + 1, 7 * i + 9 + i)), None) for i in range(4)]
 TX = make_optimizer(OptimConfig(lr=1e-2), steps=100)
@@ -57,12 +55,8 @@ def policy(state):
     return with_adapters(base(), state.params.policy, LORA.scales)
 
 
-def steps(count, lora=LORA, rows=0, **fields):
-    """Train, sample and score `count` times; return the state and the metrics of each step.
-
-    Steps see so many `rows` of the embedding, of 0 all.
-    """
-    table = base() | {"embed": np.array(base()["embed"])}
+def steps(count, lora=LORA, **fields):
+    """Train, sample and score `count` times; return the state and the metrics of each step."""
     scorer = Scorer(CFG, OPS, scales=LORA.scales)
     step = jit_step(tx=TX, algorithm=Algorithm(**fields), scorer=scorer, donate_argnums=0)
     state, native, results = fresh(lora), engine(), []
@@ -73,19 +67,16 @@ def steps(count, lora=LORA, rows=0, **fields):
         rewards = np.array([np.mean(r.tokens % 2 == 0) for r in rollouts], np.float32)
         batch = rollout_batch(rollouts, rewards, samples=SAMPLES, length=LONGEST + NEW, pad_id=0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            step_base = gather_embedding_rows(table, batch.tokens_BT, rows) if rows else base()
-            state, metrics, _ = step(state, batch, None, step_base)
-        results.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
+            state, metrics, _ = step(state, batch, None, base())
+        results.append({name: float(x) for name, x in metrics.items()})
     assert count_compilations(step) == 1
     return state, results
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=EXTENDED)]
-)
-def test_only_adapters_train_and_the_base_is_unchanged(count):
+@pytest.mark.slow
+def test_only_adapters_train_and_the_base_is_unchanged():
     copy, base_buffers = jax.tree.map(np.array, base()), buffers(base())
-    state, results = steps(count, terms=(kl_term(0.1),))
+    state, results = steps(3, terms=(kl_term(0.1),))
     assert buffers(base()) == base_buffers
     jax.tree.map(np.testing.assert_array_equal, base(), copy)
     assert state.frozen.base is None and state.frozen.reference is None
@@ -100,15 +91,6 @@ def test_only_adapters_train_and_the_base_is_unchanged(count):
     assert results[0]["policy/kl_ref"] < 1e-12  # the reference is the base: nothing has changed yet
     assert results[-1]["policy/kl_ref"] > 1e-6
     assert max(x["train_rollout_logprob_abs_diff"] for x in results) < 1e-5
-    if count >= 100:
-        assert np.mean([x["reward"] for x in results[-10:]]) > results[0]["reward"] + 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # two steps
-def test_embedding_rows_on_the_device_train_equally():
-    full_steps, few = steps(2), steps(2, rows=CFG.vocab_size)
-    jax.tree.map(np.testing.assert_array_equal, full_steps, few)
 
 
 @pytest.mark.slow
@@ -156,15 +138,3 @@ def test_the_engine_shares_the_base_and_copies_adapters():
     assert base_buffers <= set(buffers(loaded))
     assert len(copied) == len(jax.tree.leaves(state.params))
     assert not set(copied) & set(buffers(state.params))
-
-
-@pytest.mark.slow
-def test_untrained_greedy_tokens_are_the_decoded_bases():
-    greedy = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=0.0)
-    gaps = []
-    for number, params in enumerate([policy(fresh()), dense(base())]):
-        engine().load(params, number)
-        gaps.append(engine().generate(PROMPTS, greedy, seed=0))
-    for a, b in zip(*gaps, strict=True):
-        np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)

@@ -32,13 +32,6 @@ def updates(cfg, steps, gradient=3.0, count=1, **options):
     return np.array(sizes)
 
 
-@pytest.mark.slow
-def test_constant_gradient_moves_by_the_learning_rate():
-    # bias-corrected m / sqrt(v) of a constant is its sign
-    sizes = updates(OptimConfig(lr=0.01), steps=4, count=4)
-    np.testing.assert_allclose(sizes, -0.01, rtol=1e-5)
-
-
 def test_warm_up_is_linear_and_cosine_ends_correctly():
     cfg = OptimConfig(lr=0.01, lr_warmup_steps=2, lr_end_fraction=0.1)
     sizes = updates(cfg, steps=6, count=7)

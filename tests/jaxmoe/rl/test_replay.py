@@ -4,26 +4,23 @@
 from dataclasses import replace
 from functools import cache, partial
 
-import adapted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigram import CFG, MODEL, algorithm, make_batch, routed_batch, start
+from bigram import CFG, MODEL, make_batch, routed_batch, start
 from expert_switches import SWITCHES
 
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae
-from jaxmoe.model import forward, init_params, plain_ops
-from jaxmoe.model.lora import init_adapters, with_adapters
+from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.router import record_chosen_experts, replay_routing
 from jaxmoe.model.routers_from_config import record_all
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.terms import value_term
 from jaxmoe.rl.update import jit_step
 
@@ -142,35 +139,6 @@ def test_agreement_distinguishes_experts_of_other_tokens_and_layers(change, low,
     metrics = run_updates("R3", experts_BTLA, batch, packed=2 * T, ops=RECORDING_OPS)
     assert low <= metrics["router/replay_agreement"] <= high
     assert metrics["switches"] == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replay", ["R2", "R3"])
-def test_replay_with_adapters_keeps_the_experts(replay):
-    base, lora, cfg = adapted.base_of(), adapted.LORA, adapted.CFG
-    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), cfg, lora, base))()
-    batch = jax.tree.map(jnp.asarray, make_batch())
-    # The engine of R3 has other weights, so its experts are not those of the trainer.
-    policy = with_adapters(base, adapters, lora.scales)
-    chosen = choose_experts(policy, batch, cfg, adapted.OPS)
-    expected = chosen
-    if replay == "R3":
-        other_params = init_params(jax.random.key(5), cfg)
-        expected = choose_experts(other_params, batch, cfg, adapted.OPS)
-        assert np.mean(np.sort(expected, axis=-1) != np.sort(chosen, axis=-1)) > 0.3
-        batch = replace(batch, routed_experts_BTLA=jnp.asarray(expected, jnp.int8))
-    a = algorithm(terms=(SWITCHES,), old_logp="recomputed", **FOUR_UPDATES)
-    tx = optax.sgd(100.0)
-
-    def switches(replay):
-        scorer = Scorer(
-            cfg, replace(adapted.OPS, router=replay_routing), scales=lora.scales, replay=replay
-        )
-        step = jit_step(tx=tx, algorithm=a, scorer=scorer)
-        split = split_minibatches(replace(batch, extra={"expected_BTLA": expected}), a, seed=(1,))
-        return float(step(init_state(Trained(adapters), tx), *split, base)[1]["switches"])
-
-    assert switches(replay) == 0.0 < switches("")
 
 
 @pytest.mark.parametrize(

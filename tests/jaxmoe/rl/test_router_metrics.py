@@ -166,14 +166,6 @@ def test_quantiles_are_of_the_tokens_of_all_updates(forward):
     assert float(metrics["router/expert_switches"]) > 0.0
 
 
-def test_an_update_of_the_router_shows_old_switches(forward):
-    a = algorithm(old_logp="recomputed", minibatches=2)
-    _, metrics = run_step(a, make_batch())
-    assert float(metrics["router/old_switches"]) > 0.0
-    assert float(metrics["router/old_abs_diff_switched"]) > 0.0
-    assert "router/engine_switched_tokens" not in metrics
-
-
 def test_instruments_change_no_number_of_the_step(forward):
     batch, a = make_engine_batch(forward), algorithm()
 

@@ -3,16 +3,11 @@
 
 from functools import partial
 
-import jax
-import numpy as np
 import pytest
 
-from benchmarks.in_turn import draw_groups
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.ops import make_ops
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.sharing_from_config import MAX_FRAC, sharing_from_config
 from jaxmoe.run.parts import make_parts
@@ -49,10 +44,7 @@ def sharing_of(*changes):
         (("optim.microbatches=32",), PromptSharing(51 + 8 * 7, 1, 1, MAX_FRAC)),
         # long answers: a row of full length saves a tenth of the tokens
         (("data.max_prompt_tokens=6", "rollout.max_new_tokens=52"), None),
-        (
-            ("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"),
-            None,
-        ),
+        (("rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"), None),
         # each device has as many tokens of a row, in a zigzag as many of two chunks
         (("mesh.sequence=2",), PromptSharing(51 + 16 * 7 + 1, 16, 1, MAX_FRAC)),
         (
@@ -63,43 +55,6 @@ def sharing_of(*changes):
 )
 def test_a_config_gets_rows_that_hold_its_groups(changes, expected):
     assert sharing_of(*changes) == expected
-
-
-WITHOUT_GROUPS = "rollout.samples_per_prompt=1", "loss.advantages=reinforce_pp_advantages"
-LONG_ANSWERS = (
-    "data.max_prompt_tokens=64",
-    "rollout.max_new_tokens=512",
-    "rollout.samples_per_prompt=8",
-    "rollout.sequences_per_step=16",
-)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        WITHOUT_GROUPS,
-        (*WITHOUT_GROUPS, "loss.minibatches=2", "loss.old_logp=recomputed"),
-        (*WITHOUT_GROUPS, "optim.tokens_per_microbatch=580"),
-        LONG_ANSWERS,
-        (*LONG_ANSWERS, "optim.tokens_per_microbatch=1152"),
-    ],
-)
-def test_auto_leaves_the_inputs_of_a_step_alone(changes):
-    """A step is told of sharing by its inputs, so with equal ones it is the same program."""
-    cfg = override(TINY, *changes)
-    batch, a = draw_groups(cfg), algorithm_from_config(cfg)
-    auto, off = (
-        split_minibatches(
-            batch,
-            a,
-            seed=(0,),
-            tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
-            sharing=sharing_of(*changes, f"optim.share_prompts={choice}"),
-        )
-        for choice in ("auto", "off")
-    )
-    assert jax.tree.structure(auto) == jax.tree.structure(off)
-    jax.tree.map(np.testing.assert_array_equal, auto, off)
 
 
 def own_attention(q, k, v, sink, *, q_positions_BT, k_positions_BS, window, **layout):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bigram import CFG, PARAMS, Bigram
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import LossAux, pack_sequences
@@ -19,19 +19,6 @@ from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 
 EPS = float(np.finfo(np.float32).eps)
-CFG = ModelConfig(
-    vocab_size=29,
-    d_model=24,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=8,
-    n_experts=5,
-    experts_per_token=2,
-    d_expert=20,
-    sliding_window=5,
-    dtype="float32",
-)
 B, T = 4, 12
 SGD = optax.sgd(1.0)  # the update is minus the gradient
 SCORER = Scorer(CFG, plain_ops())
@@ -120,11 +107,11 @@ def test_three_steps_compile_once_and_donate_the_state():
 
     def traced(*arguments):
         calls.append(1)
-        return supervised_loss_fn(*arguments, scorer=SCORER)
+        return supervised_loss_fn(*arguments, scorer=Bigram(CFG, plain_ops()))
 
     tx = optax.adam(1e-2)
     step = jax.jit(partial(train_step, tx=tx, loss_fn=traced), donate_argnums=0)
-    state, losses, batch = start(tx), [], make_batch()
+    state, losses, batch = init_state(Trained(jax.tree.map(jnp.copy, PARAMS)), tx), [], make_batch()
     first = state
     for _ in range(8):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers

@@ -14,11 +14,14 @@ from jaxmoe.rl.update import jit_step
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"old_logp": "rollout", "minibatches": 4, "epochs": 2}, {"old_logp": "recomputed"}],
-    ids=["detached", "the engine's, two epochs", "recomputed"],
+    "fields, cut",
+    [
+        ({}, "cut"),
+        ({"old_logp": "recomputed"}, "whole"),
+        ({"old_logp": "rollout", "minibatches": 4, "epochs": 2}, "packed"),
+    ],
+    ids=["detached", "recomputed", "the engine's, two epochs"],
 )
-@pytest.mark.parametrize("cut", ["whole", "cut", "packed"])
 def test_values_per_token_are_at_their_position(fields, cut):
     """However the batch was shuffled, cut or packed: weights that stay have one log-prob each."""
     a, batch = algorithm(objective=ppo_clip, **fields), make_batch()

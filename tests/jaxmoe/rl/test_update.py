@@ -14,7 +14,6 @@ from bigram import (
     CFG,
     ENDS,
     EPS,
-    MODEL,
     OPS,
     PARAMS,
     SGD,
@@ -95,11 +94,10 @@ ALGORITHMS = {
     "cispo": dict(objective=cispo, aggregation=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own", terms=(value_term(),)),
 }
-GPT_OSS = "gspo, of the model itself"
 
 
-def reference_of(a, params=PARAMS):
-    return jax.tree.map(lambda x: 1.1 * x, params) if a.needs_reference else None
+def reference_of(a):
+    return jax.tree.map(lambda x: 1.1 * x, PARAMS) if a.needs_reference else None
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,12 @@ class Case:
 
     a: Algorithm
     scorer: Scorer
-    params: dict
     step: Any
     want: tuple
     bound: dict
 
     def start(self):
-        return start(self.a, params=self.params, reference=reference_of(self.a, self.params))
+        return start(self.a, reference=reference_of(self.a))
 
     def run(self, batch, step=None):
         return (step or self.step)(self.start(), batch)
@@ -134,17 +131,14 @@ class Case:
 
 @cache
 def case_of(name):
-    """The case of an algorithm, or the one with the real model.
+    """The case of an algorithm.
 
     n terms added in any two orders differ by at most n·eps·Σ|term|; for Σ|term| stands B·T times
     the largest entry of the parameter's gradient, and the rounding of the update itself.
     """
-    real = name == GPT_OSS
-    a = algorithm(**ALGORITHMS[next(iter(ALGORITHMS)) if real else name])
-    scorer, params = Scorer(CFG, OPS), MODEL
-    if not real:
-        scorer, params = Bigram(CFG, OPS, critic=a.critic), PARAMS
-    before = start(a, params=params, reference=reference_of(a, params))
+    a = algorithm(**ALGORITHMS[name])
+    scorer = Bigram(CFG, OPS, critic=a.critic)
+    before = start(a, reference=reference_of(a))
     step = step_of(a, scorer=scorer)
     after, metrics = step(before, make_batch())
     size = jax.tree.map(lambda p, q: float(jnp.max(jnp.abs(p - q))), before.params, after.params)
@@ -152,21 +146,12 @@ def case_of(name):
     bound = jax.tree.map(
         lambda s, p: EPS * (B * T * s + 4 * float(jnp.max(jnp.abs(p)))), size, before.params
     )
-    return Case(a, scorer, params, step, (after, metrics), bound)
+    return Case(a, scorer, step, (after, metrics), bound)
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def simple(request):
     """Step of a bigram; the real model's is in test_step.py (microbatches, padding)."""
-    return case_of(request.param)
-
-
-# the real model takes 25 s here; quick: test_step.py cuts its batch, test_forward.py packs it
-LONG = pytest.param(GPT_OSS, marks=(pytest.mark.slow, pytest.mark.extended))
-
-
-@pytest.fixture(scope="module", params=[*ALGORITHMS, LONG])
-def plain(request):
     return case_of(request.param)
 
 
@@ -176,18 +161,27 @@ def test_the_update_does_not_depend_on_microbatches(simple):
 
 
 @pytest.mark.slow
-def test_the_update_does_not_depend_on_packing(plain):
+def test_the_update_does_not_depend_on_packing(simple):
     batch, minibatches = split_minibatches(
-        make_batch(), plain.a, seed=(0,), tokens_per_microbatch=2 * T
+        make_batch(), simple.a, seed=(0,), tokens_per_microbatch=2 * T
     )
     assert minibatches is None and int(batch.packing.count) == 4
-    plain.assert_same(*plain.run(batch))
+    simple.assert_same(*simple.run(batch))
 
 
-def test_the_update_does_not_depend_on_shared_prompts(plain):
-    batch, _ = split_minibatches(make_batch(), plain.a, seed=(0,), sharing=PromptSharing(2 * T))
+# Packing meets what is scored; an objective's rows are independent by the microbatches above.
+SCORING = [name for name in ALGORITHMS if "recomputed" in name or "kl" in name or "critic" in name]
+
+
+@pytest.mark.parametrize(
+    "simple",
+    [pytest.param(x, marks=() if x in SCORING else pytest.mark.slow) for x in ALGORITHMS],
+    indirect=True,
+)
+def test_the_update_does_not_depend_on_shared_prompts(simple):
+    batch, _ = split_minibatches(make_batch(), simple.a, seed=(0,), sharing=PromptSharing(2 * T))
     assert batch.packing.shared.is_stored_B.sum() < B and int(batch.packing.count) > 1
-    plain.assert_same(*plain.run(batch))
+    simple.assert_same(*simple.run(batch))
 
 
 def test_shuffled_updates_do_not_depend_on_shared_prompts():
@@ -207,13 +201,13 @@ def test_the_update_does_not_depend_on_padding(simple):
 
 
 @pytest.mark.slow
-def test_the_update_ignores_the_number_of_devices(plain):
+def test_the_update_ignores_the_number_of_devices(simple):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.device_put(make_batch(), NamedSharding(mesh, P("data")))
-    state = jax.device_put(plain.start(), NamedSharding(mesh, P()))
-    after, metrics = plain.step(state, batch)
+    state = jax.device_put(simple.start(), NamedSharding(mesh, P()))
+    after, metrics = simple.step(state, batch)
     assert metrics["loss"].sharding.num_devices == 4
-    plain.assert_same(after, metrics)
+    simple.assert_same(after, metrics)
 
 
 def test_one_shuffled_minibatch_is_the_complete_batch():
@@ -295,30 +289,25 @@ def test_packed_minibatches_of_any_length_compile_once():
     assert len(counts) == 2 and count_compilations(step) == 1
 
 
-def test_a_mask_without_a_true_token_changes_nothing(plain):
+def test_a_mask_without_a_true_token_changes_nothing(simple):
     batch = make_batch()
-    after, metrics = plain.run(replace(batch, loss_mask_BT=np.zeros_like(batch.loss_mask_BT)))
+    after, metrics = simple.run(replace(batch, loss_mask_BT=np.zeros_like(batch.loss_mask_BT)))
     assert all(np.isfinite(float(x)) for x in metrics.values())
     assert float(metrics["grad/norm"]) == 0.0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1000.0])
-def test_what_stands_at_false_tokens_never_matters(plain, value):
+def test_what_stands_at_false_tokens_never_matters(simple, value):
     batch = make_batch()
     dirty = np.where(batch.loss_mask_BT, batch.rollout_logp_BT, value).astype(np.float32)
-    plain.assert_same(*plain.run(replace(batch, rollout_logp_BT=dirty)))
+    simple.assert_same(*simple.run(replace(batch, rollout_logp_BT=dirty)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator",
-    [
-        group_advantages,
-        rloo_advantages,
-        reinforce_pp_advantages,
-        reinforce_pp_baseline_advantages,
-    ],
+    [group_advantages, rloo_advantages, reinforce_pp_advantages, reinforce_pp_baseline_advantages],
     ids=lambda fn: fn.__name__,
 )
 def test_missing_rewards_update_like_a_missing_row(estimator):

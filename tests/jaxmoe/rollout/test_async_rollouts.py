@@ -116,14 +116,6 @@ def test_a_pause_ends_the_batch_and_starts_none():
         wait_until(lambda: len(begun) > n_begun)
 
 
-def test_nothing_is_made_behind_the_last_step():
-    begun = []
-    with closing(open_async(begun.append, last=2, max_staleness=9)) as batches:
-        batches.weights_synced(0)
-        wait_until(lambda: not batches._thread.is_alive())
-    assert begun == [1, 2]
-
-
 class Broken(Exception):
     pass
 
@@ -221,19 +213,6 @@ def test_the_counters_say_who_waited_for_whom():
         batches.weights_synced(1)
         wait_until(lambda: batches._making)  # idle till then, and at work when it is counted
         assert batches.wait_metrics()["time/wait_for_trainer_s"] > slow / 2
-
-
-def test_waiting_of_the_trainer_lowers_the_overlap():
-    going = threading.Event()
-    with closing(open_async(lambda step: going.wait(SOON))) as batches:
-        batches.weights_synced(0)
-        wait_until(lambda: batches._making)
-        batches.wait_metrics()
-        time.sleep(0.02)  # the trainer trains
-        assert batches.wait_metrics()["rollout/overlap_frac"] == 1.0
-        threading.Timer(0.3, going.set).start()
-        batches.take_batch(1)
-        assert batches.wait_metrics()["rollout/overlap_frac"] < 0.5
 
 
 def test_synchronous_batches_are_made_on_request():

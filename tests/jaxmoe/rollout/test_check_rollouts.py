@@ -8,12 +8,7 @@ import pytest
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.check_rollouts import (
-    check_masks,
-    check_order,
-    check_samples,
-    check_token_ids,
-)
+from jaxmoe.rollout.check_rollouts import check_masks, check_order, check_samples, check_token_ids
 
 PROMPTS = [Prompt(i, "", (1, 2), None) for i in (7, 9, 4)]
 SAMPLES = 4

@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.dynamic_sampling import (
-    dynamic_sampling,
-    have_equal_rewards,
-    rollout_metrics,
-)
+from jaxmoe.rollout.dynamic_sampling import dynamic_sampling, rollout_metrics
 
 SAMPLES = 3
 
@@ -115,13 +111,6 @@ def test_missing_samples_do_not_count_in_their_group():
     np.testing.assert_array_equal(rewards, np.array([0, nan, 1, *MIXED], np.float32))
     assert metrics["reward/zero_std_groups_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx((0.2 + 1 + 1) / 7)
-
-
-def test_groups_are_equal_by_the_rewards_that_exist():
-    nan, tenth = np.nan, float(np.float32(0.1))
-    groups = [[tenth, nan, tenth], [nan, nan, nan], [nan, 3, nan], [3, 0, nan]]
-    equal = have_equal_rewards(np.array(groups, np.float32))
-    np.testing.assert_array_equal(equal, [True, True, True, False])
 
 
 def episode(mask, stop=StopReason.STOP_TOKEN, **numbers):

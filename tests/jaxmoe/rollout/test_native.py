@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError, EngineError, MeshConfig, ModelConfig
-from jaxmoe.model import abstract_params, forward, plain_ops, sequence_logprobs
+from jaxmoe.config import ConfigError, EngineError, MeshConfig
+from jaxmoe.model import abstract_params, forward, plain_ops
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
@@ -18,22 +18,9 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.rollout.native_episodes import CFG
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
 NEW = 21
 EPS = float(np.finfo(np.float32).eps)
 STOPS = tuple(range(5, 19))  # likely enough that rows stop early and are dropped
@@ -70,21 +57,8 @@ def cutting():
 
 
 @partial(jax.jit, static_argnames="temperature")
-def SCORE(params, batch, temperature=1.0):
-    scored = Scorer(CFG, OPS, temperature).score_policy(Trained(params), batch)
-    return scored["logp_BT"], scored["entropy_BT"]
-
-
-TRAINER = jax.jit(
-    lambda params, tokens, segments, temperature: sequence_logprobs(
-        params,
-        forward(params, tokens, CFG, OPS, segment_ids_BT=segments)[0],
-        tokens,
-        CFG,
-        OPS,
-        temperature=temperature,
-    )[0]
-)
+def score(params, batch, temperature):
+    return Scorer(CFG, OPS, temperature).score_policy(Trained(params), batch)["logp_BT"]
 
 
 @pytest.mark.slow  # compiles for four devices
@@ -138,14 +112,6 @@ def test_a_rows_place_matters_only_through_its_stream(engine):
     assert assert_same(a, b)
 
 
-@pytest.mark.slow
-def test_more_prompts_than_rows_equal_a_wide_batch(engine):
-    small = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
-    small.load(weights(), 3)
-    wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    assert assert_same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
-
-
 def test_weights_loaded_while_sampling_are_the_next_calls(engine):
     new_weights = jax.tree.map(lambda x: 0.5 * x, weights())
     before = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
@@ -191,32 +157,21 @@ def test_log_probs_are_those_of_the_trainer(engine, temperature):
     """Rows stop at different steps here, so finished rows were dropped on the way."""
     sampling = Sampling(NEW, STOPS, temperature=temperature)
     out = engine.generate(PROMPTS, sampling, seed=1, samples=8)
-    length = 20 + NEW
-    tokens, segments = (np.zeros((len(out), length), np.int32) for _ in range(2))
-    for row, r in enumerate(out):
-        ids = [*r.prompt.tokens, *r.tokens.tolist()]
-        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    trainer = np.asarray(
-        TRAINER(weights(), jnp.asarray(tokens), jnp.asarray(segments), temperature)
-    )
-    for row, r in enumerate(out):
-        n = len(r.prompt.tokens)
-        expected = trainer[row, n : n + len(r.tokens)]
-        np.testing.assert_allclose(r.rollout_logp, expected, rtol=0, atol=1e-5 / temperature)
+    engine_logp, trainer = engine_and_trainer(out, temperature, samples=8)
+    np.testing.assert_allclose(engine_logp, trainer, rtol=0, atol=1e-5 / temperature)
     assert len({len(r.tokens) for r in out}) > 4
     assert all(r.weight_versions.tolist() == [3] * len(r.tokens) for r in out)
 
 
-def engine_and_trainer(out, temperature):
+def engine_and_trainer(out, temperature, samples=4):
     """Log-probs of every answer's token as the training batch has them, and as the trainer does."""
-    batch = rollout_batch(out, np.zeros(len(out)), samples=4, length=20 + NEW, pad_id=0)
-    trainer_BT = SCORE(weights(), batch, temperature=temperature)[0]
+    batch = rollout_batch(out, np.zeros(len(out)), samples=samples, length=20 + NEW, pad_id=0)
+    trainer_BT = score(weights(), batch, temperature=temperature)
     return batch.rollout_logp_BT[batch.loss_mask_BT], np.asarray(trainer_BT)[batch.loss_mask_BT]
 
 
 @pytest.mark.parametrize(
-    "cut",
-    [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.6, "temperature": 0.7}],
+    "cut", [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.6, "temperature": 0.7}]
 )
 def test_with_kept_mass_log_probs_are_untruncated(engine, cutting, cut):
     """Rows stop at different steps here, so finished rows were dropped on the way."""
@@ -328,53 +283,6 @@ def test_too_long_inputs_are_refused_with_the_setting(engine):
     bare = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
     with pytest.raises(ValueError, match="load"):
         bare.generate(PROMPTS, Sampling(5, ()), seed=0)
-
-
-def test_a_rollouts_experts_are_those_of_the_forward():
-    native = NativeEngine(
-        CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40, keep_experts=True
-    )
-    native.load(weights(), 3)
-    out = native.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    assert len({len(r.tokens) for r in out}) > 3  # the batch got smaller on the way
-    length = 20 + NEW
-    tokens, segments = (np.zeros((len(out), length), np.int32) for _ in range(2))
-    for row, r in enumerate(out):
-        ids = [*r.prompt.tokens, *r.tokens.tolist()]
-        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    want = jax.jit(lambda p, t, s: forward(p, t, CFG, OPS, segment_ids_BT=s)[2]["experts_BTA"])(
-        weights(), tokens, segments
-    )
-    differ = total = 0
-    for row, r in enumerate(out):
-        read = len(r.prompt.tokens) + len(r.tokens) - 1
-        assert r.routed_experts.shape == (read, CFG.n_layers, CFG.experts_per_token)
-        assert r.routed_experts.dtype == np.int8
-        expected = np.moveaxis(np.asarray(want)[:, row, :read], 0, 1)
-        differ += (np.sort(expected, -1) != np.sort(r.routed_experts, -1)).any(-1).sum()
-        total += read * CFG.n_layers
-    assert differ <= total // 500  # near-ties that another order of a sum decides otherwise
-    assert native.generate(PROMPTS[:1], Sampling(1, ()), seed=0)[0].routed_experts.shape[0] == 3
-
-
-def test_a_bfloat16_engine_has_the_trainers_weights():
-    cfg = replace(CFG, dtype="bfloat16")
-    loaded = {}
-    native = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
-    native._prefill = lambda params, *arguments, **named: loaded.update(params) or 1 / 0
-    native.load(weights(), 3)
-    with pytest.raises(ZeroDivisionError):
-        native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
-    full, engine_logp = weights()["layers"]["full"], loaded["layers"]["full"]
-    assert (
-        engine_logp["w_q"].dtype
-        == engine_logp["w_down"].dtype
-        == loaded["head"].dtype
-        == jnp.bfloat16
-    )
-    for name in ("w_router", "b_router", "attn_norm", "moe_norm", "sinks", "b_q", "b_down"):
-        np.testing.assert_array_equal(engine_logp[name], full[name])
-    np.testing.assert_array_equal(loaded["final_norm"], weights()["final_norm"])
 
 
 def test_precompiled_programs_are_those_of_a_wave(engine, monkeypatch):

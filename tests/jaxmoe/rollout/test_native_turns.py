@@ -122,3 +122,21 @@ def test_a_reply_without_tokens_is_refused(engine):
     environment.reply = lambda episode, turn: []
     with pytest.raises(EngineError, match="at least one token"):
         engine.generate(PROMPTS, SAMPLING, seed=0, samples=4, environment=environment)
+
+
+@pytest.mark.slow
+def test_more_prompts_than_rows_give_equal_episodes():
+    cfg = replace(CFG, numerics="invariant")
+    results = []
+    for max_rows in (36, 8):  # the last of five batches has two rows without a prompt
+        engine = open_engine(cfg, INVARIANT, max_rows=max_rows, keep_experts=True)
+        environment = ScriptedEnvironment(97)
+        results.append(
+            engine.generate(PROMPTS, SAMPLING, seed=4, samples=4, environment=environment)
+        )
+        check_structure(results[-1], environment)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
+        np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
+        assert a.stop is b.stop

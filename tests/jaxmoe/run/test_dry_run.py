@@ -12,7 +12,6 @@ from jaxmoe import doctor, eval, train
 from jaxmoe.checkpoint.entries import list_entries
 from jaxmoe.checkpoint.tensor_files import encode_header, planned_bytes
 from jaxmoe.collection import tasks
-from jaxmoe.config_file import load_config
 from jaxmoe.model.config import tiny
 from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 
@@ -148,49 +147,6 @@ def test_a_dry_run_of_adapters_needs_packed_weights(capsys, tmp_path):
     assert "must hold packed experts" in refused(train.main, args, capsys)[1]
     write_sparse_checkpoint(tmp_path, tiny(), "mxfp4")
     assert train.main(args) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("gptoss20b_lora.py", ["embedding", "full table"]),
-        ("gptoss20b_long.py", []),
-        ("gptoss20b_retool.py", []),
-        ("gptoss120b_lora.py", ["embedding", "full table"]),
-    ],
-)
-def test_adapters_of_large_models_are_planned_by_kind(name, kinds, capsys, tmp_path, monkeypatch):
-    """Dry run with a checkpoint without data, the byte tokenizer and generated rows."""
-    monkeypatch.setattr("jaxmoe.run.memory.count_free_bytes", lambda: 10**12)
-    monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
-    write_sparse_checkpoint(tmp_path, load_config(name).model)
-    overrides = [
-        f"init.checkpoint={tmp_path}",
-        "init.tokenizer=bytes",
-        "data.options={}",
-        "data.task=reasoning_gym:spell_backward",
-        *([] if "retool" in name else ["data.template={system}{question}"]),
-    ]
-    changes = [x for change in overrides for x in ("--set", change)]
-    assert train.main(["--config", name, *changes, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    labels = re.findall(r"^ *([a-z0-9_ ]+?)  +[\d.]+ (?:GB|MB|kB|B)\b", out, re.M)
-    assert [kind for kind in labels if kind not in ("reference", "gathered", "ahead")] == [
-        "adapters",
-        "packed",
-        "bf16",
-        *kinds,
-        "moments",
-        "engine_copy",
-        "gradients",
-        "update",
-        "activations",
-        "cache",
-        "training",
-        "sampling",
-        "offloaded",
-    ]
 
 
 @pytest.mark.parametrize(

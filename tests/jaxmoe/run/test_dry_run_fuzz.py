@@ -13,114 +13,32 @@ from jaxmoe.collection import tasks
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
 
-VALUES = [
+VALUES = """
+0 1 2 3 8 64 -1 -8 0.5 1e-4 -0.1 nan inf -inf 1e400 9999999999999999999 2**31 True false
+None [] {} () '' 'x' a native vllm bfloat16 float32 own shared rollout recomputed reward
+harmony {question} {question}{question} / /dev/null /proc/self/mem . .. ~ gone gone.jsonl
+good.jsonl bad.jsonl empty.jsonl folder folder.jsonl good.parquet package:json/x.jsonl
+package:jaxmoe/x package: reasoning_gym: reasoning_gym:chain_sum reasoning_gym:none = a=b +
+* ppo_clip ppo_clip(clip_low=9) ppo_clip( ppo_clip(**{}) ppo_clip(clip_low='a')
+ppo_clip(clip_low=[]) gspo gae veto gae(discount=2) token_is(high=2.0) bypass_pg_is
+subprocess:Popen(args=['true']) os:system os:getcwd gone:f : a: :b json:loads shutil:rmtree
+builtins:print mine:f mine:broken(x=1) mine:stops mine:scalar mine:score
+seq_mean_token_sum_norm(length=0) http://localhost:1 http://[ files checkpoint
+""".split()
+VALUES += [
     "",
     " ",
-    "0",
-    "1",
-    "2",
-    "3",
-    "8",
-    "64",
-    "-1",
-    "-8",
-    "0.5",
-    "1e-4",
-    "-0.1",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "9" * 19,
     "9" * 400,
-    "2**31",
-    "True",
-    "false",
-    "None",
-    "[]",
-    "{}",
     "{'a': 1}",
     "[1, 2]",
-    "()",
-    "''",
-    "'x'",
-    "a",
     "ä\u2028\ud800",
     "\x00",
-    "native",
-    "vllm",
-    "bfloat16",
-    "float32",
-    "own",
-    "shared",
-    "rollout",
-    "recomputed",
-    "reward",
-    "harmony",
-    "{question}",
     "{system} {question}",
-    "{question}{question}",
-    "/",
-    "/dev/null",
-    "/proc/self/mem",
-    ".",
-    "..",
-    "~",
-    "gone",
-    "gone.jsonl",
-    "good.jsonl",
-    "bad.jsonl",
-    "empty.jsonl",
-    "folder",
-    "folder.jsonl",
-    "good.parquet",
-    "package:json/x.jsonl",
-    "package:jaxmoe/x",
-    "package:",
-    "reasoning_gym:",
-    "reasoning_gym:chain_sum",
-    "reasoning_gym:none",
     "(" * 300,
-    "=",
-    "a=b",
-    "+",
-    "*",
     "1 *",
-    "ppo_clip",
-    "ppo_clip(clip_low=9)",
-    "ppo_clip(",
-    "ppo_clip(**{})",
-    "ppo_clip(clip_low='a')",
-    "ppo_clip(clip_low=[])",
-    "gspo",
-    "gae",
-    "veto",
-    "gae(discount=2)",
-    "token_is(high=2.0)",
     "token_is(high=2.0) + veto",
-    "bypass_pg_is",
-    "subprocess:Popen(args=['true'])",
-    "os:system",
-    "os:getcwd",
-    "gone:f",
-    ":",
-    "a:",
-    ":b",
-    "json:loads",
-    "shutil:rmtree",
-    "builtins:print",
-    "mine:f",
-    "mine:broken(x=1)",
-    "mine:stops",
-    "mine:scalar",
     "0.5 * mine:score + 0.5 * mine:score",
     "nan * mine:score",
-    "mine:score",
-    "seq_mean_token_sum_norm(length=0)",
-    "http://localhost:1",
-    "http://[",
-    "files",
-    "checkpoint",
 ]
 N_CASES = 80
 CUSTOM_CONFIG = """
@@ -255,9 +173,3 @@ def fuzz(place, capsys, count, seed):
 
 def test_forty_dry_runs_answer_and_leave_nothing(place, capsys):
     fuzz(place, capsys, 40, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # the default suite has forty
-def test_a_thousand_dry_runs_answer_and_leave_nothing(place, capsys):
-    fuzz(place, capsys, 1000, seed=2)

@@ -2,8 +2,6 @@
 """The choice of kernels: from the config or by import into every piece, told, kept, refused."""
 
 import json
-import threading
-import time
 
 import jax
 import pytest
@@ -17,7 +15,7 @@ from jaxmoe.model.cache import init_cache
 from jaxmoe.run import parts
 from jaxmoe.run.kernels import choose_run_kernels, decide_kernels, describe_kernels, run_cases
 from pallas_kernels.check import child, one
-from pallas_kernels.check.choice import PLATFORMS, make_judge
+from pallas_kernels.check.choice import PLATFORMS
 from pallas_kernels.check.verdicts import KernelVerdict
 from pallas_kernels.decode_attention import api as decoding
 from pallas_kernels.grouped_matmul import api as matmul
@@ -27,27 +25,7 @@ from pallas_kernels.token_logprobs import api as logprobs
 TINY = load_config("tiny.py")
 LONG = override(TINY, "data.max_prompt_tokens=4096", "rollout.max_new_tokens=4096")
 H200 = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": ""}
-SMALL = [
-    "--config",
-    "tiny.py",
-    "--set",
-    "model.d_model=16",
-    "--set",
-    "model.d_expert=24",
-    "--set",
-    "warmup.steps=1",
-    "--set",
-    "warmup.sequences_per_step=4",
-    "--set",
-    "rollout.sequences_per_step=8",
-    "--set",
-    "rollout.samples_per_prompt=4",
-    "--set",
-    "data.held_out_rows=4",
-    "--set",
-    "data.train_rows=64",
-]
-EXTENDED = pytest.mark.extended  # pallas_kernels/check has these faults by themselves
+
 RIGHT, WRONG = (
     KernelVerdict("right", "5 cases"),
     KernelVerdict("wrong", "case ragged: o: relative error 1"),
@@ -112,22 +90,6 @@ def test_a_right_kernel_has_xla_for_other_shapes():
     assert choice.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
 
 
-def test_a_gpu_checks_operations_together_at_run_sizes(monkeypatch, tmp_path):
-    begun, requests = threading.Barrier(4), {}
-
-    def check_kernel(operation, impl, dtype, real, *_):
-        requests[operation] = real
-        if len(requests) <= 4:
-            begun.wait(20)  # breaks unless four checks run at once
-        return RIGHT
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
-    monkeypatch.setattr(child, "check_kernel", check_kernel)
-    assert choose_run_kernels(TINY) == decided(TINY, mosaic_gpu=RIGHT)
-    assert requests == run_cases(TINY, "gpu")
-
-
 def test_a_wrong_kernel_falls_back_with_an_alert():
     choice = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
     assert choice.line.startswith(
@@ -150,12 +112,7 @@ def test_a_wrong_kernel_falls_back_with_an_alert():
     [
         ("mosaic_gpu", {"platform": "cpu"}, RIGHT, "it needs a gpu, but this machine has a cpu"),
         ("mosaic_tpu", H200, RIGHT, "it needs a tpu, but this machine has a gpu"),
-        (
-            "mosaic_gpu",
-            H200,
-            WRONG,
-            "sink_attention: failed in case ragged: o: relative error 1",
-        ),
+        ("mosaic_gpu", H200, WRONG, "sink_attention: failed in case ragged: o: relative error 1"),
     ],
 )
 def test_an_unavailable_named_kernel_is_refused(kernels, chip, verdict, message):
@@ -286,10 +243,10 @@ def test_every_command_decides_before_it_opens_the_device(command, monkeypatch, 
 
 
 def test_a_dry_run_prints_the_named_kernels_use(capsys, tmp_path):
-    for kernels, text in (("mosaic_gpu", "mosaic_gpu, on gpu"), ("triton", "for sink_attention; ")):
-        argv = [*SMALL, "--dry-run", "--workdir", str(tmp_path)]
-        assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
-        assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and text in out
+    argv = ["--config", "tiny.py", "--dry-run", "--workdir", str(tmp_path)]
+    assert train.main([*argv, "--set", "kernels=mosaic_gpu"]) == 0
+    assert "  kernels      mosaic_gpu, on gpu" in capsys.readouterr().out
+    assert "for sink_attention; " in describe_kernels(override(TINY, "kernels=triton"))
     assert "on a CPU xla" in describe_kernels(TINY)
     assert "batch-invariant tiles" in describe_kernels(override(TINY, "model.numerics=invariant"))
     assert describe_kernels(override(TINY, "kernels=xla")) == "xla"
@@ -302,68 +259,3 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
     del record["kernels"]  # of a checkpoint from before
     assert check_resume(tmp_path, record, TINY) == []
     assert check_resume(tmp_path, record, changed) == ["kernels=xla (was auto)"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "double, message",
-    [
-        ("wrong_in_one_tile", "failed in case padded_head: logp: relative error"),
-        pytest.param(
-            "hangs",
-            "failed in case padded_head: the process gave no result in 20 s",
-            marks=EXTENDED,
-        ),
-        pytest.param(
-            "crashes",
-            "failed in case padded_head: the process was killed by SIGABRT",
-            marks=EXTENDED,
-        ),
-    ],
-)
-def test_every_fault_of_a_chip_falls_back(double, message, monkeypatch, capsys, tmp_path):
-    """From the child process to the line and the pieces; the other operations are right."""
-
-    timeout_s = 20.0 if double == "hangs" else 300.0
-
-    def judge_on(chip, dtype, real):
-        here = make_judge(
-            chip, dtype, real, folder=tmp_path, timeout_s=timeout_s, log_line=lambda _: None
-        )
-
-        def judge(operation, impl):
-            of_a_double = f"tests.pallas_kernels.check.doubles:{double}"
-            return here(operation, of_a_double) if operation == "token_logprobs" else RIGHT
-
-        return judge
-
-    monkeypatch.setattr("jaxmoe.run.kernels.detect_chip", lambda: H200)
-    monkeypatch.setattr("jaxmoe.run.kernels.make_judge", judge_on)
-    start = time.monotonic()
-    choice = choose_run_kernels(TINY)
-    choice.print_decision()
-    elapsed_s = time.monotonic() - start
-    line, alert = capsys.readouterr().out.splitlines()
-    assert "sink_attention mosaic_gpu, " in line
-    assert f"token_logprobs xla (not mosaic_gpu: {message}" in line
-    assert alert.startswith(f"alert    token_logprobs uses xla instead of mosaic_gpu: {message}")
-    assert choice.impls["token_logprobs"] == "xla"
-    assert choice.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
-    assert elapsed_s < timeout_s + 10 and len(list(tmp_path.iterdir())) == 1  # kept
-    ops = make_ops(TINY, choice.impls)
-    assert asked_of(ops, TINY, monkeypatch) == choice.impls
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # test_a_resume_may_change_it_and_says_so has it without two runs
-def test_the_choice_is_printed_and_may_change(tmp_path, capsys):
-    argv = [*SMALL, "--workdir", str(tmp_path), "--set"]
-    with jax.numpy_dtype_promotion("standard"):
-        assert train.main([*argv, "steps=1", "--set", "kernels=xla"]) == 0
-        assert "kernels  xla\n" in capsys.readouterr().out
-        record = json.loads((tmp_path / "config.json").read_text())
-        assert record["config"]["kernels"] == "xla"
-        assert record["kernels"] == dict.fromkeys(PLATFORMS, "xla")
-        assert train.main([*argv, "steps=2"]) == 0
-    assert "kernels=auto (was xla)" in capsys.readouterr().out
-    assert json.loads((tmp_path / "config.json").read_text())["kernels"]["token_logprobs"] == "auto"

@@ -78,13 +78,6 @@ def test_the_engine_is_named_and_where_it_runs():
     )
 
 
-def test_a_plan_refuses_the_algorithms_that_train_refuses():
-    with pytest.raises(ConfigError, match="takes values_BT"):
-        format_plan(override(load_config("tiny.py"), GAE))
-    with pytest.raises(ConfigError, match="Did you mean ppo_clip"):
-        format_plan(override(load_config("tiny.py"), "loss.objective=ppo_clp"))
-
-
 def test_custom_terms_and_routers_are_named_or_refused(tmp_path, monkeypatch):
     (tmp_path / "my_plan.py").write_text(
         "def mean(logp_BT):\n    return logp_BT\n"

@@ -55,11 +55,7 @@ def called_with(cfg, a, sharing):
     )
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
-        batch,
-        a,
-        seed=(0,),
-        tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
-        sharing=sharing,
+        batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch, sharing=sharing
     )
 
 
@@ -74,11 +70,7 @@ def shapes_of(tree):
         (),
         ("optim.tokens_per_microbatch=104", "router.replay=R3"),
         ("loss.minibatches=2", "loss.epochs=3", "loss.old_logp=recomputed"),
-        (
-            "loss.minibatches=2",
-            "loss.old_logp=recomputed",
-            "optim.tokens_per_microbatch=104",
-        ),
+        ("loss.minibatches=2", "loss.old_logp=recomputed", "optim.tokens_per_microbatch=104"),
         ("optim.share_prompts=on",),
         (
             "optim.share_prompts=on",

@@ -7,8 +7,7 @@ import pytest
 
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params
-from jaxmoe.rl.rounding_metrics import sample_codes
-from jaxmoe.run.start_codes import METRIC, NAME, StartCodes, _read_codes
+from jaxmoe.run.start_codes import METRIC, NAME, StartCodes
 
 
 @pytest.mark.slow
@@ -38,23 +37,6 @@ def test_a_changed_rule_counts_as_no_movement(tmp_path, capsys, rule):
     assert StartCodes(changed, other, 4, None).measure(params) == {METRIC: 0.0}
     assert StartCodes(changed, other, 4, None).measure(other)[METRIC] > 0.5
     assert capsys.readouterr().err == ""
-
-
-def test_a_damaged_file_of_codes_ends_no_resume(tmp_path, capsys):
-    cfg = override(load_config("tiny_mxfp4.py"), f"workdir={tmp_path}")
-    cfg = override(cfg, "model.d_model=64", "model.d_expert=64", "model.n_experts=4")
-    params = init_params(jax.random.key(0), cfg.model)
-    StartCodes(cfg, params, 0, None)
-    file = tmp_path / NAME
-    content, sample = file.read_bytes(), jax.eval_shape(sample_codes, params)
-    expected = _read_codes(file, ["ocp", "nearest"], 3, sample)
-    for place in np.random.default_rng(0).integers(0, len(content), 300):
-        changed = bytearray(content)
-        changed[place] ^= 0xFF
-        file.write_bytes(changed)
-        codes = _read_codes(file, ["ocp", "nearest"], 3, sample)
-        assert codes == {} or all((codes[name] == expected[name]).all() for name in expected)
-    assert "cannot be read (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [True, False])

@@ -214,9 +214,6 @@ def test_jax_platforms_decide_if_a_chip_is_possible(named, may):
     assert choice.may_have_accelerator() == (choice.jax.config.jax_platforms != "cpu")
 
 
-REQUEST = {"dtype": "float32", "real": None}
-
-
 @pytest.fixture
 def on_a_cpu():
     return {"platform": "cpu", "kind": "a double", "driver": "", "jax": ""}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import child, verdicts
+from pallas_kernels.check import child
 from tests.pallas_kernels.check.made_verdicts import REFUSES, RIGHT, WRONG, judged
 
 
@@ -32,39 +32,6 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, me
         command.main(typed)
     (line,) = capsys.readouterr().err.splitlines()
     assert exit_info.value.code == 2 and re.search(message, line)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "cannot read"),
-        ("[]", "contains no verdict"),
-        (
-            '{"key": {"kind": "TPU v6e"}, "verdict": {"kind": "right", "reason": ""}}',
-            "has a different",
-        ),
-    ],
-)
-def test_the_command_names_a_bad_verdict_file(monkeypatch, capsys, tmp_path, text, message):
-    chip = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
-    monkeypatch.setattr(child, "find_chip", lambda: chip)
-    monkeypatch.setattr(child, "check_kernel", lambda *_: WRONG)
-    path = verdicts.verdict_path(
-        verdicts.verdict_folder(),
-        verdicts.verdict_key(chip, "sink_attention", "triton", "bfloat16", None),
-    )
-    path.parent.mkdir()
-    path.write_text(text)
-    for lines in (4, 2):  # the second time what was found the first time is on file
-        assert command.main(["--impl", "triton"]) == 1
-        printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == lines and printed[-1].endswith(
-            "failed in case ragged: o: relative error 1"
-        )
-        named = [x for x in printed if str(path) in x]
-        assert len(named) == (lines == 4) and all(message in x for x in named)
 
 
 def test_the_command_fails_for_a_wrong_kernel(monkeypatch, capsys):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.decode_attention import cases
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
 from tests.pallas_kernels.three_way import three_way
 
 SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
@@ -26,27 +27,10 @@ def run(f, case, inputs):
     return _run(f, inputs, case.window)
 
 
-def wide(inputs, dtype=np.float64):
-    return [np.asarray(x.astype(jnp.float32)).astype(dtype) for x in inputs]
-
-
 def formula(case, inputs, rounded=lambda x: x):
     """(o, lse) in float64 with numpy; `rounded` after each product, as a plain program has it."""
-    q, k, v, sink = (np.asarray(x).astype(np.float32).astype(np.float64) for x in inputs[:4])
-    q_pos, k_pos, q_seg, k_seg = map(np.asarray, inputs[4:])
-    k, v = (np.repeat(x, case.N // case.K, axis=2) for x in (k, v))
-    distance = q_pos[:, :, None] - k_pos[:, None, :]
-    visible = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0) & (distance >= 0)
-    visible = (visible & ((distance < case.window) | (case.window == 0)))[:, None]
-    z = np.einsum("btnh,bsnh->bnts", q, k) * case.H**-0.5
-    z = np.where(visible, z, -np.inf)
-    sink = sink[None, :, None]
-    top = np.maximum(z.max(-1), np.maximum(sink, -1e30))
-    with np.errstate(divide="ignore"):
-        lse = top + np.log(np.exp(z - top[..., None]).sum(-1) + np.exp(sink - top))
-    p = np.exp(z - np.where(np.isfinite(lse), lse, 0)[..., None])
-    v = np.where(visible.any((1, 2))[:, :, None, None], v, 0)
-    return rounded(np.einsum("bnts,bsnh->btnh", rounded(p), v)), lse.transpose(0, 2, 1)
+    dout, dlse = (jnp.zeros(x.shape) for x in (inputs.q_BTNH, inputs.q_BTNH[..., 0]))
+    return oracle.formula(case, dout, dlse, *inputs, rounded=rounded)[:2]
 
 
 def check(f, case, dtype=jnp.bfloat16):
@@ -83,20 +67,3 @@ def check_rows_alone(f, case=SHORT):
     roomy = x._replace(k_BSKH=k, v_BSKH=v, k_positions_BS=k_pos, k_segment_ids_BS=k_seg)
     for a, b in zip((o, lse), run(f, case, roomy), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def check_halves_merge(f, case=SHORT):
-    """Check that two half caches, merged by lse with the sink, equal the full cache."""
-    x = cases.init_attention_inputs(case, jnp.bfloat16)
-    cleared = x._replace(sink_N=jnp.full_like(x.sink_N, -jnp.inf))
-    halves = []
-    for half in (0, 1):
-        actual = jnp.arange(case.S)[None, :] // (case.S // 2) == half
-        part = cleared._replace(k_segment_ids_BS=jnp.where(actual, x.k_segment_ids_BS, 0))
-        halves.append(wide(run(f, case, part)))
-    lses = np.stack([lse for _, lse in halves] + [np.broadcast_to(x.sink_N, halves[0][1].shape)])
-    total = np.logaddexp.reduce(lses.astype(np.float64))
-    o = sum(o * np.exp(lse - total)[..., None] for o, lse in halves)
-    expected = formula(case, x)
-    three_way(jnp.asarray(total, jnp.float32), expected[1], expected[1], "lse", ulps=10.0)
-    three_way(jnp.asarray(o, jnp.bfloat16), expected[0], expected[0], "o", ulps=4.0)

@@ -13,11 +13,9 @@ from pallas_kernels.decode_attention import (
     cases,
     decode_attention,
     decode_attention_in_stack,
-    pages,
     pallas_tpu,
     xla,
 )
-from pallas_kernels.masks import is_visible
 from pallas_kernels.sink_attention import sink_attention
 from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.interpreted import TPU, interpreted
@@ -40,20 +38,6 @@ def test_the_invariant_tpu_kernel_decodes_as_the_formula(case):
         checks.check(api.IMPLS[TPU].run, case, jnp.float32)
 
 
-def test_bits_say_who_sees_each_slot():
-    case = cases.get_decode_case("several_new")
-    x = cases.init_attention_inputs(case)
-    layout = x.arguments[4]
-    q_pos, k_pos, q_seg, k_seg = layout.unshared_arrays()
-    bits = np.asarray(pages.visibility_bits(layout, 9))
-    visible = is_visible(
-        q_pos[:, :, None], k_pos[:, None, :], 9, q_seg[:, :, None], k_seg[:, None, :]
-    )
-    for t in range(case.T):
-        np.testing.assert_array_equal((bits >> t) & 1, visible[:, t])
-    assert len(np.unique(bits)) > 3
-
-
 def test_a_row_without_keys_gives_its_sink():
     case = cases.get_decode_case("uneven")
     x = cases.init_attention_inputs(case)
@@ -63,25 +47,18 @@ def test_a_row_without_keys_gives_its_sink():
     np.testing.assert_allclose(lse[0, 0], x.sink_N, rtol=1e-6)
 
 
-def call(x, case, f=decode_attention, **padding):
-    return f(
-        *x[:4],
-        q_positions_BT=x[4],
-        k_positions_BS=x[5],
-        q_segment_ids_BT=x[6],
-        k_segment_ids_BS=x[7],
-        window=case.window or None,
-        **padding,
-    )
+PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
+
+
+def call(x, case, f=decode_attention, **options):
+    places = dict(zip(PLACES, x[4:], strict=True))
+    return f(*x[:4], **places, window=case.window or None, **options)
 
 
 def test_it_stands_in_for_sink_attention():
     case = cases.get_decode_case("ring")
     x = cases.init_attention_inputs(case)
-    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
-    places = dict(zip(names, x[4:], strict=True))
-    expected = sink_attention(*x[:4], **places, window=case.window or None)
-    for a, b in zip(call(x, case), expected, strict=True):
+    for a, b in zip(call(x, case), call(x, case, sink_attention), strict=True):
         np.testing.assert_array_equal(a, b)
     # The keys of a cache belong to one segment each.
     expected = [x for x in inspect.signature(sink_attention).parameters if "k_last" not in x]
@@ -136,8 +113,7 @@ def stacked(x, layer, n_layers=3):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_stacks_layer_decodes_as_the_layer(layer):
     q, k, v, sink, *places = cases.init_attention_inputs(checks.SHORT, jnp.float32)
-    names = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
-    options = dict(zip(names, places, strict=True)) | {"window": 40, "impl": "xla"}
+    options = dict(zip(PLACES, places, strict=True)) | {"window": 40, "impl": "xla"}
     actual = decode_attention_in_stack(
         q, stacked(k, layer), stacked(v, layer), sink, layer=jnp.int32(layer), **options
     )

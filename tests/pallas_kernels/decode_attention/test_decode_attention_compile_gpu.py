@@ -11,12 +11,7 @@ from tests.compilers import skip_without_compiler
 
 pytestmark = pytest.mark.aot
 
-COMPILED = (
-    "64x8k",
-    "64_ring",
-    "8x32k_new4",
-    "head_128",
-)
+COMPILED = ("64x8k", "64_ring", "8x32k_new4", "head_128")
 
 
 def compiled(case):

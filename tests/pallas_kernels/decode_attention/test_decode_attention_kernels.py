@@ -16,10 +16,7 @@ KERNELS = {
 }
 # One function for each, so that tests share what is compiled for it.
 KERNELS = {chip: partial(f, interpret=True) for chip, f in KERNELS.items()}
-FAST = {
-    "mosaic_gpu": ("window_left",),
-    "mosaic_tpu": ("uneven", "several_new", "window_left"),
-}
+FAST = {"mosaic_gpu": ("window_left",), "mosaic_tpu": ("uneven", "several_new", "window_left")}
 SLOW_GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.slow), "mosaic_tpu"]
 
 
@@ -79,9 +76,3 @@ def test_a_row_depends_on_its_own_slots_only(chip, monkeypatch):
         run = jax.jit(checks._run.__wrapped__, static_argnums=(0, 2), compiler_options=optimised)
         monkeypatch.setattr(checks, "_run", run)
     checks.check_rows_alone(KERNELS[chip])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", KERNELS)
-def test_half_caches_merge_into_the_whole(chip):
-    checks.check_halves_merge(KERNELS[chip])

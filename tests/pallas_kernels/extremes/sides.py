@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import drawn
-import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +31,7 @@ from pallas_kernels.token_logprobs import pallas_gpu as logprobs_gpu
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 from pallas_kernels.token_logprobs import reference as logprobs_reference
 from pallas_kernels.token_logprobs import xla as logprobs_xla
+from tests.pallas_kernels.extremes import drawn, exact
 
 WINDOW, ALPHA, LIMIT = 9, 1.702, 7.0
 WORDS, TEMPERATURE = 277, 0.75
@@ -169,8 +168,7 @@ TPU = {
         mosaic_tpu=partial(decode_tpu.decode_attention_mosaic_tpu, interpret=True),
     ),
     "token_logprobs": lambda: logprobs(
-        (29, 16, 300),
-        mosaic_tpu=partial(logprobs_tpu.token_logprobs_mosaic_tpu, interpret=True),
+        (29, 16, 300), mosaic_tpu=partial(logprobs_tpu.token_logprobs_mosaic_tpu, interpret=True)
     ),
     "grouped_matmul": lambda: matmul(
         (61, 128, 128, 5), mosaic_tpu=partial(matmul_tpu.grouped_matmul_mosaic_tpu, interpret=True)

@@ -7,17 +7,16 @@ every value and gradient is finite, and as right as its own terms allow.
         tests/pallas_kernels/extremes -k plain    # 2,000 cases each
 """
 
-import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs import xla as logprobs_xla
+from tests.pallas_kernels.extremes import exact, sides
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import cases, grouped_matmul
 from pallas_kernels.grouped_matmul.xla import tile_rows
@@ -111,24 +109,6 @@ def test_no_rows_give_no_rows_and_zero_gradients():
     out, dlhs, drhs, dbias = values_and_gradients(tiled, jnp.zeros((0, 40)), sizes, lhs, rhs, bias)
     assert out.shape == (0, 40) and dlhs.shape == (0, 48)
     assert not np.any(drhs) and not np.any(dbias)
-
-
-run = jax.jit(tiled)
-
-
-@given(st.lists(st.integers(0, 20), min_size=7, max_size=7), st.permutations(range(7)))
-def test_swapping_groups_with_their_rows_swaps_the_results(sizes, swap):
-    case = cases.MatmulCase("drawn", 140, 16, 24, tuple(sizes))
-    lhs, rhs, _, bias = cases.init_matmul_inputs(case)
-    begin = np.cumsum(sizes) - sizes
-    rows = [np.arange(begin[e], begin[e] + sizes[e]) for e in swap]
-    rows = np.concatenate([*rows, np.arange(sum(sizes), case.M)]).astype(np.int32)
-    swap = np.asarray(swap)
-    out = run(jnp.asarray(sizes, jnp.int32), lhs, rhs, bias)
-    moved = np.asarray(lhs)[rows], np.asarray(rhs)[swap], np.asarray(bias)[swap]
-    swapped = run(jnp.asarray(np.asarray(sizes)[swap], jnp.int32), *map(jnp.asarray, moved))
-    exact = oracle(lhs, rhs, sizes, bias, jnp.zeros((140, 24)))[0]
-    three_way(swapped, jnp.asarray(np.asarray(out)[rows]), exact[rows], "swapped groups")
 
 
 def test_the_program_copies_no_weights():

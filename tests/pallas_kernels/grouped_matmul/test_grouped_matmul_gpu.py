@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import Implementation, select_implementation
 from pallas_kernels.grouped_matmul import cases, pallas_gpu
@@ -71,14 +69,6 @@ def test_the_fused_activation_matches_naive_masks(monkeypatch, name):
     three_way(actual, simple, forward(exact_swiglu, sizes, *as_float32(lhs, rhs, bias)), name)
 
 
-@pytest.mark.parametrize("name", mark_slow(SIZES, "whole tiles"))
-def test_the_forward_pass_alone(name):
-    lhs, rhs, sizes, bias, _ = make(SIZES[name])
-    actual = forward(hopper, sizes, lhs, rhs, bias)
-    expected = forward(exact, sizes, *as_float32(lhs, rhs, bias))
-    three_way(actual, forward(naive, sizes, lhs, rhs, bias), expected, "out")
-
-
 @knows_transposes
 def test_every_gradient_of_the_fused_activation():
     *args, _ = make(SIZES["rows past the sum"])
@@ -119,21 +109,6 @@ def test_fewer_rows_than_a_tile_in_float16():
 
 @pytest.mark.slow
 @knows_transposes
-@pytest.mark.parametrize("widths, stages, chunk", [((64,), 2, 2), ((192, 64), 5, 3)])
-def test_other_tiles_give_the_same_bits(monkeypatch, widths, stages, chunk):
-    lhs, rhs, sizes, bias, dout = make(SIZES["a tile and more, tails, none"])
-    args = (dout, sizes, lhs, rhs, bias)
-    before = values_and_gradients(hopper, *args)
-    monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", widths)
-    monkeypatch.setattr(pallas_gpu_tiles, "STAGES", stages)
-    monkeypatch.setattr(pallas_gpu_tiles, "CHUNK", chunk)
-    after = values_and_gradients(lambda *x: hopper(*x), *args)  # another function: traced anew
-    for a, b in zip(before, after, strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-@pytest.mark.slow
-@knows_transposes
 @pytest.mark.parametrize("name", SIZES)
 def test_float16_gradients_of_the_fused_activation(name):
     check_all(hopper, naive, exact, make(SIZES[name], jnp.float16), name)
@@ -168,31 +143,6 @@ def test_gradient_copies_have_no_races(races, monkeypatch):
         pallas_gpu_weights.weight_gradients_hopper(lhs, dout, sizes, rhs.dtype, False, True)
     )
     assert not races()
-
-
-row_tiles = partial(jax.jit, static_argnums=(1, 2, 3))(pallas_gpu_tiles.row_tiles)
-
-
-@given(st.lists(st.integers(0, 500), min_size=9, max_size=9), st.sampled_from([128, 192]))
-def test_tiles_cover_every_row_once_aligned(sizes, size):
-    n_rows, padded = 4511, 4512
-    table, count = row_tiles(jnp.asarray(sizes, jnp.int32), n_rows, padded, size)
-    assert count[0] <= table.shape[0]
-    owner = np.full(n_rows, -1)
-    for group, start, lo, hi in np.asarray(table)[: int(count[0])]:
-        assert start % 8 == 0 and 0 <= start <= padded - size and 0 <= lo < hi <= size
-        rows = slice(start + lo, start + hi)
-        assert (owner[rows] == -1).all()
-        owner[rows] = group
-    np.testing.assert_array_equal(owner, np.repeat(np.arange(10), [*sizes, n_rows - sum(sizes)]))
-
-
-def test_the_walk_meets_each_tile_once():
-    walk = jax.vmap(lambda i: jnp.stack(pallas_gpu_tiles.split_tile_index(i, jnp.int32(21), 5)))
-    places = np.asarray(walk(jnp.arange(21 * 5, dtype=jnp.int32)))
-    assert len({tuple(x) for x in places}) == 21 * 5
-    assert (places < [21, 5]).all() and (places >= 0).all()
-    assert len({row for row, _ in places[: 8 * 5]}) == 8
 
 
 def use_device_kind(kind):

@@ -11,8 +11,6 @@ import pytest
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
-from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
 from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
     NAMES,
     naive,
@@ -89,9 +87,7 @@ def test_fused_swiglu_matches_the_dense_formula(sizes):
     check(True, *inputs(SWIGLU, sizes, jnp.float32, True))
 
 
-def test_undivided_tiles_match_the_dense_formula(
-    monkeypatch,
-):
+def test_undivided_tiles_match_the_dense_formula(monkeypatch):
     """Half of 1152 columns in tiles of 384, products of 256; the second tile is half empty."""
     monkeypatch.setattr(tiles, "window_bytes", lambda _: 192 * (2 * 384 + 128) * 4)
     monkeypatch.setattr(tiles, "columns_at_once", lambda _: 256)
@@ -189,35 +185,6 @@ def test_fewer_rows_than_a_tile_and_no_bias():
     out, pull = jax.jit(partial(jax.vjp, f))(lhs, rhs)
     for name, value, a, b in zip(NAMES, (out, *pull(dout)), plain, exact, strict=False):
         three_way(value, a, b, name)
-
-
-@pytest.mark.parametrize("mib", [64, 128])
-@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
-def test_real_matrices_are_cut_at_copyable_places(case, mib, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(tiles, "COLUMNS", 256)
-    monkeypatch.setattr(tiles, "window_bytes", lambda _: mib << 18)
-    _, rhs, _, _ = cases.matmul_shapes(case)
-    halves = [False, True] if case.F == 5760 else [False]
-    for half in halves:
-        plan = plan_rows(rhs, 2, transposed=False, halves=half)
-        assert plan is not None
-        for window in plan.windows:
-            assert 2 * len(plan.windows) * case.D * window.size * 2 <= mib << 19
-            for start, size in window.spans:
-                assert start % 128 == 0 and start + size <= case.F
-                assert size % 128 == 0 or (plan.n_tiles == 1 and size == case.F)
-        if half and plan.n_tiles == 1:
-            assert plan.windows[0].spans == ((0, 5760),) and plan.shift == 64
-        elif half:  # every output column's gate and up are inside
-            for n, ((gate, n_gate), (up, n_up)) in enumerate(
-                zip(*(window.spans for window in plan.windows), strict=True)
-            ):
-                first, last = n * plan.tile, min((n + 1) * plan.tile, 2880)
-                assert gate == first and last <= gate + n_gate
-                assert up + plan.shift == 2880 + first and 2880 + last <= up + n_up
-    assert plan_rows(rhs, 2, transposed=True) is not None
-    assert weights_tile(case.D, case.F) is not None
 
 
 def test_shapes_without_tiles_are_refused_with_the_reason(monkeypatch):

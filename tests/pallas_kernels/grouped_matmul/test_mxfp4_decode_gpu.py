@@ -92,9 +92,7 @@ def dialects(monkeypatch):
             DenseElementsAttr=SimpleNamespace(get_splat=lambda _, value: value),
         ),
         "arith": SimpleNamespace(
-            constant=splat,
-            andi=lambda a, b: Vector(a.x & b.x),
-            muli=lambda a, b: Vector(a.x * b.x),
+            constant=splat, andi=lambda a, b: Vector(a.x & b.x), muli=lambda a, b: Vector(a.x * b.x)
         ),
         "vector": SimpleNamespace(
             shuffle=shuffle,

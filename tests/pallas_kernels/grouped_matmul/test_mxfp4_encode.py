@@ -21,7 +21,6 @@ from pallas_kernels.grouped_matmul.mxfp4_encode import (
 from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_exponent
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 
-MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 encode = jax.jit(encode_mxfp4)
 decode = jax.jit(mxfp4_to_dense)
 
@@ -52,7 +51,7 @@ FLOATS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(*FLOATS)
 def test_finite_floats_become_the_hosts_bytes(bits, exponent, spread):
     compare_with_host(bits, exponent, spread)
@@ -79,7 +78,7 @@ def assert_values_stay(packed, dtype):
         np.testing.assert_array_equal(np.asarray(decode(x)).view(np.int32), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(*FLOATS, st.sampled_from(list(RULES)), st.sampled_from([jnp.float32, jnp.bfloat16]))
 def test_decoded_values_pack_to_themselves(bits, exponent, spread, rule, dtype):
     """An engine that gets decoded values may pack them: subnormals and the largest are kept too."""
@@ -88,7 +87,7 @@ def test_decoded_values_pack_to_themselves(bits, exponent, spread, rule, dtype):
     assert_values_stay(RULES[rule](masters), dtype)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     arrays.arrays(np.uint8, (32, 3), elements=st.integers(0, 255)),
     arrays.arrays(np.uint8, (2, 3), elements=st.integers(0, 252)),
@@ -100,14 +99,6 @@ def test_released_values_pack_to_themselves(nibbles, scales, largest, dtype):
     low, high = np.minimum(nibbles & 7, largest[0]), np.minimum(nibbles >> 4 & 7, largest[1])
     packed = Mxfp4(jnp.asarray(nibbles & 0x88 | low | high << 4), jnp.asarray(scales))
     assert_values_stay(packed, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-@settings(max_examples=10_000, deadline=None)
-@given(*FLOATS)
-def test_ten_thousand_matrices_become_the_hosts_bytes(bits, exponent, spread):
-    compare_with_host(bits, exponent, spread)
 
 
 def borders_of_scale(exponent):

@@ -88,19 +88,6 @@ def test_few_rows_a_group_have_their_form():
     assert mxfp4_forms.choose_form(2049, 32) == mxfp4_forms.choose_form(98304, 32)
 
 
-def test_every_form_fits_registers_and_decoders():
-    for form in (ONE, *CHOSEN.values(), *OTHERS.values()):
-        warpgroups = form.consumers + form.decoders + 1
-        at_launch = 65536 // (128 * warpgroups) // 8 * 8
-        assert at_launch >= 90
-        registers = pallas_gpu_mxfp4._PRODUCER_REGISTERS
-        registers += form.decoders * form.decoder_registers
-        registers += form.consumers * form.consumer_registers
-        assert registers <= warpgroups * at_launch
-        assert form.decoder_registers < at_launch < form.consumer_registers
-        assert form.stages % form.decoders == form.code_stages % form.decoders == 0
-
-
 def test_batch_invariant_kernels_have_one_form(monkeypatch):
     forms = []
     for name in ("multiply_rows_mxfp4_hopper", "multiply_swiglu_mxfp4_hopper"):

@@ -40,7 +40,7 @@ def least_errors(w_DF, around):
     return least_error, np.exp2(2 * ocp)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(arrays.arrays(np.float32, (64, 3), elements=st.floats(-8, 8, width=32)))
 def test_no_other_scale_has_a_smaller_error(w_DF):
     packed = encode(w_DF)
@@ -62,7 +62,7 @@ def test_least_error_scales_follow_saturation():
     assert (values[:32, 0] == 8).all() and (values[1:32, 1] == 0.25).all() and values[0, 1] == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(arrays.arrays(np.float32, (64, 2), elements=NORMAL))
 def test_values_are_encoded_by_the_ocp_rule(w_DF):
     packed = encode(w_DF)

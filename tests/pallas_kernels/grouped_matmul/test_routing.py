@@ -61,21 +61,6 @@ def inputs(dtype, rows, cols):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_permute_copies_rows_and_sums_gradients(dtype):
-    order, inverse, _ = routing.sort_by_expert(chosen_experts(), E)
-    x, _, _ = inputs(dtype, M, D)
-    dy, _, _ = inputs(dtype, M * A, D)
-    y, pull = jax.vjp(lambda x: routing.permute_rows(x, order, inverse, A), x)
-    np.testing.assert_array_equal(y, x[order // A])
-    (dx,) = pull(dy)
-    exact = np.zeros((M, D))
-    np.add.at(exact, np.asarray(order) // A, np.asarray(dy.astype(jnp.float32), np.float64))
-    naive = jax.vjp(lambda x: x[order // A], x)[1](dy)[0]
-    assert dx.dtype == dtype
-    three_way(dx, naive, exact, "dx of permute_rows")
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_combine_is_the_weighted_sum(dtype):
     _, inverse, _ = routing.sort_by_expert(chosen_experts(), E)
     y, weights, dout = inputs(dtype, M * A, D)

@@ -1,16 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of sink attention: values and derivative in float64, and the comparison with them."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.sink_attention import sink_attention
 from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dsink")
+PLACES = (
+    "q_positions_BT",
+    "k_positions_BS",
+    "q_segment_ids_BT",
+    "k_segment_ids_BS",
+    "k_last_segment_ids_BS",
+)
+
+
+@cache
+def public(impl="xla", function=sink_attention):
+    """The public function of a window, q, k, v, the sink and the places of each token."""
+
+    def attend(window, q, k, v, sink, *places):
+        layout = dict(zip(PLACES, places, strict=False))
+        return function(q, k, v, sink, **layout, window=window or None, impl=impl)
+
+    return attend
 
 
 def visible(case, inputs):

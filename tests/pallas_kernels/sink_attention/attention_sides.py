@@ -8,11 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import attention_oracle as oracle
 import jax
 import jax.numpy as jnp
 import pytest
-import triton_interpreted
 
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
@@ -27,6 +25,8 @@ from pallas_kernels.sink_attention import (
 )
 from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
 from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
+from tests.pallas_kernels.sink_attention import triton_interpreted
 
 # No length is a multiple of a block; queries and keys differ in number, heads in every way.
 CASE = cases.AttentionCase("side", 2, 45, 61, 6, 2, 16, 9)

@@ -10,11 +10,9 @@ import pytest
 
 from pallas_kernels import decode_attention, sink_attention, sink_attention_backward
 from pallas_kernels.dispatch import KernelUnsupported
-from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import api
-from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
-from pallas_kernels.sink_attention.pallas_tpu_blocks import block_layout, invariant_sizes
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS
+from tests.pallas_kernels.sink_attention.attention_oracle import public
 
 N, K, H = 4, 2, 8
 PROMPT, ANSWERS = 133, (70, 5, 141)  # several blocks of 128 keys
@@ -56,19 +54,8 @@ def join(sink, prompt, answers, shared):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def attend_shared(impl, window, q, k, v, sink, positions, segments, last):
-    return sink_attention(
-        q,
-        k,
-        v,
-        sink,
-        q_positions_BT=positions,
-        k_positions_BS=positions,
-        q_segment_ids_BT=segments,
-        k_segment_ids_BS=segments,
-        k_last_segment_ids_BS=last,
-        window=window,
-        impl=impl,
-    )
+    places = positions, positions, segments, segments, last
+    return public(impl)(window, q, k, v, sink, *places)
 
 
 def weigh(o, lse):
@@ -129,18 +116,9 @@ def test_shared_blocks_have_the_bits_of_separate_rows(window):
             np.testing.assert_array_equal(actual[:, :shared], want[:, :shared])
             np.testing.assert_array_equal(actual[:, at:end], want[:, shared:])
         place = jnp.arange(prompt_length + n)[None]
-        decoded, _ = decode_attention(
-            q[:, -1:],
-            k,
-            v,
-            sink,
-            q_positions_BT=place[:, -1:],
-            k_positions_BS=place,
-            q_segment_ids_BT=jnp.ones((1, 1), jnp.int32),
-            k_segment_ids_BS=jnp.ones_like(place),
-            window=window,
-            impl="xla_invariant",
-        )
+        places = place[:, -1:], place, jnp.ones((1, 1), jnp.int32), jnp.ones_like(place)
+        decode = jax.jit(public("xla_invariant", decode_attention), static_argnums=0)
+        decoded, _ = decode(window, q[:, -1:], k, v, sink, *places)
         np.testing.assert_array_equal(o[:, end - 1], decoded[:, 0])
         at = end
 
@@ -178,19 +156,3 @@ def test_other_implementations_refuse_shared_keys_by_name():
         sink_attention_backward(
             x, kv, kv, x, x[..., 0], x[..., 0], k_last_segment_ids_BS=last, impl="triton"
         )
-
-
-def test_kernels_called_by_themselves_refuse_shared_keys():
-    ones = jnp.ones((1, 8), jnp.int32)
-    layout = Layout(ones, ones, ones, ones, ones)
-    sizes = invariant_sizes((1, 8, N, H), (1, 8, K, H), 0)
-    kv = jnp.zeros((1, 8, K, H))
-    arrays = jnp.zeros((1, 8, N, H)), kv, kv, jnp.zeros(N)
-    for call in (
-        layout.unshared_arrays,
-        lambda: sink_attention_mosaic_invariant("mosaic_gpu", *arrays, layout, 0, 1.0),
-        lambda: sink_attention_mosaic_invariant("mosaic_tpu", *arrays, layout, 0, 1.0),
-        lambda: block_layout(sizes, layout, 0, masked=True),
-    ):
-        with pytest.raises(NotImplementedError, match="k_last_segment_ids_BS.*impl='xla'"):
-            call()

@@ -3,19 +3,18 @@
 
 from functools import partial
 
-import attention_oracle as oracle
-import attention_sides
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import masks
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu, pallas_tpu_backward
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention import pallas_tpu_visits as visits
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
+from tests.pallas_kernels.sink_attention import attention_sides
 from tests.pallas_kernels.sink_attention.shared_rows import shared_places
 
 SMALL_BLOCKS = 16, 8, 8  # queries, keys, keys that a step may start at
@@ -146,33 +145,6 @@ def test_blocks_of_other_answers_are_skipped_not_masked():
     np.testing.assert_array_equal(dv, ~seen_by_it)
 
 
-@pytest.mark.slow
-def test_keys_in_parts_change_no_bit(monkeypatch):
-    inputs, ct = inputs_of(CASE, "one_group"), oracle.cotangents(CASE)
-    full = oracle.values_and_gradients(ATTEND, 0, *ct, *inputs)
-    monkeypatch.setattr(pallas_tpu_backward, "max_keys_per_part", lambda _: 25)  # three blocks
-    split = oracle.values_and_gradients(make_attend(), 0, *ct, *inputs)
-    for name, a, b in zip(oracle.NAMES, full, split, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
-
-
-@pytest.mark.slow
-def test_copies_that_arrive_late_change_nothing(capsys):
-    """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
-    case = CASE._replace(B=1, T=56, S=56)
-    places = shared_places(56, (((24, (8, 3, 9)),),))
-    inputs, ct = with_places(case, places, places), oracle.cotangents(case)
-    late_keys = pltpu.InterpretParams(
-        dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True
-    )
-    with pltpu.force_tpu_interpret_mode(late_keys):
-        attend = make_attend(interpret=False)
-        actual = oracle.values_and_gradients(attend, 0, *ct, *inputs)
-        jax.block_until_ready(actual)
-    assert "RACE DETECTED" not in capsys.readouterr().out  # the interpreter's words
-    oracle.compare(case, actual, inputs, ct)
-
-
 def visited_blocks(ends, group):
     """(blocks, whether each is seen whole) that the kernels' loop visits, by its own code."""
     ranges = visits.read_ranges(ends, 0, group, len(ends) == 2 * visits.ENDS)
@@ -183,39 +155,6 @@ def visited_blocks(ends, group):
     assert steps[0] == ranges.first
     covered = [int(step) + j for step in steps for j in range(group)]
     return covered, [bool(ranges.is_full(block)) for block in covered]
-
-
-def fewest_blocks(needed):
-    """The least number of blocks in two ranges that hold all needed ones."""
-    ids = np.flatnonzero(needed)
-    if len(ids) == 0:
-        return 1
-    return ids[-1] + 1 - ids[0] - max(np.diff(ids, prepend=ids[0] - 1)) + 1
-
-
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_two_ranges_hold_every_needed_block_once(group):
-    rng = np.random.default_rng(group)
-    needed = rng.random((2, 20, 11)) < rng.choice([0.1, 0.4, 0.8], (2, 20, 1))
-    full = needed & (rng.random(needed.shape) < 0.7)
-    runs = visits.make_runs(jnp.asarray(needed), jnp.asarray(full), group, True)
-    parts = [(0, 4), (4, 9), (9, 11)]
-    tables = [np.asarray(visits.slice_runs(runs, *part, True)).reshape(-1, 8) for part in parts]
-    rows = zip(
-        np.asarray(runs).reshape(-1, 8), needed.reshape(-1, 11), full.reshape(-1, 11), strict=True
-    )
-    for row, (ends, is_needed, is_seen_whole) in enumerate(rows):
-        covered, unmasked = visited_blocks(ends, group)
-        assert len(set(covered)) == len(covered)
-        assert set(np.flatnonzero(is_needed)) <= set(covered)
-        if group == 1:  # only then are blocks without a mask
-            assert len(covered) == fewest_blocks(is_needed)
-            assert all(is_seen_whole[np.array(covered)[unmasked]])
-            assert any(unmasked) == any(is_seen_whole)
-        for (low, high), table in zip(parts, tables, strict=True):
-            covered, _ = visited_blocks(table[row], group)
-            assert len(set(covered)) == len(covered) and covered[0] < high - low
-            assert set(np.flatnonzero(is_needed[low:high])) <= set(covered)
 
 
 @pytest.mark.parametrize("queries, keys", [(512, 1024), (512, 512), (1024, 1024)])
@@ -232,14 +171,6 @@ def test_few_blocks_beyond_those_needed_are_visited(queries, keys):
     assert needed <= n_visited <= 1.05 * needed
     assert sum(map(sum, unmasked)) == full
     print(f"\n{queries} x {keys}: {n_visited} visited, {needed} needed, {full} of them whole")
-
-
-def test_unshared_keys_take_four_scalars_a_block():
-    layout = Layout(*map(jnp.asarray, shared_places(4096, (((2048, (128,) * 16),),))[[0, 0, 1, 1]]))
-    x = blocks.Sizes(1, 4096, 4096, 8, 8, 1, 64, 512, 1024, 1024)
-    assert blocks.block_layout(x, layout, 0).q_runs.shape == (4 * x.n,)
-    shared = layout._replace(k_last_segment_ids_BS=layout.k_segment_ids_BS)
-    assert blocks.block_layout(x, shared, 0).q_runs.shape == (8 * x.n,)
 
 
 def ignore_last_segments(patch):

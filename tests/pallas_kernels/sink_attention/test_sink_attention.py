@@ -9,28 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import check_empty, compare, cotangents, values_and_gradients
 
 from pallas_kernels.sink_attention import cases, sink_attention
+from tests.pallas_kernels.sink_attention.attention_oracle import (
+    check_empty,
+    compare,
+    cotangents,
+    public,
+    values_and_gradients,
+)
 
 SMALL = cases.AttentionCase("small", 2, 24, 29, 15, 3, 16, 9)
 
 
-def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg, impl="xla"):
-    return sink_attention(
-        q,
-        k,
-        v,
-        sink,
-        q_positions_BT=q_pos,
-        k_positions_BS=k_pos,
-        q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg,
-        window=window or None,
-        impl=impl,
-    )
-
-
+attend = public()
 forward = jax.jit(attend, static_argnums=0)
 
 
@@ -46,14 +38,10 @@ def test_values_and_gradients_match_the_plain_formula(case, dtype):
     check_values_and_gradients(attend, case, dtype)
 
 
-def invariant(*args):
-    return attend(*args, impl="xla_invariant")
-
-
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
 def test_so_are_those_of_batch_invariant_attention(case):
     """In half precision: test_sink_attention_xla_invariant.py."""
-    check_values_and_gradients(invariant, case, jnp.float32)
+    check_values_and_gradients(public("xla_invariant"), case, jnp.float32)
 
 
 def check_values_and_gradients(attend, case, dtype):
@@ -64,16 +52,12 @@ def check_values_and_gradients(attend, case, dtype):
     compare(case, actual, inputs, ct)
 
 
-def plain_reference(*args):
-    return attend(*args, impl="reference")
-
-
 @pytest.mark.parametrize(
     "case", [SMALL, cases.get_attention_case("no_sinks")], ids=lambda case: case.name
 )
 def test_the_reference_is_the_formula(case):
     inputs, ct = cases.init_attention_inputs(case), cotangents(case)
-    compare(case, values_and_gradients(plain_reference, case.window, *ct, *inputs), inputs, ct)
+    compare(case, values_and_gradients(public("reference"), case.window, *ct, *inputs), inputs, ct)
 
 
 def test_padding_changes_nothing():
@@ -135,28 +119,3 @@ def test_wrong_inputs_are_named():
     ):
         with pytest.raises(ValueError, match=match):
             raw(*args, **options)
-
-
-@pytest.mark.parity
-def test_torch_autograd_agrees():
-    torch = pytest.importorskip("torch")
-    case = cases.get_attention_case("big_sinks")
-    inputs, (dout, dlse) = cases.init_attention_inputs(case), cotangents(case)
-    q, k, v, sink = (torch.tensor(np.array(x), dtype=torch.float64) for x in inputs[:4])
-    for x in (q, k, v, sink):
-        x.requires_grad_()
-    G = case.N // case.K
-    pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segment_ids_BT)
-    distance = pos[:, :, None] - pos[:, None]
-    visible = (distance >= 0) & (distance < case.window)
-    visible &= (seg[:, :, None] == seg[:, None]) & (seg[:, None] > 0)
-    z = torch.einsum("btnh,bsnh->bnts", q, k.repeat_interleave(G, 2)) * case.H**-0.5
-    z = z.masked_fill(~torch.tensor(visible)[:, None], -torch.inf)
-    z = torch.cat([z, sink[None, :, None, None].expand(*z.shape[:3], 1)], -1)
-    o = torch.einsum("bnts,bsnh->btnh", z.softmax(-1)[..., :-1], v.repeat_interleave(G, 2))
-    lse = z.logsumexp(-1).transpose(1, 2)
-    pairs = ((o, dout), (lse, dlse))
-    sum((x * torch.tensor(np.array(y), dtype=x.dtype)).sum() for x, y in pairs).backward()
-    exact = (o, lse, q.grad, k.grad, v.grad, sink.grad)
-    actual = values_and_gradients(attend, case.window, dout, dlse, *inputs)
-    compare(case, actual, inputs, (dout, dlse), exact=[x.detach().numpy() for x in exact])

@@ -4,8 +4,6 @@
 import inspect
 from functools import partial
 
-import attention_oracle as oracle
-import attention_sides
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,8 @@ from pallas_kernels.sink_attention import (
 )
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
+from tests.pallas_kernels.sink_attention import attention_sides
 
 BACKWARD = {
     "reference": reference.sink_attention_backward_reference,

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper kernels of sink attention through the real compiler, at the sizes of GPT-OSS."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time, hopper
-from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward, sink_attention
+from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward
 from tests.compilers import skip_without_compiler
+from tests.pallas_kernels.sink_attention.attention_oracle import public
 
 pytestmark = pytest.mark.aot
 
@@ -27,21 +30,9 @@ def abstract(case, dtype=jnp.bfloat16):
 
 
 def values_and_gradients(case):
-    def f(ct, inputs):
-        *differentiable, q_pos, k_pos, q_seg, k_seg = inputs
-
-        def attend(*x):
-            return sink_attention(
-                *x,
-                q_positions_BT=q_pos,
-                k_positions_BS=k_pos,
-                q_segment_ids_BT=q_seg,
-                k_segment_ids_BS=k_seg,
-                window=case.window or None,
-                impl="mosaic_gpu",
-            )
-
-        out, pull = jax.vjp(attend, *differentiable)
+    def f(ct, inputs, *last):
+        attend = partial(public("mosaic_gpu"), case.window)
+        out, pull = jax.vjp(lambda *x: attend(*x, *inputs[4:], *last), *inputs[:4])
         return *out, *pull(ct)
 
     return f
@@ -89,28 +80,8 @@ def test_forward_and_backward_compile_without_spilling(case):
 def test_shared_keys_compile_without_spilling(name):
     case = cases.get_attention_case(name)
     ct, inputs = abstract(case)
-
-    def values_and_gradients(ct, inputs, last):
-        q_pos, k_pos, q_seg, k_seg = inputs[4:]
-
-        def attend(*x):
-            return sink_attention(
-                *x,
-                q_positions_BT=q_pos,
-                k_positions_BS=k_pos,
-                q_segment_ids_BT=q_seg,
-                k_segment_ids_BS=k_seg,
-                k_last_segment_ids_BS=last,
-                window=case.window or None,
-                impl="mosaic_gpu",
-            )
-
-        out, pull = jax.vjp(attend, *inputs[:4])
-        return *out, *pull(ct)
-
-    compiled = ahead_of_time.compile_for(
-        CHIP, values_and_gradients, ct, inputs, inputs.k_segment_ids_BS
-    )
+    last = inputs.k_segment_ids_BS
+    compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), ct, inputs, last)
     assert len(compiled.kernels) == compiled.mosaic_calls == 3
     for kernel in compiled.kernels:
         assert kernel.spills == 0 and kernel.stack == 0 and not kernel.warnings

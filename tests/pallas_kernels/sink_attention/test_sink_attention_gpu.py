@@ -7,24 +7,18 @@ plain dots. What the real compiler says is in test_sink_attention_compile_gpu.py
 
 from functools import partial
 
-import attention_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
 from pallas_kernels.dispatch import Target
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention import (
-    cases,
-    pallas_gpu,
-    pallas_gpu_backward,
-    pallas_gpu_blocks,
-)
+from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward, pallas_gpu_blocks
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
 
 OLD = jax.__version_info__ < (0, 11)
 full_matrix = pytest.mark.slow
@@ -113,26 +107,6 @@ def test_segments_read_the_keys_of_their_prompt(case, monkeypatch):
     oracle.compare(case, actual, inputs, ct)
 
 
-def test_few_unneeded_key_blocks_are_visited(monkeypatch):
-    """A prompt of 2,048 tokens and 16 answers of 128, with the tiles of the real thing."""
-    monkeypatch.undo()
-    answers = np.repeat(np.arange(2, 18), 128)
-    segments = np.concatenate([np.ones(2048, np.int32), answers])[None].astype(np.int32)
-    positions = np.concatenate([np.arange(2048), 2048 + np.tile(np.arange(128), 16)])[None]
-    last = np.where(segments == 1, 17, segments)
-    layout = Layout(*map(jnp.asarray, (positions, positions, segments, segments, last)))
-    visible = np.asarray(layout.visible_mask(0))[0]
-    for rows, step in ((192, 128), (128, 64), (64, 128)):
-        padded = pallas_gpu_blocks.pad_layout(layout, rows, step, 0)
-        pairs = np.pad(visible, ((0, -len(visible) % rows), (0, -len(visible) % step)))
-        blocks = pairs.reshape(-1, rows, pairs.shape[1] // step, step)
-        needed = int(blocks.any((1, 3)).sum())
-        visited = int(padded.key_block_table()[:, :, 2].sum())
-        assert needed <= visited <= 1.05 * needed
-        masked = int(padded.key_block_table()[:, :, 1].sum())
-        assert masked < 0.2 * needed
-
-
 def test_one_block_with_any_scale_is_right():
     compare(AttentionCase("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
 
@@ -161,12 +135,6 @@ def test_every_case_with_real_tiles(case, H, monkeypatch):
     monkeypatch.undo()
     K = min(case.K, 2)
     compare(case._replace(N=2 * K, K=K, H=H), jnp.bfloat16)
-
-
-@full_matrix
-@fast
-def test_a_scale_of_zero_is_allowed():
-    compare(AttentionCase("zero", 1, 30, 30, 1, 1, 64), jnp.bfloat16, 0.0)
 
 
 @full_matrix
@@ -200,46 +168,6 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
     monkeypatch.setattr(pallas_gpu_backward, "mosaic_dkv_tiles", lambda *_: MosaicTiles(2, 32, 2))
     compare(case, jnp.bfloat16)
     assert not races()
-
-
-def test_needed_blocks_are_visited_once():
-    needed_Bnm = np.array([[[1, 1, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
-    whole_Bnm = np.array([[[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
-    single_Bm = np.array([[0, 1, 1, 1, 1, 0]], bool)
-    actual = np.asarray(
-        pallas_gpu_blocks.visit_table(*map(jnp.asarray, (needed_Bnm, whole_Bnm, single_Bm)))
-    )
-    orders = [(2, 3, 5, [0, 5, 2, 1, 3]), (0, 0, 0, []), (0, 0, 5, [1, 2, 3, 4, 5])]
-    for i, (*ends, order) in enumerate(orders):
-        visit = pallas_gpu_blocks.read_visits(actual, 0, i)
-        assert [*visit[:3]] == ends and [visit.block(n) for n in range(len(order))] == order
-
-
-def test_a_block_of_one_segment_has_no_padding():
-    """Rows of other segments are told by that segment's number alone."""
-    segments_BS = jnp.array([[2, 2, 2, 2, 5, 5, 5, 0, 0]])
-    layout = Layout(*[jnp.zeros_like(segments_BS)] * 2, *[segments_BS] * 2)
-    padded = pallas_gpu_blocks.pad_layout(layout, 3, 2, 0)
-    assert padded.key_block_table()[:, :, 0].tolist() == [[0, 1, 1]]  # the keys 5 and 0
-    assert padded.query_block_table()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all not seen whole
-
-
-def test_the_real_tiles_fit_the_block(monkeypatch):
-    monkeypatch.undo()
-    for H in (64, 128):
-        for window in (0, 128, 4096):
-            tiles = (
-                pallas_gpu.mosaic_forward_tiles(H, window, 8),
-                pallas_gpu_backward.mosaic_dq_tiles(H, window, 8),
-                pallas_gpu_backward.mosaic_dkv_tiles(H, window),
-            )
-            for x in tiles:
-                rows = 2 * x.consumers * hopper.WARPGROUP_ROWS * (2 * H + 8)
-                ring = 2 * x.stages * x.step * (2 * H + 8)
-                assert x.consumers % x.heads == 0 and 8 % x.heads == 0
-                assert (
-                    x.stages >= 2 and x.consumers in hopper.REGISTERS and rows + ring < 227 * 1024
-                )
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):

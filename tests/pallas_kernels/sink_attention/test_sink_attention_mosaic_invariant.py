@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, sink_attention
-from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import mosaic_invariant, pallas_gpu, pallas_gpu_blocks
-from pallas_kernels.sink_attention.mosaic_invariant import BLOCK, order_by_position
 from tests.pallas_kernels.interpreted import INVARIANT, OLD, TPU, interpreted
+from tests.pallas_kernels.sink_attention.attention_oracle import public
 
 LENGTHS = (300, 211)  # past a block of keys of every kernel
 T, N, K, H = max(LENGTHS), 4, 2, 64
@@ -43,17 +42,8 @@ def layout_of(lengths=LENGTHS):
 
 def run(q, k, v, sink, at_q, at_k, impl, window, function=sink_attention):
     (q_pos, q_seg), (k_pos, k_seg) = at_q, at_k
-    attend = partial(function, window=window, impl=impl)
-    o, lse = jax.jit(attend)(
-        q,
-        k,
-        v,
-        sink,
-        q_positions_BT=q_pos,
-        k_positions_BS=k_pos,
-        q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg,
-    )
+    attend = jax.jit(partial(public(impl, function), window))
+    o, lse = attend(q, k, v, sink, q_pos, k_pos, q_seg, k_seg)
     return np.asarray(o.astype(jnp.float32)), np.asarray(lse)
 
 
@@ -92,15 +82,8 @@ def test_a_querys_bits_ignore_rows_and_cache_order(arrays, impl, window):
     assert n_differing == {"alone": 0, 1: 0, 299: 0}
     wide = [x.astype(jnp.float32) for x in arrays]
     start = layout_of()
-    expected = sink_attention(
-        *wide,
-        q_positions_BT=start[0],
-        k_positions_BS=start[0],
-        q_segment_ids_BT=start[1],
-        k_segment_ids_BS=start[1],
-        window=window,
-        impl="reference",
-    )
+    places = start[0], start[0], start[1], start[1]
+    expected = public("reference")(window, *wide, *places)
     real = np.asarray(start[1]) > 0
     assert np.abs(o - expected[0])[real].max() < 2e-2
     assert np.abs(lse - expected[1])[real].max() < 1e-4
@@ -139,61 +122,19 @@ def test_the_fast_kernels_order_changes_bits(arrays, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_cache_keys_move_to_their_positions(window):
-    """The cache is a ring of 128 slots; one row has one key, and empty slots hold NaN."""
-    S, start = 128, np.array([0, 127, 500])
-    cached_length = np.stack([np.roll(np.arange(a - S + 1, a + 1), a) for a in start])
-    segments = (cached_length >= 0).astype(np.int32)
-    k = np.where(
-        cached_length[:, :, None, None] >= 0, cached_length[:, :, None, None], np.nan
-    ).astype(np.float32)
-    is_query = np.array([[1], [1], [0]], np.int32)
-    layout = Layout(
-        *(
-            jnp.asarray(x, jnp.int32)
-            for x in (start[:, None], np.maximum(cached_length, 0), is_query, segments)
-        )
-    )
-    if window is None:  # the cache of a full layer, which holds the beginning
-        layout = layout._replace(q_segment_ids_BT=jnp.array([[1], [1], [0]]))
-    k_BCKH, v_BCKH, moved = order_by_position(jnp.asarray(k), jnp.asarray(k), layout, window or 0)
-    assert k_BCKH.shape[1] % BLOCK == 0 and np.isfinite(k_BCKH).all()
-    np.testing.assert_array_equal(k_BCKH, v_BCKH)
-    for row, a in enumerate(start[:2]):
-        valid = np.asarray(moved.k_segment_ids_BS[row]) > 0
-        positions = np.asarray(moved.k_positions_BS[row])
-        assert positions[0] % BLOCK == 0 and (np.diff(positions) == 1).all()
-        visible = range(max(0, a - window + 1) if window else 0, a + 1)
-        assert set(visible) <= set(positions[valid])
-        np.testing.assert_array_equal(np.asarray(k_BCKH)[row, valid, 0, 0], positions[valid])
-    assert not np.asarray(moved.k_segment_ids_BS[2]).any()
-
-
 def test_gradients_are_those_of_the_reference(arrays):
     start = layout_of()
     weights = jax.random.normal(jax.random.key(8), arrays[0].shape)
 
-    def total(attend, q, k, v, sink):
-        o, lse = attend(
-            q,
-            k,
-            v,
-            sink,
-            q_positions_BT=start[0],
-            k_positions_BS=start[0],
-            q_segment_ids_BT=start[1],
-            k_segment_ids_BS=start[1],
-            window=100,
-        )
+    places = start[0], start[0], start[1], start[1]
+
+    def total(impl, q, k, v, sink):
+        o, lse = public(impl)(100, q, k, v, sink, *places)
         return jnp.sum(o * weights) + jnp.sum(jnp.where(start[1][:, :, None] > 0, lse, 0.0))
 
     wide = [x.astype(jnp.float32) for x in arrays]
     with interpreted(TPU):
-        attend = partial(sink_attention, impl=TPU)
-        results = jax.grad(partial(total, attend), argnums=(0, 1, 2, 3))(*wide)
-    expected = jax.grad(partial(total, partial(sink_attention, impl="reference")), (0, 1, 2, 3))(
-        *wide
-    )
+        results = jax.grad(partial(total, TPU), argnums=(0, 1, 2, 3))(*wide)
+    expected = jax.grad(partial(total, "reference"), argnums=(0, 1, 2, 3))(*wide)
     for outputs, expected_grad in zip(results, expected, strict=True):
         assert np.abs(outputs - expected_grad).max() < 2e-5 * max(1.0, np.abs(expected_grad).max())

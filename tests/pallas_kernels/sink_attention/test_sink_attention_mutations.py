@@ -4,8 +4,6 @@
 A fault that changed nothing would mean that the part it is planted in is not used, or not tested.
 """
 
-import attention_oracle as oracle
-import attention_sides
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +11,8 @@ import pytest
 from pallas_kernels import blocks, masks
 from pallas_kernels.sink_attention import cases, common, gradients
 from pallas_kernels.sink_attention.triton_kernels import triton_launch
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
+from tests.pallas_kernels.sink_attention import attention_sides
 
 # One row of the batch has padding, segments are longer than the window, both exceed a block.
 LAYOUT = "packed"

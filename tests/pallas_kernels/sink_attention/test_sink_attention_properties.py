@@ -4,8 +4,6 @@
 Positions, segments, padding and the order of keys are drawn; lengths are no multiple of any block.
 """
 
-import attention_oracle as oracle
-import attention_sides
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.sink_attention import cases
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
+from tests.pallas_kernels.sink_attention import attention_sides
 
 SLOW = {"mosaic_gpu": 3, "triton": 4}  # examples; interpreters that take half a second a call
 
@@ -67,47 +67,6 @@ def test_any_layout_matches_the_oracle(side):
     for_each_side(side, check)
 
 
-def test_low_scores_stay_above_unseen_keys(side):
-    """It fails if invisible scores, or the initial maximum, are −1,000."""
-
-    def check(side, seed):
-        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        inputs = attention_sides.far_below(inputs)
-        actual = side.run(*ct, *inputs)
-        oracle.compare(side.case, actual, inputs, ct, exponent=attention_sides.LARGE_SCORE)
-
-    for_each_side(side, check)
-
-
-def test_key_and_sink_probabilities_sum_to_one(side):
-    def check(side, seed):
-        inputs = drawn_inputs(side, seed)
-        o, lse = side.forward(*inputs._replace(v_BSKH=jnp.ones_like(inputs.v_BSKH)))
-        nonempty = np.isfinite(lse)
-        sink = np.asarray(inputs.sink_N, np.float64)
-        p_sink = np.exp(sink - np.where(nonempty, lse, 0.0))
-        total = np.where(nonempty[..., None], np.asarray(o, np.float64) + p_sink[..., None], 1.0)
-        eps = float(jnp.finfo(side.dtype).eps)
-        largest = np.max(np.abs(np.where(nonempty, lse, 0.0)))  # e^{sink − lse} is as exact as lse
-        room = 4 * eps + 2 * largest * np.finfo(np.float32).eps
-        np.testing.assert_allclose(total, np.ones(total.shape), rtol=0, atol=room)
-
-    for_each_side(side, check)
-
-
-def test_a_row_counts_its_keys_and_no_others(side):
-    def check(side, seed):
-        inputs = drawn_inputs(side, seed)
-        blank = {"q_BTNH": jnp.zeros_like(inputs.q_BTNH)}
-        blank["sink_N"] = jnp.full(side.case.N, -jnp.inf, jnp.float32)
-        _, lse = side.forward(*inputs._replace(**blank))
-        n_visible = oracle.visible(side.case, inputs).sum(2)
-        np.testing.assert_allclose(np.exp(lse[:, :, 0]), n_visible, rtol=1e-5)
-        assert (n_visible == 0).any() and n_visible.max() > 1
-
-    for_each_side(side, check)
-
-
 def test_a_window_of_128_holds_128_keys(side):
     case = side.case._replace(B=1, T=140, S=140, N=side.case.K, window=128)
 
@@ -121,35 +80,6 @@ def test_a_window_of_128_holds_128_keys(side):
         np.testing.assert_array_equal(counts, np.minimum(np.arange(140) + 1, 128))
 
     for_each_side(side, check, seed=st.just(0), offset=st.integers(0, 10**6))
-
-
-def test_a_query_without_keys_has_finite_gradients(side):
-    def check(side, seed):
-        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        isolated = np.asarray(~oracle.visible(side.case, inputs).any(2))
-        assert isolated.any() and not isolated.all()
-        o, lse, *gradients = (np.asarray(x, np.float32) for x in side.run(*ct, *inputs))
-        np.testing.assert_array_equal(o[isolated], 0.0)
-        n_visible = np.broadcast_to(np.asarray(inputs.sink_N), lse[isolated].shape)
-        np.testing.assert_allclose(lse[isolated], n_visible, rtol=1e-6)
-        np.testing.assert_array_equal(gradients[0][isolated], 0.0)
-        assert all(np.isfinite(x).all() for x in gradients)
-
-    for_each_side(side, check)
-
-
-def test_sink_gradients_without_keys_are_lse_alone(side):
-    """dlse/dsink is 1 there, whatever the output is asked to do; without a sink it is nothing."""
-
-    def check(side, seed):
-        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        inputs = inputs._replace(q_segment_ids_BT=jnp.full_like(inputs.q_segment_ids_BT, 3))
-        *_, dsink = side.run(*ct, *inputs)
-        n_visible = np.asarray(ct[1], np.float64).sum((0, 1))
-        n_visible = np.where(np.isfinite(inputs.sink_N), n_visible, 0.0)
-        np.testing.assert_allclose(dsink, n_visible, rtol=1e-5, atol=1e-5)
-
-    for_each_side(side, check)
 
 
 def test_the_order_of_the_batch_changes_no_bit(side):

@@ -3,7 +3,6 @@
 
 from functools import partial
 
-import attention_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu, pallas_tpu_backward
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from tests.pallas_kernels.sink_attention import attention_oracle as oracle
 
 SMALL_BLOCKS = 16, 8, 8  # queries, keys, keys that a step may start at
 PACKED = cases.get_attention_case(
@@ -147,14 +147,6 @@ def test_keys_beyond_vmem_change_no_bit(monkeypatch):
     assert len(parts) == 4
     for name, single, split in zip(oracle.NAMES, full, actual, strict=True):
         np.testing.assert_array_equal(single, split, err_msg=name)
-
-
-def test_a_key_part_has_its_runs():
-    runs = jnp.array([0, 0, 1, 2, 1, 3, 5, 6, 5, 6, 7, 8])  # ends of three runs
-    part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).slice_runs(2, 5).reshape(3, 4)
-    assert [tuple(x) for x in part[:, [0, 3]].tolist()] == [(0, 1), (0, 3), (0, 1)]
-    assert tuple(part[1].tolist()) == (0, 1, 3, 3)  # of three blocks the last two are seen whole
-    assert not any(first <= 0 < last for first, last in part[::2, 1:3].tolist())
 
 
 def test_steps_of_several_blocks_count_no_key_twice(monkeypatch):

@@ -20,12 +20,7 @@ def arrays(case, dtype=jnp.bfloat16):
 def forward(case, impl):
     def run(hidden, w_head, targets, temperature):
         return token_logprobs(
-            hidden,
-            w_head,
-            targets,
-            temperature=temperature,
-            vocab_size=case.vocab_size,
-            impl=impl,
+            hidden, w_head, targets, temperature=temperature, vocab_size=case.vocab_size, impl=impl
         )
 
     return run

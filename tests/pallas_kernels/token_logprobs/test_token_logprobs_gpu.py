@@ -63,17 +63,6 @@ def test_values_and_gradients_over_full_tiles(small, case):
 
 @needs_interpreter
 @pytest.mark.slow
-def test_tile_order_and_stages_change_no_bit(small, monkeypatch):
-    before = results_of(RAGGED)
-    monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 1)
-    for name, value in dict(STAGES=4, GROUP=2).items():
-        monkeypatch.setattr(pallas_gpu, name, value)
-    for a, b in zip(before, results_of(RAGGED, planted=1e3), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@needs_interpreter
-@pytest.mark.slow
 def test_no_warpgroup_races_with_another(small, races):
     jax.block_until_ready(results_of(RAGGED))
     assert not races()

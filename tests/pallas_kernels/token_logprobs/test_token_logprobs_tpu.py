@@ -80,15 +80,6 @@ def test_unsupported_shapes_are_one_phrase(monkeypatch, hidden, head, reason):
     assert message is None if reason is None else reason in message
 
 
-@pytest.mark.parametrize(
-    "n_tokens, row_bytes, blocks",
-    [(24576, 5760, (1024, 512)), (29, 5760, (32, 512)), (24576, 11520, (512, 256))],
-)
-def test_blocks_shrink_with_the_width(monkeypatch, n_tokens, row_bytes, blocks):
-    monkeypatch.undo()
-    assert pallas_tpu._block_sizes(n_tokens, row_bytes) == blocks
-
-
 def test_without_a_tpu_the_name_is_refused():
     hidden, w_head, targets = inputs(PADDED, jnp.float32, planted=0)
     with pytest.raises(NotImplementedError, match="mosaic_tpu.* needs tpu, this is cpu"):
