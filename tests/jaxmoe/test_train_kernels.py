@@ -12,14 +12,10 @@ from jaxmoe.data.tokenizer import load_tokenizer
 from tests.jaxmoe.kernel_cheats import CHEATS
 from tests.jaxmoe.sandbox.kinds import first_kind
 
-ROWS = [
-    "data.task=package:jaxmoe/configs/kernels.jsonl",
-    "data.options={}",
-    "data.train_rows=32",
-    "data.held_out_rows=2",
-    "data.max_prompt_tokens=512",
-    "data.swapped_share=0",
-]
+ROWS = (
+    "data.task=package:jaxmoe/configs/kernels.jsonl data.options={} data.train_rows=32 "
+    "data.held_out_rows=2 data.max_prompt_tokens=512 data.swapped_share=0"
+).split()
 NAME = "reward/score_kernel"
 
 
