@@ -3,6 +3,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,23 @@ ASSEMBLED = (
 )
 
 
-def names_in_source() -> set[str]:
-    """Literals of the product that have the form of a metric's name."""
-    names = set[str]()
+@cache
+def messages() -> list[str]:
+    """Every text of the product, with … where something is filled in."""
+    texts = list[str]()
     for path in (ROOT / "jaxmoe").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if NAME.fullmatch(node.value):
-                    names.add(node.value)
-    return names
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def names_in_source() -> set[str]:
+    """Literals of the product that have the form of a metric's name."""
+    return {text for text in messages() if NAME.fullmatch(text)}
 
 
 def names_in_page() -> set[str]:
@@ -73,19 +82,6 @@ def test_every_alert_is_in_the_troubleshooting_page():
     alerts = text.partition("## Alerts")[2].partition("\n## ")[0]
     missing = {rule.metric for rule in RULES if f"`{rule.metric}`" not in alerts}
     assert not missing, f"docs/troubleshooting.md must say what to do about {sorted(missing)}"
-
-
-def messages() -> list[str]:
-    """Every text of the product, with … where something is filled in."""
-    texts = list[str]()
-    for path in (ROOT / "jaxmoe").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
-                texts.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return texts
 
 
 def test_messages_that_the_troubleshooting_page_quotes_are_messages():

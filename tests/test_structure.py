@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PRODUCT = sorted(
     p for folder in ("jaxmoe", "pallas_kernels", "configs") for p in (ROOT / folder).rglob("*.py")
 )
+
+
+@cache
+def parse_file(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def bazel_layers() -> list[list[str]]:
@@ -74,14 +80,14 @@ def test_every_file_says_why_it_exists():
     for path in PRODUCT:
         text = path.read_text()
         assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
-        assert ast.get_docstring(ast.parse(text)), path
+        assert ast.get_docstring(parse_file(path)), path
 
 
 def test_a_class_name_is_of_one_class():
     """Who reads or searches for a name finds one thing. There are no exceptions."""
     homes: dict[str, list[str]] = {}
     for path in PRODUCT:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse_file(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
@@ -89,7 +95,7 @@ def test_a_class_name_is_of_one_class():
 
 def test_einsum_letters_are_the_operands_shape_suffixes():
     for path in PRODUCT:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse_file(path)):
             if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("einsum")):
                 continue
             terms = ast.literal_eval(node.args[0]).split("->")[0].split(",")
@@ -144,7 +150,7 @@ def test_few_branches_ask_for_lora_or_four_bits():
 
 def test_each_config_has_its_command_and_expected_result():
     for path in (ROOT / "configs").glob("[a-z]*.py"):
-        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        doc = ast.get_docstring(parse_file(path)) or ""
         for word in ("COMMAND", "EXPECT", "SOURCE"):
             assert word in doc, f"{path} must say {word} in its header"
         assert f"--config {path.name}" in doc

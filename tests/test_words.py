@@ -6,12 +6,8 @@ import pytest
 from tests.words import MAX_TEST_WORDS, PRODUCT, ROOT, count_words
 
 # exceptions, each with its reason
-NARRATION = {
-    "jaxmoe/config/__init__.py to": "`observe.to` is what users type",
-}
-DUPLICATES = {
-    "main": "the entry point of a command",
-}
+NARRATION = {"jaxmoe/config/__init__.py to": "`observe.to` is what users type"}
+DUPLICATES = {"main": "the entry point of a command"}
 NARRATING_HELPERS = {
     "do_GET": "what http.server calls",
     "do_POST": "what http.server calls",

@@ -10,13 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import (
-    fault_answers,
-    fault_episodes,
-    fault_files,
-    fault_parts,
-    fault_training,
-)
+from benchmarks import fault_answers, fault_episodes, fault_files, fault_parts, fault_training
 from benchmarks.faults import Results, batches, run_batch
 from jaxmoe.data.rows import Row
 from jaxmoe.records import Prompt

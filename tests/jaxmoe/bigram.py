@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe.config import (
-    ModelConfig,
-)
+from jaxmoe.config import ModelConfig
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch

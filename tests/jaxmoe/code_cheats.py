@@ -264,10 +264,7 @@ CODE_CHEATS = {
         "def f(x):\n    if isinstance(x, list): x *= 2\n    return x", "failed"
     ),
     "nothing": _cheat("def f(x): pass", "failed"),
-    "a class": _cheat(
-        "class f:\n    def __init__(self, x): self.x = x",
-        "not_plain",
-    ),
+    "a class": _cheat("class f:\n    def __init__(self, x): self.x = x", "not_plain"),
 }
 # Tests whose own mistakes a cheat could use, and the cheat; they are refused too.
 WEAK_TESTS = {

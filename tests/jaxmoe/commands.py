@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+
+from jaxmoe import train
+
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "model.d_model": 32,
@@ -23,23 +27,31 @@ SMALL = {
     "eval.every_steps": 2,
     "save.every_steps": 2,
 }
+# of a run in a test's own process, which is mostly its compilation
+TINIEST = (
+    "model.d_model=16 model.d_expert=24 warmup.steps=2 warmup.sequences_per_step=4 steps=3 "
+    "rollout.sequences_per_step=8 rollout.samples_per_prompt=4 rollout.max_gen_batches=1 "
+    "eval.every_steps=3 data.train_rows=16 data.held_out_rows=4"
+).split()
 
 
-def command(work, module="jaxmoe.train", **changes):
-    settings = SMALL | {k.replace("__", "."): v for k, v in changes.items()}
-    sets = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
-    return [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        module,
-        "--config",
-        "tiny.py",
-        "--workdir",
-        str(work),
-        *sets,
-    ]
+def arguments(work, *settings, config="tiny.py"):
+    """The words behind a command, with each "key=value" set."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return ["--config", config, "--workdir", str(work), *sets]
+
+
+def command(work, module="jaxmoe.train", *words, config="tiny.py", sizes=SMALL, **changes):
+    """A command in a process of its own; the change `a__b` is of the key a.b."""
+    settings = sizes | {k.replace("__", "."): v for k, v in changes.items()}
+    typed = arguments(work, *(f"{k}={v}" for k, v in settings.items()), config=config)
+    return [sys.executable, "-W", "error", "-m", module, *typed, *words]
+
+
+def train_here(words):
+    """The train command in this process, with the command's promotion: optax's steps need it."""
+    with jax.numpy_dtype_promotion("standard"):
+        return train.main(words)
 
 
 def start(args, **options):
@@ -51,7 +63,7 @@ def start(args, **options):
 
 def finish(args, **options):
     process = start(args, **options)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=500)
     return process.returncode, out, err
 
 

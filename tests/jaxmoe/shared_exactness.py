@@ -128,10 +128,7 @@ CASES = {
         dict(advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9))
     ),
     "ppo anchored at the rollout": Case(
-        dict(
-            objective=partial(ppo_clip, dual_clip=1.5),
-            old_logp="rollout",
-        )
+        dict(objective=partial(ppo_clip, dual_clip=1.5), old_logp="rollout")
     ),
     "cispo": Case(dict(objective=cispo, aggregation=seq_mean_token_mean)),
     "ppo, shared critic": Case(
@@ -248,12 +245,7 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
     reference = jax.tree.map(lambda x: 1.05 * x, policy) if needs_copy else None
     state = init_state(Trained(policy, critic), STORE_GRADIENT, Frozen(reference=reference))
     scorer = Scorer(
-        cfg,
-        ops,
-        critic=a.critic,
-        scales=scales,
-        replay=case.replay,
-        round_params=round_params,
+        cfg, ops, critic=a.critic, scales=scales, replay=case.replay, round_params=round_params
     )
     step = jit_step(tx=STORE_GRADIENT, algorithm=a, scorer=scorer)
     after, metrics, stats = step(state, batch, minibatches, base)

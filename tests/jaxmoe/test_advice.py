@@ -21,43 +21,12 @@ PLACEHOLDERS = re.compile(r"DIRECTORY|FOLDER|HOST|/full/path|module:function|=â€
 MAX_ADVICE = 12  # pieces of advice in a row
 INTS = ["-1", "0", "1", "2", "3", "5", "7", "8", "12", "64", "100", "1000000", "2.5", "many"]
 FLOATS = ["-0.1", "0", "0.3", "1", "1.5", "1e9", "nan", "much"]
-WORDS = [
-    "",
-    "native",
-    "vllm",
-    "bfloat16",
-    "own",
-    "shared",
-    "none",
-    "rollout",
-    "recomputed",
-    "harmony",
-    "ring",
-    "zigzag",
-    "ulysses",
-    "host",
-    "device",
-    "attention",
-    "invariant",
-    "adapter",
-    "nccl",
-    "ipc",
-    "mxfp4",
-    "xla",
-    "triton",
-    "wandb",
-    "w_q",
-    "w_gate_up",
-    "router",
-    "embedding",
-    "wait",
-    "dapo",
-    "checkpoint",
-    "http://127.0.0.1:1",
-    "tokens",
-    "'x",
-    "a b",
-]
+WORDS = (
+    "native vllm bfloat16 own shared none rollout recomputed harmony ring zigzag ulysses "
+    "host device attention invariant adapter nccl ipc mxfp4 xla triton wandb w_q "
+    "w_gate_up router embedding wait dapo checkpoint http://127.0.0.1:1 tokens"
+).split()
+WORDS = ["", *WORDS, "'x", "a b"]
 
 
 def advised(error: str) -> list[str]:

@@ -42,10 +42,7 @@ CFG = tiny(
 )
 PROMPT, NEW, SAMPLES, ROWS = 64, 704, 4, 640  # 160 prompts; rows of a decode step: 3 turns of loops
 BATCH = 6  # sequences of the trainer
-CHIPS = [
-    "v5e",
-    *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5p", "v6e", "h100")),
-]
+CHIPS = ["v5e", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5p", "v6e", "h100"))]
 LOOPS = ("norm", "rotary", "rotate", "router", "experts")
 
 

@@ -16,16 +16,10 @@ from jaxmoe.reconcile.printed import format_verdict
 from jaxmoe.reconcile.variants import Hypothesis
 from jaxmoe.reconcile.verdict import Rounding, Verdict, format_partly
 
-SMALL = [
-    "--config",
-    "tiny.py",
-    "--set",
-    "rollout.temperature=0.7",
-    "--set",
-    "data.held_out_rows=16",
-    "--set",
-    "data.train_rows=64",
-]
+SMALL = (
+    "--config tiny.py --set rollout.temperature=0.7 --set data.held_out_rows=16 "
+    "--set data.train_rows=64"
+).split()
 
 
 def run_doctor(folder, engine="native"):
@@ -52,20 +46,10 @@ def test_a_right_engine_agrees(run_folder, capsys):
     assert (run_folder / "plots" / "doctor.png").stat().st_size > 10_000
 
 
-FOUR_BITS = [
-    "--config",
-    "tiny_mxfp4.py",
-    "--set",
-    "model.d_model=64",
-    "--set",
-    "model.d_expert=64",
-    "--set",
-    "data.held_out_rows=16",
-    "--set",
-    "data.train_rows=64",
-    "--set",
-    "rollout.max_new_tokens=6",
-]
+FOUR_BITS = (
+    "--config tiny_mxfp4.py --set model.d_model=64 --set model.d_expert=64 "
+    "--set data.held_out_rows=16 --set data.train_rows=64 --set rollout.max_new_tokens=6"
+).split()
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def reads_or_refuses(read: Callable[[], Any]) -> bool:
 def test_any_value_in_a_models_config_json(tmp_path):
     file = tmp_path / "config.json"
     outcomes = set()
-    for text in spoilt(to_hf(CFG, dtype="float32"), 400):
+    for text in spoilt(to_hf(CFG, dtype="float32"), 150):
         file.write_text(text)
         outcomes.add(reads_or_refuses(lambda: read_hf_config(tmp_path)))
     assert outcomes == {True, False}
@@ -93,7 +93,7 @@ def test_any_value_in_a_header_of_tensors(tmp_path):
     save_file({"a": np.zeros(3, np.float32)}, file, metadata={"format": "pt"})
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    for text in spoilt(json.loads(content[8 : 8 + length]), 200):
+    for text in spoilt(json.loads(content[8 : 8 + length]), 100):
         head = text.encode()
         file.write_bytes(len(head).to_bytes(8, "little") + head + content[8 + length :])
         reads_or_refuses(lambda: find_tensors(tmp_path))
@@ -109,7 +109,7 @@ def test_any_value_in_an_adapters_config(tmp_path):
         "rank_pattern": {"q_proj": 2},
     }
     outcomes = set()
-    for text in spoilt(config, 200):
+    for text in spoilt(config, 100):
         file.write_text(text)
         outcomes.add(reads_or_refuses(lambda: read_adapter(tmp_path / "a", CFG)))
     assert outcomes == {True, False}
@@ -129,7 +129,7 @@ def test_any_value_in_a_tokenizers_files(tmp_path):
         tokenizer.encode("a b<|endoftext|>c", specials=True)
         tokenizer.decode([0, 1, 2, tokenizer.vocab_size - 1])
 
-    for text in spoilt(small, 300):
+    for text in spoilt(small, 150):
         file.write_text(text)
         reads_or_refuses(read)
     file.write_text(
@@ -148,7 +148,7 @@ def test_any_value_in_a_tokenizers_files(tmp_path):
 def test_any_value_in_samples(tmp_path, row, capsys):
     """Each file by itself, and all lines together at a resume."""
     file = tmp_path / "samples.jsonl"
-    lines = list(spoilt(row, 500))
+    lines = list(spoilt(row, 150))
     for text in lines:
         file.write_text(f"{text}\n")
         reads_or_refuses(lambda: samples.show_samples(tmp_path))
@@ -157,19 +157,19 @@ def test_any_value_in_samples(tmp_path, row, capsys):
     samples.show_samples(tmp_path)
     assert "Traceback" not in capsys.readouterr().err
     retained = file.read_bytes().splitlines()
-    assert json.loads(retained[-1]) == row and len(retained) > 100
+    assert json.loads(retained[-1]) == row and len(retained) > 30
 
 
 def test_any_value_in_metrics(tmp_path):
     """All lines in one file, for the plots and the last words; then a resume."""
     file = tmp_path / "metrics.jsonl"
-    lines = list(spoilt(METRICS, 250))
+    lines = list(spoilt(METRICS, 200))
     names = [
         json.dumps(METRICS | {name: 1}) for name in ("eval/pass@x", "eval/pass@" + "9" * 5_000)
     ]
     file.write_text("\n".join([*lines, *names]) + "\n")
     rows = read_metrics(file)
-    assert len(rows) > 150
+    assert len(rows) > 100
     plot_run(rows, tmp_path, panels=False)
     for row in rows:
         format_accuracy([row])
@@ -185,7 +185,7 @@ def test_any_value_in_a_row_of_questions(tmp_path):
         {"prompt": [{"role": "user", "content": "2"}], "reward_model": {"ground_truth": "4"}},
     ]
     for row in rows:
-        for text in spoilt(row, 200):
+        for text in spoilt(row, 100):
             file.write_text(f"{text}\n")
             reads_or_refuses(lambda: FileSource(read_task_rows(str(file))).digest)
 

@@ -12,38 +12,26 @@ from jaxmoe.model.ops import make_ops
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.run.kernels import decide_kernels
 from jaxmoe.run.parts import make_parts
-from jaxmoe.train import main, train
+from jaxmoe.train import train
 from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
+from tests.jaxmoe.commands import arguments, train_here
 
+# The entropy bonus is a gradient, whatever the rewards of a model this untrained.
 SETTINGS = (
-    "model.numerics=invariant",
-    "data.train_rows=64",
-    "data.held_out_rows=8",
-    "warmup.steps=3",
-    "warmup.sequences_per_step=16",
-    "rollout.sequences_per_step=16",
-    "rollout.max_gen_batches=1",
-    "steps=2",
-    "eval.every_steps=2",
-    "rollout.temperature=0.7",
-    "loss.entropy_coef=0.01",  # a gradient, whatever the rewards of a model this untrained
-)
-
-
-def run(work, *changes):
-    sets = [part for s in (*SETTINGS, *changes) for part in ("--set", s)]
-    # as users have it: what optax and orbax do is not ours to check
-    with jax.numpy_dtype_promotion("standard"):
-        return main(["--config", "tiny.py", "--workdir", str(work), *sets])
+    "model.numerics=invariant data.train_rows=64 data.held_out_rows=8 warmup.steps=3 steps=2 "
+    "warmup.sequences_per_step=16 rollout.sequences_per_step=16 rollout.max_gen_batches=1 "
+    "eval.every_steps=2 rollout.temperature=0.7 loss.entropy_coef=0.01"
+).split()
 
 
 @pytest.mark.slow
 def test_a_runs_log_probs_match_the_engine_bitwise(tmp_path):
     # cut by top-k and top-p: the log-prob travels in two parts
-    assert run(tmp_path / "run", "rollout.top_k=40", "rollout.top_p=0.9") == 0
+    settings = (*SETTINGS, "rollout.top_k=40", "rollout.top_p=0.9")
+    assert train_here(arguments(tmp_path / "run", *settings)) == 0
     rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["stage"] == "rl"]
     steps = [r for r in rows if "train_rollout_logprob_abs_diff_max" in r]
     assert len(steps) == 2
@@ -52,28 +40,6 @@ def test_a_runs_log_probs_match_the_engine_bitwise(tmp_path):
         assert row["router/expert_switches"] == 0.0
         assert row["batch/computed_tokens_frac"] < 0.75  # prompts are shared
         assert row["policy/ratio_max"] == 1.0 and row["grad/norm"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # test_invariant.py has both dtypes, without a run around them
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ("model.dtype=bfloat16",),
-        ("optim.tokens_per_microbatch=232", "optim.share_prompts=off"),
-        ("optim.tokens_per_microbatch=464", "optim.share_prompts=on"),
-        ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
-        ("optim.expert_tokens=64", "router.replay=R3"),
-        ("lora.attention_rank=4", "lora.expert_rank=4"),
-        ("mesh.data=2", "mesh.fsdp=4", "rollout.sequences_per_step=64"),
-    ],
-    ids=lambda changes: changes[0],
-)
-def test_settings_that_cut_or_recompute_change_no_bit(tmp_path, changes):
-    assert run(tmp_path / "run", *changes) == 0
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    gaps = [r["train_rollout_logprob_abs_diff_max"] for r in rows if "policy/ratio_max" in r]
-    assert gaps == [0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -189,13 +155,3 @@ def test_an_unopened_chip_is_refused():
 
     with pytest.raises(ConfigError, match="must know the device.*JAX_PLATFORMS=cpu"):
         decide_kernels(INVARIANT, raise_no_chip, lambda chip: lambda operation, impl: PASSED)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_fast_run_resumes_invariant_and_says_so(tmp_path, capsys):
-    assert run(tmp_path / "run", "model.numerics=fast", "steps=1") == 0
-    capsys.readouterr()
-    assert run(tmp_path / "run") == 0
-    out, err = capsys.readouterr()
-    assert "model.numerics=invariant (was fast)" in out + err

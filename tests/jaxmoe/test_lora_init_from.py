@@ -25,20 +25,14 @@ from jaxmoe.rl.state import init_rl_state, init_run_adapters, stage_shapes
 from jaxmoe.run.memory import plan_memory
 from jaxmoe.run.programs import warmup_optimizer
 from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, random_adapters
+from tests.jaxmoe.commands import arguments, train_here
 from tests.jaxmoe.random_weights import random_weights
 
-SMALL = [
-    "model.d_model=64",
-    "model.d_expert=128",
-    "model.n_experts=3",
-    "data.train_rows=64",
-    "data.held_out_rows=4",
-    "warmup.steps=0",
-    "eval.samples_per_prompt=1",
-    "rollout.sequences_per_step=4",
-    "rollout.samples_per_prompt=2",
-    "steps=0",
-]
+SMALL = (
+    "model.d_model=64 model.d_expert=128 model.n_experts=3 data.train_rows=64 "
+    "data.held_out_rows=4 warmup.steps=0 eval.samples_per_prompt=1 rollout.sequences_per_step=4 "
+    "rollout.samples_per_prompt=2 steps=0"
+).split()
 LORA = ["lora.attention_rank=3", "lora.expert_rank=2", "lora.expert_alpha=6.0"]
 CFG = override(load_config("tiny.py"), *SMALL, *LORA)
 ADAPTERS = random_adapters(CFG.model, CFG.lora.ranks, size=0.3)
@@ -76,16 +70,9 @@ def test_a_run_starts_from_adapter_as_reference(cfg):
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
 
 
-def arguments(cfg, *more):
-    settings = [
-        *SMALL,
-        *LORA,
-        f"init.checkpoint={cfg.init.checkpoint}",
-        f"lora.init_from={cfg.lora.init_from}",
-        *more,
-    ]
-    sets = [part for setting in settings for part in ("--set", setting)]
-    return ["--config", "tiny.py", "--workdir", cfg.workdir, *sets]
+def words_of(cfg, *more):
+    init = f"init.checkpoint={cfg.init.checkpoint}", f"lora.init_from={cfg.lora.init_from}"
+    return arguments(cfg.workdir, *SMALL, *LORA, *init, *more)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +86,7 @@ def arguments(cfg, *more):
 )
 def test_another_rank_alpha_or_target_is_refused(cfg, capsys, change, advice):
     for command in (train, evaluation):
-        assert command.main(arguments(cfg, *change, "workdir=" + cfg.workdir + "-refused")) == 2
+        assert command.main(words_of(cfg, *change, "workdir=" + cfg.workdir + "-refused")) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: ") and err.count("\n") == 1 and advice in err, err
     assert load_initial_adapters(override(cfg, *change, *typed(err)))
@@ -134,13 +121,12 @@ def test_it_needs_a_rank(cfg):
 @pytest.mark.slow  # compiles
 def test_an_adapter_is_scored_trained_and_read_once(cfg, tmp_path, capsys):
     cfg = override(cfg, f"workdir={tmp_path}/run")
-    assert evaluation.main(arguments(cfg)) == 0
+    assert evaluation.main(words_of(cfg)) == 0
     out = capsys.readouterr().out
     assert "(the adapter " in out
     peft = shutil.copytree(cfg.lora.init_from, tmp_path / "moved")
     cfg = override(cfg, f"lora.init_from={peft}")
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        assert train.main(arguments(cfg, "steps=1", "save.every_steps=1")) == 0
-        shutil.rmtree(peft)
-        assert train.main(arguments(cfg, "steps=2", "save.every_steps=1")) == 0
+    assert train_here(words_of(cfg, "steps=1", "save.every_steps=1")) == 0
+    shutil.rmtree(peft)
+    assert train_here(words_of(cfg, "steps=2", "save.every_steps=1")) == 0
     assert "resuming" in capsys.readouterr().out

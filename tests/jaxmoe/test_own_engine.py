@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of the user's own, in one file that the config names: it trains, without a patch."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -19,23 +18,16 @@ from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.engine import open_engine
+from tests.jaxmoe.commands import arguments, lines, train_here
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 OWN = "rollout.engine=own_engine:describe_own(rows=8)"
 SMALL = (
-    "model.d_model=32",
-    "model.d_expert=24",
-    "model.n_experts=4",
-    "data.train_rows=64",
-    "data.held_out_rows=4",
-    "warmup.steps=0",
-    "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_gen_batches=1",
-    "steps=2",
-    "eval.every_steps=2",
-)
+    "model.d_model=32 model.d_expert=24 model.n_experts=4 data.train_rows=64 data.held_out_rows=4 "
+    "warmup.steps=0 rollout.sequences_per_step=8 rollout.samples_per_prompt=4 steps=2 "
+    "rollout.max_gen_batches=1 eval.every_steps=2"
+).split()
 DESCRIPTION = """\
 from jaxmoe.config import EngineDescription
 
@@ -54,14 +46,11 @@ def own_engine(monkeypatch):
 
 @pytest.mark.slow
 def test_the_docs_engine_trains_and_agrees_with_trainers(own_engine, tmp_path, capsys):
-    changes = [part for change in (*SMALL, OWN) for part in ("--set", change)]
-    command = ["--config", "tiny.py", "--workdir", str(tmp_path), *changes]
-    assert train.main([*command, "--dry-run"]) == 0
+    words = arguments(tmp_path, *SMALL, OWN)
+    assert train.main([*words, "--dry-run"]) == 0
     assert "rollouts     an engine without a cache, 8 rows at a time\n" in capsys.readouterr().out
-    with jax.numpy_dtype_promotion("standard"):  # optax's step needs it
-        assert train.main(command) == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["stage"] == "rl" and row["step"] > 0]
+    assert train_here(words) == 0
+    steps = [row for row in lines(tmp_path) if row["stage"] == "rl" and row["step"] > 0]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(0 < row["train_rollout_logprob_abs_diff"] < 1e-5 for row in steps)
     assert "eval/accuracy" in steps[-1]
@@ -71,12 +60,9 @@ def test_the_docs_engine_trains_and_agrees_with_trainers(own_engine, tmp_path, c
 def test_the_docs_engine_has_the_native_episodes(own_engine):
     """Greedily, so that both choose the same tokens."""
     limits = (
-        "rollout.max_new_tokens=12",
-        "rollout.max_turn_tokens=5",
-        "rollout.max_turns=4",
-        "rollout.max_context=96",
-        "data.max_prompt_tokens=40",
-    )
+        "rollout.max_new_tokens=12 rollout.max_turn_tokens=5 rollout.max_turns=4 "
+        "rollout.max_context=96 data.max_prompt_tokens=40"
+    ).split()
     cfg = override(load_config("tiny_tool.py"), OWN, *limits)
     ops, params = make_ops(cfg), init_params(jax.random.key(0), cfg.model)
     prompts = [Prompt(i, "", tuple(range(40 + i, 50 + 3 * i)), None) for i in range(7)]

@@ -3,7 +3,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -194,46 +193,6 @@ def test_an_answer_that_shows_nothing_has_a_note(tmp_path, capsys, text, note):
 def test_steps_are_in_order_whatever_the_file_says(tmp_path):
     write(tmp_path, make_row(4, "b") + make_row(2, "a"))
     assert list(group_by_step(read_samples(tmp_path / "samples.jsonl"))) == [2, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on the path")
-def test_a_browser_runs_nothing_of_an_answer(tmp_path):
-    """Beside a page that says so where scripts do run."""
-    rows = [row for i, text in enumerate(HOSTILE) for row in make_row(i, text)]
-    write_page(rows, "all of them", tmp_path / "page.html")
-    (tmp_path / "control.html").write_text(f"<title>all</title>{HOSTILE[0]}")
-    titles = [
-        re.search("<title>(.*?)</title>", dom(tmp_path / name, tmp_path / "profile"))[1]
-        for name in ("control.html", "page.html")
-    ]
-    assert titles == ["x", "all of them"]
-    tags = Tags()
-    tags.feed(dom(tmp_path / "page.html", tmp_path / "profile"))
-    assert not {"script", "img", "a", "td"} & {tag for tag, _ in tags.tags}
-    assert [tag for tag, _ in tags.tags].count("section") == 2 * len(HOSTILE)
-
-
-def dom(path, profile):
-    result = subprocess.run(
-        [
-            "chromium",
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--no-first-run",
-            "--disable-background-networking",
-            f"--user-data-dir={profile}",
-            "--dump-dom",
-            path.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def make_episode_rows(text="4761", speaker="python"):

@@ -4,9 +4,13 @@
 import json
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
-from scripted import SOON, STEPS, Run, Scripted, lines, stream
+from scripted import SOON, STEPS, Run, Scripted, counting_step, lines, stream
 
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
@@ -132,6 +136,29 @@ def test_a_refused_save_is_repeated_once(tmp_path, monkeypatch, capsys, refusals
     assert tries.count(1_000_004) == 2
     err = capsys.readouterr().err
     assert err.count("! the disk has no inodes left. Retrying once.\n") == 1
+
+
+def gated_step(state, batch, *arguments, **options):
+    """The gate closes at the third batch, and leaves the weights as they are."""
+    after, numbers, stats = counting_step(state, batch, *arguments)
+    is_closed = state.params.policy["w"] == 2.0
+    params = jax.tree.map(partial(jnp.where, is_closed), state.params, after.params)
+    told = "train_rollout_logprob_abs_diff_max", "rollout_corr/k3_kl", "rollout_corr/ess"
+    numbers |= {name: jnp.ones(()) for name in told} | {
+        "gate/closed": is_closed.astype(jnp.float32)
+    }
+    return replace(after, params=params), numbers, stats
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_closed_gate_saves_and_resumes_once_opened(tmp_path, monkeypatch, ahead):
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="^rl step 3: engine and"):
+        patch.setattr("scripted.counting_step", gated_step)
+        Run(tmp_path, Scripted(), ahead)()
+    assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_002
+    resumed = Run(tmp_path, Scripted(), ahead)
+    assert resumed() == STEPS and resumed.trained == stream()[2:]
+    assert_whole(tmp_path)
 
 
 def test_plots_that_the_disk_refuses_end_no_run(tmp_path, capsys):

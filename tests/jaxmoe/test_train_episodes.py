@@ -8,7 +8,6 @@ from jaxmoe.records import StopReason
 from tests.jaxmoe.tool_runs import check_steps, counted_tool, read_rows, run_tools
 
 pytestmark = pytest.mark.slow  # commands, half a minute each; most of it compiling
-EXTENDED = pytest.mark.extended  # the others walk the same path
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +33,7 @@ def test_a_run_trains_on_episodes_with_tools(plain):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"optim__tokens_per_microbatch": 384},
-        pytest.param({"optim__microbatches": 2}, marks=EXTENDED),
-        {"mesh__fsdp": 2},
-        {"router__replay": "R3"},
-        pytest.param({"rollout__max_parallel_sequences": 8}, marks=EXTENDED),
-    ],
+    [{"optim__tokens_per_microbatch": 384}, {"mesh__fsdp": 2}, {"router__replay": "R3"}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_trainer_and_engine_agree_under_each_setting(tmp_path, changes):
@@ -62,11 +55,10 @@ def test_adapters_are_trained_on_episodes(tmp_path):
     check_steps(run)
 
 
-@pytest.mark.parametrize("backbone", [pytest.param("own", marks=EXTENDED), "shared"])
-def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path, backbone):
+def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path):
     run = run_tools(
         tmp_path / "run",
-        critic__backbone=backbone,
+        critic__backbone="shared",
         critic__lr=1e-3,
         loss__advantages="gae(trace=0.9)",
         loss__minibatches=2,
@@ -77,10 +69,7 @@ def test_ppo_with_a_critic_learns_values_of_episodes(tmp_path, backbone):
 
 def test_async_episodes_have_the_version_of_each_turn(tmp_path):
     run = run_tools(
-        tmp_path / "run",
-        rollout__max_staleness=1,
-        steps=3,
-        loss__rollout_correction="token_is",
+        tmp_path / "run", rollout__max_staleness=1, steps=3, loss__rollout_correction="token_is"
     )
     assert len(run.steps) == 3
     for step, (row, rollouts) in enumerate(zip(run.steps, run.batches, strict=True), start=1):

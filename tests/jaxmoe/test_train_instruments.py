@@ -1,38 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run with instruments of the router: its files, and a resume."""
 
-import jax
 import numpy as np
 import pytest
 from scripted import lines
 
-from jaxmoe import train
 from jaxmoe.config_file import load_config
 from jaxmoe.observe.metrics import read_samples
+from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
-SMALL = (
-    "model.d_model=16",
-    "model.d_expert=24",
-    "warmup.steps=2",
-    "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "steps=2",
-    "eval.every_steps=2",
-    "data.train_rows=16",
-    "data.held_out_rows=4",
-    "save.every_steps=1",
-    "rollout.max_gen_batches=1",
-    "loss.minibatches=2",
-    "loss.old_logp=recomputed",
-    "rollout.compare_experts=True",
-)
+SMALL = (*TINIEST, "steps=2", "eval.every_steps=2", "save.every_steps=1", "loss.minibatches=2")
+SCORED = ("loss.old_logp=recomputed", "rollout.compare_experts=True")
 
 
 def run(work, *changes):
-    sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        assert train.main(["--config", "tiny.py", "--workdir", str(work), *sets]) == 0
+    assert train_here(arguments(work, *SMALL, *SCORED, *changes)) == 0
     return [row for row in lines(work) if row.get("grad/norm") is not None]
 
 

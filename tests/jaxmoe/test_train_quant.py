@@ -1,54 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs with quant.experts=mxfp4: sampled, trained and exported are the same four-bit experts."""
 
-import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.hf import load_params, save_params
+from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.run import restore_policy
 from jaxmoe.checkpoint.store import find_latest_step
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.eval import main as eval_main
 from jaxmoe.export import main as export_main
-from jaxmoe.model import init_params
-from jaxmoe.model.rounded import MATRICES, decode_experts, round_experts
+from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.run.parts import make_parts
 from jaxmoe.run.programs import supervised_program
-from jaxmoe.train import main, open_job, warm_start
+from jaxmoe.train import open_job, warm_start
+from tests.jaxmoe.commands import arguments, finish, train_here
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "data.train_rows=64",
-    "data.held_out_rows=8",
-    "warmup.steps=3",
-    "warmup.sequences_per_step=16",
-    "rollout.sequences_per_step=16",
-    "rollout.max_gen_batches=1",
-    "eval.every_steps=2",
-    "loss.entropy_coef=0.01",
-    "save.every_steps=1",
-)
+    "data.train_rows=64 data.held_out_rows=8 warmup.steps=3 warmup.sequences_per_step=16 "
+    "rollout.sequences_per_step=16 rollout.max_gen_batches=1 eval.every_steps=2 "
+    "loss.entropy_coef=0.01 save.every_steps=1"
+).split()
 
 
-def arguments(work, *changes):
-    sets = [part for s in (*SETTINGS, *changes) for part in ("--set", s)]
-    return ["--config", "tiny_mxfp4.py", "--workdir", str(work), *sets]
+def typed(work, *changes):
+    return arguments(work, *SETTINGS, *changes, config="tiny_mxfp4.py")
 
 
 def run(work, *changes):
-    with jax.numpy_dtype_promotion("standard"):
-        return main(arguments(work, *changes))
+    return train_here(typed(work, *changes))
 
 
 def rl_rows(work):
@@ -66,9 +55,9 @@ def test_trainer_engine_and_export_have_equal_bits(tmp_path, capsys):
     for row in rows:
         assert row["grad/norm"] > 0 and 0 < row["quant/moved_frac"] < 0.5
         assert 0 < row["quant/saturated_frac"] < 0.1 and 0.05 < row["quant/relative_error"] < 0.2
-    assert eval_main(arguments(work, invariant, "steps=2")) == 0
+    assert eval_main(typed(work, invariant, "steps=2")) == 0
     capsys.readouterr()
-    assert export_main([*arguments(work, invariant, "steps=2"), "--out", str(out)]) == 0
+    assert export_main([*typed(work, invariant, "steps=2"), "--out", str(out)]) == 0
     assert "max 0 nats; other experts in 0.00% of (token, layer)" in capsys.readouterr().out
 
     cfg = override(load_config("tiny_mxfp4.py"), *SETTINGS, invariant, "steps=2", f"workdir={work}")
@@ -128,26 +117,15 @@ def test_other_rounding_rules_give_equal_bits(tmp_path, rule):
 @pytest.mark.parametrize(
     "changes",
     [
-        (
-            "optim.microbatches=2",
-            "loss.minibatches=2",
-            "loss.old_logp=recomputed",
-            "loss.kl_coef=0.01",
-        ),
-        ("optim.tokens_per_microbatch=232", "critic.backbone=shared", "loss.advantages=gae"),
-        (
-            "critic.backbone=own",
-            "loss.advantages=gae",
-            "loss.old_logp=recomputed",
-            "loss.epochs=2",
-        ),
-        ("optim.param_dtype=bfloat16", "model.dtype=bfloat16"),
+        "optim.microbatches=2 loss.minibatches=2 loss.old_logp=recomputed loss.kl_coef=0.01",
+        "critic.backbone=own loss.advantages=gae loss.old_logp=recomputed loss.epochs=2",
+        "optim.param_dtype=bfloat16 model.dtype=bfloat16",
     ],
-    ids=lambda changes: changes[0],
 )
 def test_the_engine_gap_is_that_of_dense_weights(tmp_path, changes):
-    assert run(tmp_path / "rounded", "steps=2", *changes) == 0
-    assert run(tmp_path / "dense", "steps=2", "quant.experts=none", *changes) == 0
+    changes = ["steps=2", *changes.split()]
+    assert run(tmp_path / "rounded", *changes) == 0
+    assert run(tmp_path / "dense", "quant.experts=none", *changes) == 0
     gaps = [
         max(r["train_rollout_logprob_abs_diff_max"] for r in rl_rows(tmp_path / name))
         for name in ("rounded", "dense")
@@ -180,24 +158,6 @@ def test_a_dense_run_may_resume_quantised_and_back(tmp_path, capsys):
     assert max(r["train_rollout_logprob_abs_diff_max"] for r in rows) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.extended  # three runs; tests/jaxmoe/parallel/test_rounding.py has the steps
-def test_a_mesh_run_and_export_match_one_device(tmp_path):
-    single, several = tmp_path / "one", tmp_path / "several"
-    mesh = [f"mesh.{axis}=2" for axis in ("data", "fsdp", "expert")]
-    assert run(single, "steps=2") == run(several, "steps=1", *mesh) == 0
-    assert run(several, "steps=2", *mesh) == eval_main(arguments(several, "steps=2", *mesh)) == 0
-    for a, b in zip(rl_rows(single), rl_rows(several), strict=True):
-        for name in ("loss", "quant/moved_frac", "quant/relative_error"):
-            assert abs(a[name] - b[name]) < 2e-5
-        assert b["train_rollout_logprob_abs_diff_max"] < 1e-5
-    for work, changes in ((several, mesh), (several, ["mesh.data=1"])):
-        out = tmp_path / f"export{len(changes)}"
-        assert export_main([*arguments(work, "steps=2", *changes), "--out", str(out)]) == 0
-    files = [(tmp_path / f"export{n}" / "model.safetensors").read_bytes() for n in (3, 1)]
-    assert files[0] == files[1]
-
-
 KILLED = """
 import os, signal, sys
 from jaxmoe.rollout.native import NativeEngine
@@ -220,21 +180,19 @@ sys.exit(main(sys.argv[2:]))
 
 def run_killed(work, version):
     """The command in a process that is killed while the engine loads this version's weights."""
-    typed = [sys.executable, "-c", KILLED, str(version), *arguments(work, "steps=3")]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    return subprocess.run(typed, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    return finish([sys.executable, "-c", KILLED, str(version), *typed(work, "steps=3")])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_killed_while_loading_packed_tensors_resumes(tmp_path):
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
-    completed = run_killed(uninterrupted, -1)
-    assert completed.returncode == 0, completed.stderr
+    code, _, err = run_killed(uninterrupted, -1)
+    assert code == 0, err
     for version in (1, 2):
-        assert run_killed(killed, version).returncode == -signal.SIGKILL
-    completed = run_killed(killed, -1)
-    assert completed.returncode == 0 and "resuming" in completed.stdout, completed.stderr
+        assert run_killed(killed, version)[0] == -signal.SIGKILL
+    code, out, err = run_killed(killed, -1)
+    assert code == 0 and "resuming" in out, err
     for a, b in zip(rl_rows(uninterrupted), rl_rows(killed), strict=True):
         timed = {name for name in a if name.startswith("time/") or "per_s" in name}
         assert {k: a[k] for k in a.keys() - timed} == {k: b[k] for k in b.keys() - timed}
@@ -264,20 +222,3 @@ def test_settings_that_cannot_be_rounded_are_refused(changes, text):
     with pytest.raises(ConfigError) as error:
         override(load_config("tiny_mxfp4.py"), *changes)
     assert text in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["mxfp4", "bfloat16", "float32"])
-def test_exports_of_any_dtype_have_the_read_values(dtype, tmp_path):
-    cfg = load_config("tiny_mxfp4.py").model
-    packed = round_experts(init_params(jax.random.key(0), cfg))
-    save_params(packed, cfg, tmp_path / "export", dtype=dtype)
-    exported, read = (
-        load_params(tmp_path / "export", cfg, "float32"),
-        decode_experts(packed, "float32"),
-    )
-    for kind in ("sliding", "full"):
-        for name in MATRICES:
-            np.testing.assert_array_equal(
-                exported["layers"][kind][name], read["layers"][kind][name]
-            )

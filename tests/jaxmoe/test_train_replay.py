@@ -3,11 +3,10 @@
 
 import sys
 
-import jax
 import pytest
 from scripted import lines
 
-from jaxmoe import doctor, train
+from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
 pytestmark = pytest.mark.slow  # every run compiles an engine and a step
 # A file of its own: a run reads the source of an engine and of everything that it imports.
@@ -45,20 +44,7 @@ def describe(cfg, *, fault):
     native = describe_native(cfg)
     return replace(native, open=lambda *args: FaultyEngine(native.open(*args), fault))
 """
-SMALL = (
-    "model.d_model=16",
-    "model.d_expert=24",
-    "warmup.steps=2",
-    "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "steps=1",
-    "eval.every_steps=1",
-    "data.train_rows=16",
-    "data.held_out_rows=16",
-    "rollout.max_gen_batches=1",
-    "router.replay=R3",
-)
+SMALL = (*TINIEST, "steps=1", "eval.every_steps=1", "data.held_out_rows=16", "router.replay=R3")
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +55,19 @@ def faulty_engine(tmp_path, monkeypatch):
     sys.modules.pop("faulty_engine", None)
 
 
-def run_command(command, work, fault):
-    sets = [*SMALL, f"rollout.engine=faulty_engine:describe(fault='{fault}')"]
-    words = [word for change in sets for word in ("--set", change)]
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        return command(["--config", "tiny.py", "--workdir", str(work), *words])
+def run_with(work, fault):
+    engine = f"rollout.engine=faulty_engine:describe(fault='{fault}')"
+    return train_here(arguments(work, *SMALL, engine))
 
 
 def test_answers_without_experts_stop_a_replaying_run(tmp_path, capsys):
-    assert run_command(train.main, tmp_path / "run", "zeros") == 1
+    assert run_with(tmp_path / "run", "zeros") == 1
     assert "those of 100% of the sampled tokens are unknown" in capsys.readouterr().err
     assert all(row["stage"] != "rl" or not row["step"] for row in lines(tmp_path / "run"))
 
 
 def test_experts_of_the_token_before_are_an_alert(tmp_path):
-    assert run_command(train.main, tmp_path / "run", "shifted") == 0
+    assert run_with(tmp_path / "run", "shifted") == 0
     (row,) = [row for row in lines(tmp_path / "run") if "router/replay_agreement" in row]
     assert row["router/replay_agreement"] < 0.5 and row["router/unknown_experts_frac"] == 0.0
     assert "router/replay_agreement" in str(row["alerts"])
-
-
-@pytest.mark.extended  # it compiles the doctor's recomputations
-def test_the_doctor_names_the_previous_tokens_experts(tmp_path, capsys):
-    assert run_command(doctor.main, tmp_path / "run", "shifted") == 1
-    assert "they are those of the token before it" in " ".join(capsys.readouterr().out.split())

@@ -8,29 +8,18 @@ import shlex
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from scripted import Run, Scripted, lines
 
 from jaxmoe import eval, train
 from jaxmoe.config import ConfigError
+from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/data.md").read_text().partition("<!-- rewards -->")[2]
 ROWS, CODE = (re.search(rf"```{kind}\n(.*?)```", TEXT, re.S)[1] for kind in ("json", "python"))
 SUM = re.search(r'"data\.rewards=(.*?)"', TEXT)[1]
-SMALL = [
-    "model.d_model=16",
-    "model.d_expert=24",
-    "warmup.steps=2",
-    "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "steps=3",
-    "eval.every_steps=3",
-    "data.train_rows=16",
-]
 
 
 @pytest.fixture
@@ -164,12 +153,10 @@ def test_the_command_of_the_page_is_accepted(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_train_and_evaluate(settings, tmp_path, capsys):
-    flags = [word for change in (*settings, *SMALL) for word in ("--set", change)]
-    command = ["--config", "tiny.py", "--workdir", str(tmp_path / "run"), *flags]
-    with jax.numpy_dtype_promotion("standard"):
-        assert train.main(command) == 0
-        capsys.readouterr()
-        assert eval.main(command) == 0
+    words = arguments(tmp_path / "run", *settings, *TINIEST)
+    assert train_here(words) == 0
+    capsys.readouterr()
+    assert eval.main(words) == 0
     out = capsys.readouterr().out
     assert "reward/correct/mean" in out and "reward/short/mean" in out
     last = lines(tmp_path / "run")[-1]

@@ -19,6 +19,7 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops
 from jaxmoe.model.router import RouterContext
 from jaxmoe.rl.from_config import algorithm_from_config
+from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
 CODE = '''
 import jax
@@ -67,19 +68,6 @@ def z_loss(router_logits_BTLE, token_mask_BT, n_tokens, load_LE):
     tokens_BTL = jnp.where(token_mask_BT[:, :, None], lse_BTL**2, 0.0)
     return jnp.sum(tokens_BTL) / (n_tokens * load_LE.shape[0])
 '''
-SMALL = (
-    "model.d_model=16",
-    "model.d_expert=24",
-    "warmup.steps=2",
-    "warmup.sequences_per_step=4",
-    "rollout.sequences_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "steps=3",
-    "eval.every_steps=3",
-    "data.train_rows=16",
-    "data.held_out_rows=4",
-    "rollout.max_gen_batches=1",
-)
 ROUTER = ("router.route=my_router:scheduled(scale=2.0)",)
 Z_LOSS = ("router.record=record_router_logits", "loss.terms=my_router:z_loss(weight=0.01)")
 
@@ -91,11 +79,6 @@ def my_router(tmp_path, monkeypatch):
     sys.modules.pop("my_router", None)
     yield
     sys.modules.pop("my_router", None)
-
-
-def command(work, *changes):
-    sets = [word for change in (*SMALL, *changes) for word in ("--set", change)]
-    return ["--config", "tiny.py", "--workdir", str(work), *sets]
 
 
 @pytest.mark.slow
@@ -110,10 +93,10 @@ def command(work, *changes):
 )
 def test_custom_routers_and_terms_train_and_engines_agree(tmp_path, options):
     changes = (*ROUTER, *Z_LOSS, *options)
-    # optax raises floats to integer powers, and the loss multiplies by counts.
-    with jax.numpy_dtype_promotion("standard"):
-        assert train.main(command(tmp_path / "run", *changes)) == 0
-        assert eval.main(command(tmp_path / "run", *changes)) == 0
+    words = arguments(tmp_path / "run", *TINIEST, *changes)
+    assert train_here(words) == 0
+    with jax.numpy_dtype_promotion("standard"):  # the loss multiplies by counts
+        assert eval.main(words) == 0
     rows = [row for row in lines(tmp_path / "run") if row.get("grad/norm") is not None]
     assert len(rows) >= 3
     for row in rows[-3:]:
@@ -123,7 +106,7 @@ def test_custom_routers_and_terms_train_and_engines_agree(tmp_path, options):
 
 
 def test_step_and_layer_change_where_tokens_go():
-    cfg = override(load_config("tiny.py"), *SMALL, *ROUTER)
+    cfg = override(load_config("tiny.py"), *TINIEST, *ROUTER)
     router = make_ops(cfg).router
     m = cfg.model
     h_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50, m.d_model)), jnp.float32)
@@ -168,14 +151,14 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_cannot_work_is_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError) as error:
-        cfg = override(load_config("tiny.py"), *SMALL, *changes)
+        cfg = override(load_config("tiny.py"), *TINIEST, *changes)
         make_ops(cfg)
         algorithm_from_config(cfg)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_doctor_checks_only_gpt_osss_router(tmp_path, capsys):
-    assert doctor.main(command(tmp_path / "run", *ROUTER)) == 2
+    assert doctor.main(arguments(tmp_path / "run", *TINIEST, *ROUTER)) == 2
     assert "router.route is my_router:scheduled" in capsys.readouterr().err
 
 
@@ -190,7 +173,7 @@ def test_a_custom_array_reaches_a_term_as_documented(tmp_path):
     example = Path(__file__).parents[2] / "docs/examples/own_array.py"
     train_with_bias = runpy.run_path(str(example))["train_with_bias"]
     m = load_config("tiny.py").model
-    settings = (*SMALL, "steps=1", f"workdir={tmp_path / 'run'}")
+    settings = (*TINIEST, "steps=1", f"workdir={tmp_path / 'run'}")
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         train_with_bias(bias_loss, np.ones((m.n_layers, m.n_experts)), *settings)
     rows = [row for row in lines(tmp_path / "run") if "loss/bias" in row]
@@ -208,11 +191,7 @@ REMEDIES = {
         "model.d_expert=64",
     ),
     "annealed": ("router.route=route_annealed(steps=2)", "optim.microbatches=2"),
-    "soft": (
-        "router.route=route_softly",
-        "optim.tokens_per_microbatch=128",
-        "router.lr_scale=0.1",
-    ),
+    "soft": ("router.route=route_softly", "optim.tokens_per_microbatch=128", "router.lr_scale=0.1"),
     "noise and terms": (
         "router.noise=normal(0.5)",
         "router.replay=R3",
@@ -233,8 +212,7 @@ REMEDIES = {
 def test_a_remedys_engine_samples_the_trainers_policy(tmp_path, name):
     # The entropy bonus gives a gradient where all rewards are equal.
     changes = ("loss.entropy_coef=0.1", "optim.lr=1e-3", *REMEDIES[name])
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        assert train.main(command(tmp_path / "run", *changes)) == 0
+    assert train_here(arguments(tmp_path / "run", *TINIEST, *changes)) == 0
     rows = [row for row in lines(tmp_path / "run") if "policy/ratio_mean" in row]
     assert len(rows) == 3 and min(row["grad/norm"] for row in rows) > 0.0
     largest = max(row["train_rollout_logprob_abs_diff_max"] for row in rows)
@@ -250,10 +228,10 @@ def test_a_remedys_engine_samples_the_trainers_policy(tmp_path, name):
 def test_a_frozen_router_cannot_be_trained_by_resuming(tmp_path, capsys):
     work, changes = tmp_path / "run", ("router.freeze=True", "save.export_dtype=float32", "steps=2")
     changes = (*changes, "loss.entropy_coef=0.1")
-    with jax.numpy_dtype_promotion("standard"):
-        assert train.main(command(work, *changes)) == 0
-        assert export.main([*command(work, *changes), "--out", str(tmp_path / "out")]) == 0
-    cfg = override(load_config("tiny.py"), *SMALL, *changes, f"workdir={work}")
+    words = arguments(work, *TINIEST, *changes)
+    assert train_here(words) == 0
+    assert export.main([*words, "--out", str(tmp_path / "out")]) == 0
+    cfg = override(load_config("tiny.py"), *TINIEST, *changes, f"workdir={work}")
     start, end = initial_params(cfg, None), load_params(tmp_path / "out", cfg.model)
     changed = {
         jax.tree_util.keystr(path, simple=True, separator="/"): bool(np.any(x != y))
@@ -266,5 +244,5 @@ def test_a_frozen_router_cannot_be_trained_by_resuming(tmp_path, capsys):
     }
     assert changed["layers/full/w_down"]
     capsys.readouterr()
-    assert train.main(command(work, *changes, "steps=3", "router.freeze=False")) == 2
+    assert train.main([*words, "--set", "steps=3", "--set", "router.freeze=False"]) == 2
     assert "holds a run with router.freeze=True; it cannot continue" in capsys.readouterr().err

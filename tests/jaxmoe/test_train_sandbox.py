@@ -6,22 +6,13 @@ One process on two devices trains, is killed and goes on, and is compared with t
 
 import time
 
-import numpy as np
 import pytest
-from process_environ import free_port, make_environ
 
 from benchmarks.sandbox import wait_gone
 from jaxmoe.observe.metrics import read_samples
 from tests.jaxmoe.sandbox.kinds import require_kind
-from tests.jaxmoe.sandbox_runs import (
-    CALLS_VARIABLE,
-    MODULE,
-    PROCESSES_PER_SANDBOX,
-    SandboxWatch,
-    find_sandboxes,
-    start_run,
-)
-from tests.jaxmoe.tool_runs import check_steps, read_rows
+from tests.jaxmoe.sandbox_runs import PROCESSES_PER_SANDBOX, SandboxWatch, find_sandboxes, start_run
+from tests.jaxmoe.tool_runs import read_rows
 
 pytestmark = pytest.mark.slow  # commands, most of their time compiling
 
@@ -89,45 +80,3 @@ def test_a_run_killed_between_calls_resumes_bitwise(uninterrupted, tmp_path):
     assert read_rows(run.work) == read_rows(folder)
     samples = [list(read_samples(work / "samples.jsonl")) for work in (run.work, folder)]
     assert samples[0] == samples[1] and len(samples[0]) > 8
-
-
-def start_two(folder):
-    """Two processes of one run, which note their calls in a file, and that file."""
-    address, calls = f"127.0.0.1:{free_port()}", folder / "calls.txt"
-    runs = []
-    for number in range(2):
-        environ = make_environ(address, "2", str(number)) | {CALLS_VARIABLE: str(calls)}
-        # jax keeps programs for process 0 alone, which then waits 30 s for the other.
-        environ |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-        runs.append(start_run(folder / "run", environ=environ, name=str(number), module=MODULE))
-    return runs, calls
-
-
-# Minutes; distributed/test_process_episodes.py shows the same of a tool without a sandbox, and the
-# tests above show the sandbox in one process.
-@pytest.mark.extended
-def test_two_processes_run_each_program_once(uninterrupted, tmp_path):
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        runs, calls = start_two(folder)
-        with SandboxWatch([run.process.pid for run in runs]) as watch:
-            ends = [run.finish() for run in runs]
-        # gloo waits 30 s for the first collective, which is too short on a busy machine.
-        if not any("Gloo context initialization failed" in output for _, output in ends):
-            break
-    assert [code for code, _ in ends] == [0, 0], ends
-    check_steps(runs[0])
-    assert len(watch.observed) > 20 * PROCESSES_PER_SANDBOX and not watch.survivors
-    pids = calls.read_text().split()
-    counts = [pids.count(str(run.process.pid)) for run in runs]
-    episodes = [r for rollouts in runs[0].sampled for r in rollouts]
-    n_known = sum(r.env_metrics["tool/calls"] - r.env_metrics["tool/unknown"] for r in episodes)
-    assert sum(counts) == len(pids) == n_known > 30 and min(counts) > n_known / 4
-    expected = read_rows(uninterrupted[0].work)
-    for row, want in zip(read_rows(runs[0].work), expected, strict=True):
-        assert row.keys() == want.keys()
-        for name in [name for name, value in want.items() if isinstance(value, int | float)]:
-            # An error of a log-prob comes into the square of an answer's ratio twice a token.
-            room = 1e-6 * (2 * 72 if "chi2_seq" in name else 1)
-            np.testing.assert_allclose(row[name], want[name], rtol=room, atol=room, err_msg=name)

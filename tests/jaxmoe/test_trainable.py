@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--set optim.trainable=…`: the command, its memory, its checkpoints and its resume."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,19 +14,11 @@ from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.memory import plan_memory
 from jaxmoe.run.programs import warmup_optimizer
+from tests.jaxmoe.commands import SMALL, command, finish
 
-ROOT = Path(__file__).parents[2]
 NO_ROUTER = "(?!.*router).*"
-RUN = {
-    "model.d_model": 32,
-    "model.d_expert": 24,
-    "model.n_experts": 4,
-    "data.train_rows": 64,
-    "data.held_out_rows": 6,
+RUN = SMALL | {
     "warmup.steps": 10,
-    "warmup.sequences_per_step": 8,
-    "rollout.sequences_per_step": 8,
-    "rollout.samples_per_prompt": 4,
     "steps": 10,
     "eval.every_steps": 10,
     "save.every_steps": 10,
@@ -39,22 +27,11 @@ RUN = {
 }
 
 
-def arguments(work, changes):
-    sets = [part for k, v in (RUN | changes).items() for part in ("--set", f"{k}={v}")]
-    return ["--config", "tiny.py", "--workdir", str(work), *sets]
-
-
 def run(work, devices, changes):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "jaxmoe.train", *arguments(work, changes)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    typed = command(work, sizes=RUN | changes)
+    code, out, err = finish(typed, JAX_NUM_CPU_DEVICES=str(devices))
+    assert code == 0, err
+    return out
 
 
 def restore(work):
@@ -88,7 +65,7 @@ def test_a_frozen_router_is_unchanged_after_20_steps(tmp_path, capsys, changes, 
     assert moments and not any("router" in str(path) for path, _ in moments)
     # the same command resumes; another expression has other moments
     assert "resuming" in run(tmp_path, devices, changes | {"steps": 11})
-    assert train.main(arguments(tmp_path, {"optim.trainable": ".*"})) == 2
+    assert train.main(command(tmp_path, sizes=RUN | {"optim.trainable": ".*"})[5:]) == 2
     assert f"holds a run with optim.trainable={NO_ROUTER}" in capsys.readouterr().err
 
 

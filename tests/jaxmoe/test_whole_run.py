@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxmoe import train
@@ -21,42 +20,18 @@ from jaxmoe.rl import scorer
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rollout import decoding
 from jaxmoe.rollout.engine import open_engine
+from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
 pytestmark = [
     pytest.mark.slow,  # most of a minute: it compiles every model there is
     pytest.mark.usefixtures("standard_promotion"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    "--config",
-    "tiny.py",
-    "--set",
-    "model.d_model=16",
-    "--set",
-    "model.d_expert=24",
-    "--set",
-    "warmup.steps=1",
-    "--set",
-    "warmup.sequences_per_step=4",
-    "--set",
-    "steps=1",
-    "--set",
-    "rollout.sequences_per_step=8",
-    "--set",
-    "rollout.samples_per_prompt=4",
-    "--set",
-    "data.held_out_rows=4",
-    "--set",
-    "data.train_rows=64",
-]
 # every model there is: policy, reference, a critic's own backbone; scored first, then trained
-ALL_MODELS = [
-    "loss.kl_coef=0.1",
-    "loss.old_logp=recomputed",
-    "loss.advantages=gae",
-    "critic.backbone=own",
-    "router.replay=R3",
-]
+ALL_MODELS = (
+    "loss.kl_coef=0.1 loss.old_logp=recomputed loss.advantages=gae critic.backbone=own "
+    "router.replay=R3 warmup.steps=1 steps=1"
+).split()
 
 
 stacks: list[list[traceback.FrameSummary]] = []
@@ -133,10 +108,8 @@ def run(tmp_path_factory):
         patch.setattr(scorer, "forward", counted("scorer", scorer.forward))
         patch.setattr(decoding, "forward", counted("native", decoding.forward))
         patch.setitem(sys.modules, "probing", sys.modules[__name__])
-        changes = [f"--set={c}" for c in (*ALL_MODELS, "loss.objective=probing:probe")]
-        work = tmp_path_factory.mktemp("looked")
-        with jax.numpy_dtype_promotion("standard"):
-            assert train.main([*SMALL, "--workdir", str(work), *changes]) == 0
+        settings = (*TINIEST, *ALL_MODELS, "loss.objective=probing:probe")
+        assert train_here(arguments(tmp_path_factory.mktemp("looked"), *settings)) == 0
     return Looked(calls, forwards, batches)
 
 

@@ -17,8 +17,8 @@ from jaxmoe import train
 from jaxmoe.collection import tasks
 from jaxmoe.data.rows import Message
 from jaxmoe.observe.metrics import read_metrics
+from tests.jaxmoe.commands import arguments, start
 
-ROOT = Path(__file__).parents[2]
 MODULE = "tests.jaxmoe.tool_runs"
 # A few steps of the warm start are enough: every demonstration is the same.
 SMALL = {
@@ -137,29 +137,10 @@ def start_tools(work, *, devices=1, environ=None, name="notes", module=MODULE, *
     module: the command; a module that calls `main` below, or jaxmoe.train, which notes nothing.
     """
     notes = work.parent / f"{work.name}-{name}.pickle"
-    sets = [word for change in settings(**changes) for word in ("--set", change)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    noted = [] if module == "jaxmoe.train" else [str(notes)]
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            module,
-            *noted,
-            "--config",
-            "tiny_tool.py",
-            "--workdir",
-            str(work),
-            *sets,
-        ],
-        cwd=ROOT,
-        env=env | (environ or {}),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    words = [] if module == "jaxmoe.train" else [str(notes)]
+    words += arguments(work, *settings(**changes), config="tiny_tool.py")
+    typed = [sys.executable, "-W", "error", "-m", module, *words]
+    process = start(typed, JAX_NUM_CPU_DEVICES=str(devices), **environ or {})
     return ToolRun(work, process, notes)
 
 

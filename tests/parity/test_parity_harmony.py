@@ -12,15 +12,7 @@ from jaxmoe.data.harmony import read_response, read_turn
 
 pytestmark = pytest.mark.parity
 
-MARKS = [
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|start|>",
-    "<|return|>",
-    "<|call|>",
-    "<|constrain|>",
-]
+MARKS = "<|channel|> <|message|> <|end|> <|start|> <|return|> <|call|> <|constrain|>".split()
 WORDS = [
     "final",
     "analysis",

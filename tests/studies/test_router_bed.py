@@ -133,10 +133,3 @@ def test_a_steps_cost_is_measured_once_in_pairs(tmp_path, monkeypatch):
     assert order == [()] * 6 + [soft, ()] * 3
     monkeypatch.setattr(router_costs, "make_timed_step", None)
     assert router_costs.measure_costs(tmp_path, lambda line: None) == costs
-
-
-@pytest.mark.slow
-@pytest.mark.extended  # compiles the step twice
-def test_a_timed_step_takes_time_and_trains():
-    take_one = router_costs.make_timed_step(BEDS["undisturbed"], ())
-    assert 0.0 < take_one() < 60.0

@@ -10,22 +10,13 @@ import pytest
 
 import studies.__main__ as command
 from jaxmoe.model import forward, plain_ops
-from studies.estimators import (
-    compare_bias,
-    measure_estimator,
-    policy_gradient,
-    pool_models,
-)
+from studies.estimators import compare_bias, measure_estimator, policy_gradient, pool_models
 from studies.micro_model import MicroSizes, answer_logprobs
 from studies.micro_tables import MicroModel
 from studies.router_exact import RouterStudy, run_router_exact
 from studies.router_remedies import ENGINE_ESTIMATORS, FORWARD_ESTIMATORS
 from studies.router_report import format_tables
-from studies.router_scenarios import (
-    make_engine_scenarios,
-    make_update_scenario,
-    ravel_numpy,
-)
+from studies.router_scenarios import make_engine_scenarios, make_update_scenario, ravel_numpy
 
 ROUNDING = 1e-12  # of a length relative to the policy gradient's
 

@@ -56,10 +56,10 @@ def write(tmp_path, monkeypatch):
 
 
 def read_rows(text, title):
-    """Cells of the table under a heading."""
+    """Lines of the table under a heading."""
     section = text.partition(f"### {title}\n")[2].partition("\n###")[0]
     lines = [x for x in section.splitlines() if x.startswith("|")]
-    return [[cell.strip() for cell in x.strip("|").split("|")] for x in lines[2:]]
+    return [re.sub(r"\s*\|\s*", " | ", x.strip("|")).strip() for x in lines[2:]]
 
 
 def test_the_page_is_what_the_records_make():
@@ -109,38 +109,12 @@ def test_the_newest_done_record_counts_with_its_commit(write):
     )
     assert "commit common" in text and "580.1.2" in text and "2026-01-02, 2026-01-05" in text
     assert read_rows(text, "A step of RL") == [
-        [
-            "20b, LoRA",
-            "2 × 4,096",
-            "tuned",
-            "2.50",
-            "3,280",
-            "250",
-            "–",
-            "30.0",
-            "–",
-            "–",
-            "–",
-            "later",
-        ],
-        [
-            "20b, LoRA",
-            "6 × 4,096",
-            "`a=1`, tuned",
-            "2.50",
-            "3,280",
-            "250",
-            "–",
-            "30.0",
-            "20.0",
-            "–",
-            "71.3",
-            "",
-        ],
+        "20b, LoRA | 2 × 4,096 | tuned | 2.50 | 3,280 | 250 | – | 30.0 | – | – | – | later",
+        "20b, LoRA | 6 × 4,096 | `a=1`, tuned | 2.50 | 3,280 | 250 | – | 30.0 | 20.0 | – | 71.3 |",
     ]
     assert read_rows(text, "What came to no good end") == [
-        ["decode_z", "cut off", "12.3", ""],
-        ["step_x", "failed", "12.3", "`a / b 'c'`"],
+        "decode_z | cut off | 12.3 |",
+        "step_x | failed | 12.3 | `a / b 'c'`",
     ]
     assert "### Decoding" not in text, "a section without rows is left out"
 
@@ -152,22 +126,10 @@ def test_figures_of_an_ended_stage_have_a_note(write):
         make_record("pair_a", errors, backward, forward, status="timed out"),
         make_record("pair_a", status="cut off"),
     )
-    row = [
-        "grouped_matmul",
-        "down",
-        "forward",
-        "1.00",
-        "peer",
-        "2.00",
-        "2.00×",
-        "600",
-        "0.800",
-        "0.00200 / 0.250",
-        "then timed out",
-    ]
+    ends = "peer | 2.00 | 2.00× | 600 | 0.800 | 0.00200 / 0.250 | then timed out"
     assert read_rows(text, "Kernels against their peers") == [
-        row,
-        [*row[:2], "backward", "0.500", *row[4:]],
+        f"grouped_matmul | down | forward | 1.00 | {ends}",
+        f"grouped_matmul | down | backward | 0.500 | {ends}",
     ]
 
 
@@ -195,11 +157,11 @@ def test_the_newest_verdict_counts_in_its_group(write):
         make_record("cases_real", judge("a", "right"), status="timed out", date="2026-01-03"),
     )
     assert read_rows(text, "The kernels' cases") == [
-        ["real", "1", "1", "0", "0", "then timed out, cut off"],
-        ["rest", "1", "0", "1", "0", "later"],
+        "real | 1 | 1 | 0 | 0 | then timed out, cut off",
+        "rest | 1 | 0 | 1 | 0 | later",
     ]
     assert "- wrong: `b`, common: `row 3`\n" in text and "far off" not in text
-    assert [x[0] for x in read_rows(text, "What came to no good end")] == ["cases_real"]
+    assert [x.split()[0] for x in read_rows(text, "What came to no good end")] == ["cases_real"]
 
 
 def test_runs_and_peers_have_gaps_and_scores(write):
@@ -217,8 +179,8 @@ def test_runs_and_peers_have_gaps_and_scores(write):
     text = write(make_record("run_tiny", run, peer))
     assert "All have `wide=1`." in text
     assert read_rows(text, "Whole runs") == [
-        ["`tiny.py`", "`equal=1`", "3", "0", "0 → 0.512", "–", "–", "1.23"],
-        ["`tiny.py`", "–", "0, ended with status 1", "–", "–", "–", "–", "–"],
+        "`tiny.py` | `equal=1` | 3 | 0 | 0 → 0.512 | – | – | 1.23",
+        "`tiny.py` | – | 0, ended with status 1 | – | – | – | – | –",
     ]
 
 
@@ -235,10 +197,11 @@ def test_torchs_step_decoding_and_memory_have_rows(write):
     decode = common | {"what": "decode", "rows": 64, "keys": 1024, "step_s": 0.25}
     lack = common | {"out_of_memory": "too much", "decode": None, "sequences": 8, "tokens": 4096}
     text = write(*(make_record(f"torch_{i}", x) for i, x in enumerate((step, decode, lack))))
-    assert [x[:6] for x in read_rows(text, "torch and transformers on the same card")] == [
-        ["step", "4 × 4,096", "eager", "8.00", "2,050", "60.0"],
-        ["decoding", "64 rows, 1,024 keys", "eager", "0.250", "–", "–"],
-        ["step", "8 × 4,096", "eager", "–", "–", "`too much`"],
+    rows = read_rows(text, "torch and transformers on the same card")
+    assert [" | ".join(x.split(" | ")[:6]) for x in rows] == [
+        "step | 4 × 4,096 | eager | 8.00 | 2,050 | 60.0",
+        "decoding | 64 rows, 1,024 keys | eager | 0.250 | – | –",
+        "step | 8 × 4,096 | eager | – | – | `too much`",
     ]
 
 
@@ -256,7 +219,7 @@ def test_recomputation_after_a_call_is_named(write):
     recomputed = x | {"rows": 256, "recomputed": "bytes_a_token: it counted too many"}
     text = write(make_record("decode_b", recomputed), make_record("decode_a", x))
     assert read_rows(text, "Decoding") == [
-        ["20b", rows, "1,024", "20.0", "3,200", "647", "0.135", "–", "–"] for rows in ("64", "256")
+        f"20b | {rows} | 1,024 | 20.0 | 3,200 | 647 | 0.135 | – | –" for rows in (64, 256)
     ]
     assert "\nComputed again after the call, of decode_b: bytes_a_token: it counted" in text
 
@@ -265,8 +228,8 @@ def test_forms_of_a_kernel_have_rows(write):
     x = {"product": "down", "rows": 98304, "form": "TWO", "error": 0.51, "same_bits": True}
     text = write(make_record("expert_tiles", x, x | {"same_bits": False, "ms": 1.2}))
     assert read_rows(text, "Forms of the kernel of four-bit experts") == [
-        ["down", "98,304", "TWO", "–", "–", "–", "0.510", "yes"],
-        ["down", "98,304", "TWO", "1.20", "–", "–", "0.510", "no"],
+        "down | 98,304 | TWO | – | – | – | 0.510 | yes",
+        "down | 98,304 | TWO | 1.20 | – | – | 0.510 | no",
     ]
 
 

@@ -52,12 +52,7 @@ def damage_file(path, draw):
     return f"{path.name} at {position} of {len(raw)}"
 
 
-RELEASE_MARKS = pytest.mark.slow, pytest.mark.extended
-FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=RELEASE_MARKS, id="200")]
-
-
-@pytest.mark.parametrize("faults", FAULTS)
-def test_random_damage_of_a_checkpoint_is_always_detected(saved, tmp_path, faults, capfd):
+def test_random_damage_of_a_checkpoint_is_always_detected(saved, tmp_path, capfd, faults=16):
     draw, refused = random.Random(faults), 0
     files = sorted(p.relative_to(saved) for p in (saved / "2").rglob("*") if p.is_file())
     largest = max(files, key=lambda path: (saved / path).stat().st_size)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's position comes back whole, and only into the run it came from."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -67,7 +66,8 @@ def test_a_run_folder_must_take_files(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [False, True])
 def test_a_position_comes_back_whole(tmp_path, capfd, kl):
-    cfg = override(CFG, f"loss.kl_coef={0.1 * kl}")
+    critic = ("critic.backbone=own", "loss.advantages=gae") * kl
+    cfg = override(CFG, f"loss.kl_coef={0.1 * kl}", *critic)
     state = init_rl_state(initial_params(cfg), cfg, TX)
     if kl:
         reference = jax.tree.map(lambda x: x + 1, state.frozen.reference)
@@ -109,15 +109,14 @@ def test_a_checkpoint_of_one_part_is_refused(tmp_path):
             restore()
 
 
-def test_another_optimizer_is_blamed_by_its_name(tmp_path):
-    saved(tmp_path)
+def test_another_optimizer_is_blamed_by_its_name(folder):
     shapes = stage_shapes(CFG, optax.sgd(0.1), optax.sgd(0.1))
     with pytest.raises(ConfigError) as error:
-        restore_run(tmp_path, CFG, shapes)
+        restore_run(folder, CFG, shapes)
     message = str(error.value)
     assert "must fit the run's optimizer: optimizer/state/1/0/count" in message
     assert "--set optim.name=MODULE:FUNCTION" in message and "\n" not in message
-    assert bits_of(used(tmp_path, CFG).params) == bits_of(initial_params(CFG))
+    assert bits_of(used(folder, CFG).params) == bits_of(initial_params(CFG))
 
 
 def test_the_policy_is_read_without_the_other_parts(tmp_path):
@@ -144,11 +143,9 @@ def test_rl_comes_after_the_warm_start(tmp_path):
     "change",
     ["optim.name=muon", "optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"],
 )
-def test_a_config_that_changes_numbers_is_refused(tmp_path, change):
-    state = init_state(Trained(initial_params(CFG)), TX)
-    save_run(tmp_path, CFG, Position("rl", 3, state, {}))
+def test_a_config_that_changes_numbers_is_refused(folder, change):
     with pytest.raises(ConfigError, match=change.split("=")[0]):
-        restore_run(tmp_path, override(CFG, change), SHAPES)
+        restore_run(folder, override(CFG, change), SHAPES)
 
 
 def used(work, cfg, contents=None):
@@ -159,10 +156,18 @@ def saved(work, cfg=CFG):
     save_run(work, cfg, Position("rl", 3, init_state(Trained(initial_params(cfg)), TX), {}))
 
 
-def test_what_may_change_is_told(tmp_path, capsys):
-    saved(tmp_path)
-    lower = override(CFG, "optim.lr=1e-5", "optim.clip_norm=0.5", "steps=9")
-    assert restore_run(tmp_path, lower, SHAPES) is not None
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of CFG, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder)
+    return folder
+
+
+def test_what_may_change_is_told(folder, capsys):
+    bookkeeping = "save.keep=1", "eval.every_steps=2", "workdir=elsewhere"
+    lower = override(CFG, "optim.lr=1e-5", "optim.clip_norm=0.5", "steps=9", *bookkeeping)
+    assert restore_run(folder, lower, SHAPES) is not None
     output = capsys.readouterr().out
     for change in (
         "optim.lr=1e-05 (was 0.001)",
@@ -228,14 +233,13 @@ def test_a_run_that_drops_prompts_fixes_their_limit(tmp_path):
         ("data.task=reasoning_gym:other", False),
     ],
 )
-def test_a_checkpoint_is_scored_on_untrained_rows(tmp_path, change, refused):
-    saved(tmp_path)
+def test_a_checkpoint_is_scored_on_untrained_rows(folder, change, refused):
     cfg = override(CFG, change)
     if not refused:
-        assert used(tmp_path, cfg) is not None
+        assert used(folder, cfg) is not None
         return
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
-        used(tmp_path, cfg)
+        used(folder, cfg)
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
@@ -259,14 +263,6 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
         pass
 
 
-def test_length_and_bookkeeping_may_change(tmp_path):
-    state = init_state(Trained(initial_params(CFG)), TX)
-    save_run(tmp_path, CFG, Position("rl", 3, state, {}))
-    longer = dataclasses.replace(CFG, steps=9, workdir="elsewhere")
-    longer = override(override(longer, "save.keep=1"), "eval.every_steps=2")
-    assert restore_run(tmp_path, longer, SHAPES) is not None
-
-
 def test_the_same_seed_gives_the_same_first_weights():
     other_params = initial_params(override(CFG, "seed=1"))
     assert bits_of(initial_params(CFG)) == bits_of(initial_params(CFG)) != bits_of(other_params)
@@ -283,22 +279,16 @@ def test_the_run_folder_says_what_it_ran(tmp_path):
     assert commit is None or re.search(r"[0-9a-f]{40}(-dirty)?$", commit), commit
 
 
-CUTS = [
-    "optim.microbatches=2",
-    "optim.tokens_per_microbatch=4096",
-    "optim.remat=True",
-    "optim.share_prompts=on",
-    "optim.share_prompts=off",
-    "optim.moments=host",
-    "rollout.max_parallel_sequences=8",
-]
+CUTS = (
+    "optim.microbatches=2 optim.tokens_per_microbatch=4096 optim.remat=True optim.moments=host "
+    "optim.share_prompts=on optim.share_prompts=off rollout.max_parallel_sequences=8"
+).split()
 
 
-@pytest.mark.parametrize("change", CUTS)
-def test_the_same_sums_may_be_cut_otherwise(tmp_path, capsys, change):
-    saved(tmp_path)
-    assert restore_run(tmp_path, override(CFG, change), SHAPES) is not None
-    assert f"{change} (was " in capsys.readouterr().out
+def test_the_same_sums_may_be_cut_otherwise(folder, capsys):
+    for change in CUTS:
+        assert restore_run(folder, override(CFG, change), SHAPES) is not None
+        assert f"{change} (was " in capsys.readouterr().out
 
 
 KEYS = ["data.task", "init.tokenizer", "init.checkpoint"]

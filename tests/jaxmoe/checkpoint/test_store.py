@@ -102,16 +102,6 @@ def test_a_shape_that_differs_names_the_leaf(tmp_path):
         store.restore_checkpoint(tmp_path, 1, abstract_state)
 
 
-def test_a_truncated_file_is_a_clear_error(tmp_path):
-    store.save_checkpoint(tmp_path, 1, parts(), {}, keep=2)
-    for path in (tmp_path / "1" / "policy").rglob("d/*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(store.CheckpointError, match="checkpoint 1 .* complete and readable") as e:
-        store.restore_checkpoint(tmp_path, 1, abstract(parts()))
-    assert "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize("like", [((5,), "bfloat16"), ((), "float32")])
 def test_another_dtype_or_rank_is_refused_with_both(tmp_path, like):
     store.save_checkpoint(tmp_path, 1, {"policy": {"x": jnp.ones(5, jnp.float32)}}, {}, keep=2)
@@ -218,7 +208,7 @@ def test_a_killed_save_is_never_used_and_removed(tmp_path):
     draw = random.Random(0)
     half = 0
     for attempt in range(12):
-        if half and attempt >= 3:
+        if half and attempt >= 1:
             break
         directory = tmp_path / str(attempt)
         env = {**os.environ, "PYTHONPATH": str(Path(store.__file__).parents[2])}

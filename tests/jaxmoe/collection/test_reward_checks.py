@@ -318,9 +318,7 @@ def test_a_second_graders_faults_are_counted_by_name(open_with, kind, name):
 
 def test_a_hanging_second_grader_costs_three_calls(open_with):
     task = open_with(
-        rewards="check_rewards:form",
-        second_grader="check_rewards:hangs",
-        reward_timeout_s=0.3,
+        rewards="check_rewards:form", second_grader="check_rewards:hangs", reward_timeout_s=0.3
     )
     _, metrics = check(task, answer_correctly)
     assert metrics["reward/second_grader_late_frac"] == 1.0

@@ -8,31 +8,13 @@ from jaxmoe.data.scoring import score_text
 
 @pytest.mark.parametrize(
     "response",
-    [
-        r"\boxed{4}^2",
-        r"$\boxed{4}_{8}$",
-        r"\boxed{4}x",
-        r"\boxed{4}0",
-        r"\boxed{4}.5",
-        r"\boxed{4}/2",
-        r"\boxed{4} \cdot 2",
-        r"\boxed{4} + 1",
-        r"$\boxed{4} x$",
-        r"4\boxed{4}",
-        r"x\boxed{4}",
-        r"\sqrt{\boxed{4}}",
-        r"$\ln\boxed{4}$",
-        r"f(\boxed{4})",
-        r"x^{\boxed{4}}",
-        r"$3 - \boxed{4}$",
-        r"\frac{1}{\boxed{4}}",
-        r"$\log_2 \boxed{4}$",
-        r"$\pm\boxed{4}$",
-        r"2*\boxed{4}",
-        r"$(\boxed{4})^2$",
-        r"\boxed{4}\text{ million}",
-        r"\boxed{4},000",
-    ],
+    (
+        r"\boxed{4}^2 | $\boxed{4}_{8}$ | \boxed{4}x | \boxed{4}0 | \boxed{4}.5 | "
+        r"\boxed{4}/2 | \boxed{4} \cdot 2 | \boxed{4} + 1 | $\boxed{4} x$ | 4\boxed{4} | "
+        r"x\boxed{4} | \sqrt{\boxed{4}} | $\ln\boxed{4}$ | f(\boxed{4}) | x^{\boxed{4}} | "
+        r"$3 - \boxed{4}$ | \frac{1}{\boxed{4}} | $\log_2 \boxed{4}$ | $\pm\boxed{4}$ | "
+        r"2*\boxed{4} | $(\boxed{4})^2$ | \boxed{4}\text{ million} | \boxed{4},000"
+    ).split(" | "),
 )
 def test_a_box_in_a_formula_is_no_number(response):
     assert score_text(response, "4") == 0.0
@@ -41,25 +23,14 @@ def test_a_box_in_a_formula_is_no_number(response):
 @pytest.mark.parametrize(
     "response",
     [
-        r"- $\boxed{4}$",
-        r"**\boxed{4}**",
-        r"*\boxed{4}*",
-        r"_\boxed{4}_",
-        r"so\boxed{4}.",
-        r"\textcolor{red}{\boxed{4}}",
-        r"{\Large \boxed{4}}",
-        r"$5 + 2 - 3 = \boxed{4} \text{ cm}$",
-        r"\[ \therefore \boxed{4} \]",
-        r"\boxed{4} because 2 + 2 = 4",
-        r"(\boxed{4})",
-        r"\$\boxed{4}",
-        r"\boxed{4} apples",
-        r"\boxed{4} - as asked",
-        r"$\boxed{4}$, where $x$ is 1",
-        r"$\boxed{4}^\circ$",
-        r"\boxed{4} cm",
-        r"\boxed{4}\%",
-        r"Step 3 \boxed{4}",
+        *(
+            r"- $\boxed{4}$ | **\boxed{4}** | *\boxed{4}* | _\boxed{4}_ | so\boxed{4}. | "
+            r"\textcolor{red}{\boxed{4}} | {\Large \boxed{4}} | "
+            r"$5 + 2 - 3 = \boxed{4} \text{ cm}$ | \[ \therefore \boxed{4} \] | "
+            r"\boxed{4} because 2 + 2 = 4 | (\boxed{4}) | \$\boxed{4} | \boxed{4} apples | "
+            r"\boxed{4} - as asked | $\boxed{4}$, where $x$ is 1 | $\boxed{4}^\circ$ | "
+            r"\boxed{4} cm | \boxed{4}\% | Step 3 \boxed{4}"
+        ).split(" | "),
         "\\begin{align}\n&= \\boxed{4}\\\\\n",
     ],
 )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows as people have them: plain, TRL's, verl's; what is none is named by file and line."""
 
-import importlib
 import json
 import string
 
@@ -51,14 +50,6 @@ def test_files_preserve_every_column_of_verl_and_trl(tmp_path):
     assert [source[i].answer for i in range(2)] == ["4", "$4$"]
     assert [source[i].columns for i in range(2)] == [VERL, trl]
     assert source[1].location.endswith("a.jsonl:2")
-
-
-def test_verls_parquet_reads_like_its_jsonl(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    parquet.write_table(pa.Table.from_pylist([VERL]), tmp_path / "a.parquet")
-    row = open_source(str(tmp_path / "a.parquet"))[0]
-    assert (row.question, row.answer, row.columns) == ("2+2=", "4", VERL)
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,6 @@ def test_slow_tasks_pay_their_answers_and_no_garbage(name):
     _check_task(name)
 
 
-@pytest.mark.slow
-@pytest.mark.extended  # the first row of each is above
-def test_every_row_of_every_task_pays_no_garbage():
-    for name in _list_tasks():
-        _check_task(name, range(8))
-
-
 def test_a_false_halting_question_pays_only_the_answer():
     source = open_source("reasoning_gym:game_of_life_halting", size=8, seed=1)
     false = [i for i in range(8) if source[i].answer == "False"]
@@ -156,10 +149,7 @@ def test_a_jsonl_with_either_names_is_scored(tmp_path):
             b'"answer": "b"}',
             "prompt[0] must have a role (system or developer or user or assistant)",
         ),
-        (
-            b'{"prompt": "a", "answer": "b", "system": 3}',
-            "a.jsonl:1: system must be a text",
-        ),
+        (b'{"prompt": "a", "answer": "b", "system": 3}', "a.jsonl:1: system must be a text"),
         (
             b'{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], '
             b'"answer": "b", "system": "z"}',
@@ -324,17 +314,3 @@ def test_copies_of_made_rows_are_not_asked_about():
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match=r"data\.held_out_rows must be positive, got 0"):
         open_split(CHAIN, {}, SplitRequest(5, 0, 0))
-
-
-def test_rows_are_generated_once_while_they_are_cached(monkeypatch):
-    source = open_source(CHAIN, size=4)
-    calls = []
-    dataset = source._dataset
-    make = type(dataset).__getitem__
-    monkeypatch.setattr(
-        type(dataset), "__getitem__", lambda self, i: calls.append(i) or make(self, i)
-    )
-    for _ in range(3):
-        source.score("1", 2)
-        assert source[2].question
-    assert calls == [2]

@@ -116,39 +116,3 @@ def test_messages_of_a_row_are_the_rows_prompt():
 def test_messages_that_cannot_be_written_are_refused(text, messages, tools, message):
     with pytest.raises(ConfigError, match=message):
         Template(text).render_messages(messages, BYTES, tools)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("effort", ["low", "medium", "high"])
-def test_the_tokens_are_openai_harmonys(effort):
-    harmony = pytest.importorskip("openai_harmony", reason="pip install oss-harmony")
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-
-    class Tokens(ByteTokenizer):
-        """Their vocabulary."""
-
-        def encode(self, text, *, specials=False):
-            allowed = {"allowed_special": "all"} if specials else {"disallowed_special": ()}
-            return encoding.encode(text, **allowed)
-
-        def special(self, name):
-            (token,) = self.encode(name, specials=True)
-            return token
-
-    role, message = harmony.Role, harmony.Message.from_role_and_content
-    system = harmony.SystemContent.new().with_reasoning_effort(
-        harmony.ReasoningEffort[effort.upper()]
-    )
-    instructions = harmony.DeveloperContent.new().with_instructions(HOSTILE.system)
-    first, second = HOSTILE.earlier
-    chat = harmony.Conversation.from_messages(
-        [
-            message(role.SYSTEM, system),
-            message(role.DEVELOPER, instructions),
-            message(role.USER, first.content),
-            message(role.ASSISTANT, second.content).with_channel("final"),
-            message(role.USER, HOSTILE.question),
-        ]
-    )
-    _, tokens = Template("harmony", reasoning_effort=effort).render(HOSTILE, Tokens())
-    assert tokens == encoding.render_conversation_for_completion(chat, role.ASSISTANT)

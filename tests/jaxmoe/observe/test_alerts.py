@@ -17,6 +17,7 @@ UP, DOWN = math.inf, -math.inf
 ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
 ENGINE = "the engine's weights: does it run the newest weights, in the same dtype?"
 # metric, a healthy value, its last good one, which way is bad, its bound, the first suspect
+HACKS = "files_written tests_read timers_touched modules_patched exits always_equal"
 CASES = [
     (ABS_DIFF, 0.01, 0.1, UP, "> 0.1 nats", ENGINE),
     ("rollout_corr/kl", 0.001, 0.1, UP, "beyond ±0.1 nats", ENGINE),
@@ -48,14 +49,7 @@ CASES = [
             "> 0.05 of the answers",
             "python -m jaxmoe.samples: code th",
         )
-        for kind in (
-            "files_written",
-            "tests_read",
-            "timers_touched",
-            "modules_patched",
-            "exits",
-            "always_equal",
-        )
+        for kind in HACKS.split()
     ),
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),

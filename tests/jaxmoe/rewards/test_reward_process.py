@@ -129,15 +129,30 @@ def spawns(response):
 '''
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    (tmp_path / "worker_rewards.py").write_text(CODE)
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder on the path with the functions above."""
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "worker_rewards.py").write_text(CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
     sys.modules.pop("worker_rewards", None)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """One process for all tests that leave it as it was, or ended: it starts again by itself."""
     process = RewardProcess(1.0)
     yield process
     process.close()
-    sys.modules.pop("worker_rewards", None)
+
+
+@pytest.fixture
+def fresh_run(folder):
+    process = RewardProcess(1.0)
+    yield process
+    process.close()
 
 
 def score_in_process(run, name, *texts):
@@ -270,17 +285,17 @@ def test_a_function_that_forks_shifts_no_answer(run):
         assert scores.rewards.tolist() == [1.0, 7.0, 2.0, 3.0, 7.0, 4.0]
 
 
-def test_an_answer_of_another_process_is_refused(run, tmp_path, monkeypatch):
+def test_an_answer_of_another_process_is_refused(fresh_run, tmp_path, monkeypatch):
     """The protocol's own check, where a copy answers all the same."""
-    monkeypatch.setattr(run, "_n_requests", 0)
-    score_in_process(run, "forks", "1")
-    run._child = SimpleNamespace(pid=-1, wait=run._child.wait)
+    monkeypatch.setattr(fresh_run, "_n_requests", 0)
+    score_in_process(fresh_run, "forks", "1")
+    fresh_run._child = SimpleNamespace(pid=-1, wait=fresh_run._child.wait)
     with pytest.raises(ConfigError, match="must answer each call once, in its own process"):
-        score_in_process(run, "forks", "1")
+        score_in_process(fresh_run, "forks", "1")
 
 
-def test_what_a_function_prints_controls_no_terminal(run, capfd):
-    score_in_process(run, "writes", "hello")
+def test_what_a_function_prints_controls_no_terminal(fresh_run, capfd):
+    score_in_process(fresh_run, "writes", "hello")
     deadline, output = time.monotonic() + 10, ""
     while "hello" not in output and time.monotonic() < deadline:
         output += capfd.readouterr().out
@@ -310,10 +325,10 @@ def test_what_cannot_be_sent_says_what_to_set(run, monkeypatch):
         score_in_process(run, "local", "1")
 
 
-def test_what_a_late_function_started_ends_with_it(run, tmp_path, monkeypatch):
+def test_what_a_late_function_started_ends_with_it(fresh_run, tmp_path, monkeypatch):
     file = tmp_path / "child"
     monkeypatch.setenv("CHILD_FILE", str(file))
-    assert np.isnan(score_in_process(run, "spawns", "1").rewards[0])
+    assert np.isnan(score_in_process(fresh_run, "spawns", "1").rewards[0])
     child = int(file.read_text())
 
     def has_ended():
@@ -328,19 +343,18 @@ def test_what_a_late_function_started_ends_with_it(run, tmp_path, monkeypatch):
     assert has_ended()
 
 
-def test_no_process_is_left_behind(run, tmp_path):
-    pid = int(score_in_process(run, "where", "1").rewards[0])
+def test_no_process_is_left_behind(fresh_run, tmp_path):
+    pid = int(score_in_process(fresh_run, "where", "1").rewards[0])
     second = RewardProcess(5.0)
     second_pid = int(score_in_process(second, "where", "1").rewards[0])
     del second
     gc.collect()
     assert not psutil.pid_exists(second_pid) and psutil.pid_exists(pid)
-    run.close()
+    fresh_run.close()
     assert not psutil.pid_exists(pid)
 
 
-def test_a_killed_trainer_leaves_no_function_running(tmp_path):
-    (tmp_path / "worker_rewards.py").write_text(CODE)
+def test_a_killed_trainer_leaves_no_function_running(folder):
     script = textwrap.dedent("""
         import os, signal, threading
         from jaxmoe.rewards.reward_process import RewardProcess
@@ -352,10 +366,10 @@ def test_a_killed_trainer_leaves_no_function_running(tmp_path):
     """)
     result = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=tmp_path,
+        cwd=folder,
         text=True,
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])},
     )
     assert result.returncode == -9 and "Traceback" not in result.stderr
     deadline = time.monotonic() + 20.0

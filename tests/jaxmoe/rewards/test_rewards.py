@@ -63,10 +63,7 @@ def test_verls_convention_gets_columns_and_logs_dict_numbers():
 
 
 def test_ours_gets_prompt_response_row_and_analysis():
-    assert score_texts("some_rewards:native(length=2)", "2", "33").rewards.tolist() == [
-        1.0,
-        0.0,
-    ]
+    assert score_texts("some_rewards:native(length=2)", "2", "33").rewards.tolist() == [1.0, 0.0]
     assert RECEIVED["native"] == [("1+1=", "2", 1, "hm"), (ROWS[1]["prompt"], "33", 2, "hm")]
     plain = Sample(0, Row("2+2=", "4"), ParsedResponse("4"), [65])  # of a source without columns
     (reward,) = read_rewards("some_rewards:own_source", [])
@@ -155,10 +152,7 @@ def test_verls_batch_convention_gets_lists():
         ("some_rewards:native +", "got ''"),
         ("some_rewards:no_such", "no_such"),
         ("no_such_module:f", "no_such_module"),
-        (
-            "some_rewards:native(len=3)",
-            "native has no option 'len'. Did you mean length",
-        ),
+        ("some_rewards:native(len=3)", "native has no option 'len'. Did you mean length"),
         ("some_rewards:two_numbers", r"two_numbers must take \(completions, .* it takes \(x, y\)"),
         ("some_rewards:anything", r"must take \(completions, \*\*columns\) as TRL's"),
         ("some_rewards:of_verl", "of_verl requires model"),

@@ -34,18 +34,9 @@ SECRET, ARGUMENT = "trainer-secret-8151", "argument-secret-2342"
 _SHM_KEY = 0x5B0C5
 ALL_ATTACKS = [*ATTACKS, *KERNEL_ATTACKS]
 _UNUSED = (
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "ensurepip",
-    "tkinter",
-    "config-*",
-    "pydoc_data",
-    "turtledemo",
-    "distutils",
-    "*.opt-?.pyc",
-)
+    "test tests idlelib lib2to3 ensurepip tkinter config-* pydoc_data turtledemo distutils "
+    "*.opt-?.pyc"
+).split()
 _libc = ctypes.CDLL(None, use_errno=True)
 _signals: list[int] = []  # that reached the trainer
 

@@ -10,24 +10,15 @@ import pytest
 from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
 SMALL = (
-    "data.train_rows=64",
-    "data.held_out_rows=8",
-    "warmup.steps=2",
-    "steps=1",
-    "rollout.sequences_per_step=16",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_gen_batches=1",
-    "eval.every_steps=1",
-    "warmup.sequences_per_step=8",
-)
+    "data.train_rows=64 data.held_out_rows=8 warmup.steps=2 steps=1 rollout.sequences_per_step=16 "
+    "rollout.samples_per_prompt=4 rollout.max_gen_batches=1 eval.every_steps=1 "
+    "warmup.sequences_per_step=8"
+).split()
 
 
 @pytest.mark.slow
 def test_a_study_of_two_contenders_in_fifteen_lines(tmp_path: Path):
-    contenders = [
-        Contender("GRPO", SMALL),
-        Contender("Entropy", (*SMALL, "loss.entropy_coef=0.5")),
-    ]
+    contenders = [Contender("GRPO", SMALL), Contender("Entropy", (*SMALL, "loss.entropy_coef=0.5"))]
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         comparisons = run_study(
             contenders,

@@ -3,7 +3,7 @@
 
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
+from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
 
 # what vLLM takes on a CPU: widths of whole 32s
@@ -79,12 +80,15 @@ def check_rollouts(out, requested, samples, version):
         np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
 
 
-def open_engine(url, work, *, max_rows=ROWS, max_context=0, **changes):
+def open_engine(
+    url, work, *, cfg=CFG, max_rows=ROWS, max_context=0, make=VllmEngine, given=None, **changes
+):
+    """An engine over servers or its own; `given` are further arguments of the engine's class."""
     options: dict[str, Any] = dict(
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
     )
-    return VllmEngine(
-        CFG,
+    return make(
+        cfg,
         OPS,
         VllmConfig(**(options | changes)),
         work=work,
@@ -92,4 +96,11 @@ def open_engine(url, work, *, max_rows=ROWS, max_context=0, **changes):
         max_new_tokens=NEW,
         max_rows=max_rows,
         max_context=max_context,
+        **given or {},
     )
+
+
+def open_shared(channel, url, work, **changes):
+    """One process's part of an engine that several processes share."""
+    make = partial(MultiProcessVllmEngine, mesh=None, channel=channel)
+    return open_engine(url, work, make=make, **changes)

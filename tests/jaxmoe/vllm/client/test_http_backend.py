@@ -74,17 +74,6 @@ def test_closing_while_threads_connect_ends_them_all(server):
         assert len(ended) == 16
 
 
-def test_the_test_server_drops_idle_connections(server, monkeypatch):
-    url, _ = server
-    monkeypatch.setattr(http_client, "MAX_IDLE_S", 100.0)
-    backend = HttpBackend(url, timeout_s=5.0)
-    backend.check_health()
-    time.sleep(1.2 * SERVER_IDLE_S)
-    with pytest.raises(http_backend.RequestFailed):
-        backend.check_health()
-    backend.close()
-
-
 def test_the_key_of_running_servers_is_the_environments(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     monkeypatch.delenv("JAXMOE_VLLM_API_KEY", raising=False)

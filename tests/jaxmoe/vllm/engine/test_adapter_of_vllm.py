@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapted import base_of
-from vllm_cases import CFG, NEW, OPS, PROMPT, PYTHON, ROWS, prompts
+from vllm_cases import CFG, NEW, OPS, open_engine, prompts
 
-from jaxmoe import train
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.config import EngineError, LoraConfig, VllmConfig
+from jaxmoe.config import EngineError, LoraConfig
 from jaxmoe.model.config import tiny
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.metrics import read_metrics
@@ -23,9 +22,10 @@ from jaxmoe.records import Sampling
 from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 from jaxmoe.vllm.plugin.names import ADAPTER_ID
 from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
+from tests.jaxmoe.commands import arguments, train_here
 
 pytestmark = pytest.mark.vllm
 
@@ -49,23 +49,9 @@ def base(tmp_path_factory):
 
 
 def opened(base, work, launch):
-    return VllmEngine(
-        SMALL,
-        OPS,
-        VllmConfig(
-            launch=launch,
-            weights_dir=str(work / "weights"),
-            lora="adapter",
-            python=PYTHON,
-            retries=1,
-            request_timeout_s=30.0,
-        ),
-        work=work,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW,
-        max_rows=ROWS,
-        sent=ServedAdapter(LORA, base[0]),
-    )
+    options = dict(launch=launch, lora="adapter", retries=1, request_timeout_s=30.0)
+    given = dict(sent=ServedAdapter(LORA, base[0]))
+    return open_engine("", work, cfg=SMALL, given=given, **options)
 
 
 @pytest.fixture(scope="module")
@@ -199,29 +185,16 @@ def test_a_lost_adapter_is_not_replaced_by_base(inside, base):
 def test_a_run_trains_and_resumes_vllms_adapter(tmp_path):
     cfg = tiny(n_q_heads=4, n_kv_heads=2, head_dim=32, d_model=64, d_expert=64, n_experts=4)
     save_params(base_of(cfg), cfg, tmp_path / "base", dtype="mxfp4")
-    settings = [
-        "model.d_model=64",
-        "model.d_expert=64",
-        "model.n_experts=4",
-        "warmup.steps=0",
-        f"init.checkpoint={tmp_path / 'base'}",
-        "lora.attention_rank=4",
-        "rollout.vllm.launch=0",
-        "rollout.vllm.lora=adapter",
-        "data.train_rows=64",
-        "data.held_out_rows=6",
-        "rollout.sequences_per_step=8",
-        "rollout.samples_per_prompt=4",
-        "loss.entropy_coef=0.01",
-        f"rollout.vllm.weights_dir={tmp_path / 'weights'}",
-        "save.every_steps=1",
-        "optim.lr=0.01",
-    ]
-    typed = ["--config", "tiny_vllm.py", "--workdir", str(tmp_path / "run")]
-    typed += [part for setting in settings for part in ("--set", setting)]
-    with jax.numpy_dtype_promotion("standard"):
-        assert train.main([*typed, "--set", "steps=1"]) == 0
-        assert train.main([*typed, "--set", "steps=3"]) == 0
+    settings = (
+        f"model.d_model=64 model.d_expert=64 model.n_experts=4 warmup.steps=0 optim.lr=0.01 "
+        f"init.checkpoint={tmp_path / 'base'} lora.attention_rank=4 rollout.vllm.launch=0 "
+        f"rollout.vllm.lora=adapter rollout.vllm.weights_dir={tmp_path / 'weights'} "
+        "data.train_rows=64 data.held_out_rows=6 rollout.sequences_per_step=8 "
+        "rollout.samples_per_prompt=4 loss.entropy_coef=0.01 save.every_steps=1"
+    ).split()
+    for steps in ("steps=1", "steps=3"):
+        words = arguments(tmp_path / "run", *settings, steps, config="tiny_vllm.py")
+        assert train_here(words) == 0
     rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/ratio_max" in r]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["train_rollout_logprob_abs_diff_max"] < 5e-5 for row in rows)

@@ -14,7 +14,7 @@ from episode_cases import CONTEXT, LONG, STOPS, compare_with_trainer, open_loade
 from expert_switches import SWITCHES
 from stand_in import StandIn
 from turn_replies import Replies
-from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, open_engine, prompts, weights
+from vllm_cases import CFG, NEW, OPS, PROMPT, open_engine, open_shared, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.model.router import replay_routing
@@ -25,7 +25,6 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import jit_step
-from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 
 
 def assert_equal_episodes(a, b):
@@ -310,19 +309,7 @@ def test_processes_share_episodes_and_run_tools_once(server, tmp_path):
     environments = [Replies() for _ in range(2)]
 
     def process(channel):
-        vllm = VllmConfig(url=server.url, weights_dir=str(tmp_path / "w"), request_timeout_s=20.0)
-        shared = MultiProcessVllmEngine(
-            CFG,
-            OPS,
-            vllm,
-            None,
-            channel=channel,
-            work=tmp_path,
-            max_prompt_tokens=PROMPT,
-            max_new_tokens=NEW,
-            max_rows=ROWS,
-            max_context=CONTEXT,
-        )
+        shared = open_shared(channel, server.url, tmp_path, max_context=CONTEXT)
         with closing(shared) as opened:
             opened.load(weights(0), 3)
             return opened.generate(

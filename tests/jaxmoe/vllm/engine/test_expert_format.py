@@ -8,36 +8,29 @@ import numpy as np
 import pytest
 from random_weights import random_weights
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, OPS, PADDED, PROMPT, ROWS, prompts
+from vllm_cases import CFG, NEW, OPS, PADDED, open_engine, prompts
 
-from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.expert_format import FullWeights, pack_for_sync, starts_packed
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
 PACKABLE = replace(CFG, d_expert=64)
 PARAMS = round_experts(random_weights(PACKABLE, 1))
 
 
-def open_engine(tmp_path, *servers, four_bits=True):
+def open_servers(tmp_path, *servers, four_bits=True):
     urls = ",".join(server.url for server in servers)
-    return VllmEngine(
-        PACKABLE,
-        OPS,
-        VllmConfig(url=urls, weights_dir=str(tmp_path), retries=0),
-        work=tmp_path,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW,
-        max_rows=ROWS,
-        sent=FullWeights(four_bits),
+    return open_engine(
+        urls, tmp_path, cfg=PACKABLE, retries=0, given=dict(sent=FullWeights(four_bits))
     )
 
 
 @pytest.mark.parametrize("holds", ["mxfp4", "dense"])
 def test_servers_get_their_form_and_the_trainers_values(tmp_path, holds):
     server = StandIn(PACKABLE, experts=holds)
-    engine = open_engine(tmp_path, server)
+    engine = open_servers(tmp_path, server)
     engine.load(PARAMS, 3)
     (state,) = engine.loaded_states()
     packed = {name for name in state["received"] if name.endswith(("_blocks", "_scales"))}
@@ -64,7 +57,7 @@ def test_servers_get_their_form_and_the_trainers_values(tmp_path, holds):
 def test_a_server_without_the_trained_form_is_refused(tmp_path, reported, four_bits, text):
     servers = [StandIn(PACKABLE, **fields) for fields in reported]
     with pytest.raises(ConfigError) as error:
-        open_engine(tmp_path, *servers, four_bits=four_bits)
+        open_servers(tmp_path, *servers, four_bits=four_bits)
     assert text in str(error.value) and "\n" not in str(error.value)
 
 

@@ -9,9 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from proxy import KINDS, Proxy
-from stand_in import StandIn
-from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, trainer, weights
+from proxy import KINDS
+from vllm_cases import NEW, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
@@ -116,16 +115,6 @@ def scores(params, tokens):
     return np.concatenate([[0], trainer(params, fake)])
 
 
-def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
-    engine = open_engine(fresh.url, tmp_path, retries=2)
-    engine.load(weights(1), 1)
-    fresh.server.crash()
-    with pytest.raises(EngineError, match="could not be synced, tried 3 times"):
-        engine.generate(prompts(2), FREE, seed=0)
-    fresh.server.start()
-    engine.close()
-
-
 def test_an_absent_server_is_dropped_for_all_requests(fresh, tmp_path, monkeypatch):
     engine = open_engine(fresh.url, tmp_path, retries=1)
     engine.load(weights(1), 1)
@@ -162,33 +151,6 @@ def test_responses_from_before_a_broken_sync_are_refused(fresh, tmp_path):
     engine.close()
 
 
-def test_two_servers_share_work_and_one_may_die(tmp_path):
-    servers = [StandIn(CFG, delay=0.003) for _ in range(2)]
-    engine = open_engine(",".join(s.url for s in servers), tmp_path)
-    engine.load(weights(1), 1)
-    requested = prompts(8)
-    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 1)
-    assert all(len(s.requests) > 4 for s in servers)  # two of them are the probe's
-    timer = threading.Timer(0.05, comes_back, (servers[1], "random weights", None))
-    timer.start()
-    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 1)
-    timer.join()
-    engine.load(weights(2), 2)
-    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 2)
-    engine.close()
-    for server in servers:
-        server.crash()
-
-
-def test_more_prompts_than_rows_are_asked_in_turn(fresh, tmp_path):
-    engine = open_engine(fresh.url, tmp_path)
-    engine.load(weights(1), 1)
-    requested = prompts(ROWS + 9)
-    out = engine.generate(requested, Sampling(2, ()), seed=0, samples=2)
-    assert [r.prompt.id for r in out] == [p.id for p in requested for _ in range(2)]
-    engine.close()
-
-
 def test_closing_ends_what_waits(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=100.0)
     engine.load(weights(1), 1)
@@ -207,16 +169,3 @@ def test_closing_ends_what_waits(fresh, tmp_path):
     engine.close()
     thread.join(10)
     assert not thread.is_alive() and "closed" in failures[0]
-
-
-def test_the_proxy_itself_changes_nothing(fresh, tmp_path):
-    with_it = open_engine(fresh.url, tmp_path / "a")
-    assert isinstance(fresh.proxy, Proxy)
-    with_it.load(weights(1), 1)
-    a = with_it.generate(prompts(3), FREE, seed=0)
-    with_it.close()
-    unprotected = open_engine(fresh.server.url, tmp_path / "b")
-    unprotected.load(weights(1), 1)
-    b = unprotected.generate(prompts(3), FREE, seed=0)
-    unprotected.close()
-    assert all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from proxy import KINDS, Proxy
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check_rollouts, open_engine, prompts, weights
 
-from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.server import Server
 from jaxmoe.vllm.engine.sync import transfer_weights
@@ -106,20 +107,8 @@ def test_a_server_whose_weights_somebody_changed(vllm):
 
 def test_a_server_that_comes_back_with_another_model(vllm):
     engine, proxy, server, *_ = vllm
-    small = dict(
-        vocab_size=89,
-        d_model=32,
-        n_layers=2,
-        n_q_heads=2,
-        n_kv_heads=1,
-        head_dim=32,
-        n_experts=4,
-        experts_per_token=2,
-        d_expert=32,
-        sliding_window=9,
-        dtype="float32",
-    )
-    intruder = StandIn(ModelConfig(**small))
+    small = replace(CFG, vocab_size=89, d_model=32, n_q_heads=2, n_kv_heads=1, n_experts=4)
+    intruder = StandIn(small)
     requested, rng = prompts(8), random.Random(3)
     for _ in range(TIMES):
         timer = during(lambda: setattr(proxy, "upstream", intruder.url), rng)

@@ -7,34 +7,18 @@ import numpy as np
 import pytest
 from board import as_processes
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, check_rollouts, prompts, weights
+from vllm_cases import CFG, NEW, check_rollouts, open_shared, prompts, weights
 
-from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 
 FREE = Sampling(NEW, ())
 
 
-def shared(channel, url, work, **changes):
-    vllm = VllmConfig(url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, **changes)
-    return MultiProcessVllmEngine(
-        CFG,
-        OPS,
-        vllm,
-        None,
-        channel=channel,
-        work=work,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW,
-        max_rows=ROWS,
-    )
-
-
 def test_all_processes_have_the_answers_of_one(stand_in, tmp_path):
     def process(channel):
-        with closing(shared(channel, stand_in.url, tmp_path)) as engine:
+        with closing(open_shared(channel, stand_in.url, tmp_path)) as engine:
             engine.load(weights(1), 1)
             first = engine.generate(prompts(3), FREE, seed=4, samples=2)
             engine.load(weights(2), 2)
@@ -57,7 +41,7 @@ def test_a_restarted_server_gets_weights_from_process_0(fresh, tmp_path):
     """Between two calls, without any other process: what it needs was made at load."""
 
     def process(channel):
-        with closing(shared(channel, fresh.url, tmp_path)) as engine:
+        with closing(open_shared(channel, fresh.url, tmp_path)) as engine:
             engine.load(weights(1), 1)
             if channel.number == 0:
                 fresh.server.crash()
@@ -75,7 +59,7 @@ def test_unexpected_weights_of_a_server_end_all_processes(fresh, tmp_path, fault
     fresh.server.faults.add(fault)
 
     def process(channel):
-        with closing(shared(channel, fresh.url, tmp_path)) as engine:
+        with closing(open_shared(channel, fresh.url, tmp_path)) as engine:
             engine.load(weights(1), 1)
 
     for error in as_processes(2, process):
@@ -92,7 +76,7 @@ def test_nobody_there_is_everybodys_one_line(tmp_path):
     server.crash()
 
     def process(channel):
-        return shared(channel, server.url, tmp_path)
+        return open_shared(channel, server.url, tmp_path)
 
     for error in as_processes(2, process):
         assert isinstance(error, ConfigError) and "must name running vLLM servers" in str(error)
@@ -108,7 +92,7 @@ def test_the_first_process_alone_has_the_engine(stand_in, tmp_path, monkeypatch)
     monkeypatch.setattr(VllmEngine, "__init__", counted)
 
     def process(channel):
-        with closing(shared(channel, stand_in.url, tmp_path)) as engine:
+        with closing(open_shared(channel, stand_in.url, tmp_path)) as engine:
             return engine._run
 
     assert as_processes(3, process) == 3 * results

@@ -6,14 +6,16 @@ are; the product of matrices is replaced by one that decodes what the loader sto
 """
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import vllm_cases
 from random_weights import random_weights
 
-from jaxmoe.config import EngineError, ModelConfig, VllmConfig
+from jaxmoe.config import EngineError, VllmConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Prompt, Sampling
@@ -24,19 +26,7 @@ from jaxmoe.vllm.weight_sync.files import write_files
 
 pytestmark = pytest.mark.vllm
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=128,
-    n_layers=2,
-    n_q_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    n_experts=6,
-    experts_per_token=2,
-    d_expert=64,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(vllm_cases.CFG, d_model=128, d_expert=64)
 OPS, PROMPT, NEW = plain_ops(), 20, 12
 FREE = Sampling(NEW, ())
 
@@ -124,9 +114,7 @@ def largest_gap(engine, params):
     return max(gaps)
 
 
-def test_vllm_with_decoded_experts_has_trainer_log_probs(
-    tmp_path,
-):
+def test_vllm_with_decoded_experts_has_trainer_log_probs(tmp_path):
     engine = open_engine(tmp_path)
     assert engine.experts == "dense"
     for seed in (1, 2):

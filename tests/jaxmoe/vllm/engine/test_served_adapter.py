@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from adapted import LORA, adapters_of, base_of
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, OPS, PROMPT, prompts
+from vllm_cases import CFG, NEW, OPS, open_engine, prompts
 
 from jaxmoe.checkpoint.merge import merge_adapters
-from jaxmoe.config import EngineError, VllmConfig
+from jaxmoe.config import EngineError
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
 PACKABLE = replace(CFG, d_expert=64)
 
@@ -28,15 +28,7 @@ def test_merged_weights_arrive_with_the_trainers_log_probs(tmp_path):
     base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
     merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
     server = StandIn(PACKABLE)
-    engine = VllmEngine(
-        PACKABLE,
-        OPS,
-        VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),
-        work=tmp_path,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW,
-        max_rows=8,
-    )
+    engine = open_engine(server.url, tmp_path, cfg=PACKABLE, max_rows=8)
     try:
         engine.load(with_adapters(base, adapters, LORA.scales), 1)
         jax.tree.map(
@@ -60,16 +52,8 @@ def test_merged_weights_arrive_with_the_trainers_log_probs(tmp_path):
 def served(tmp_path):
     """(a stand-in that serves adapters over a base, an engine that sends them to it)."""
     server = StandIn(PACKABLE, base=base_of(PACKABLE))
-    engine = VllmEngine(
-        PACKABLE,
-        OPS,
-        VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights"), retries=1),
-        work=tmp_path,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=NEW,
-        max_rows=8,
-        sent=ServedAdapter(LORA, tmp_path / "base"),
-    )
+    given = dict(sent=ServedAdapter(LORA, tmp_path / "base"))
+    engine = open_engine(server.url, tmp_path, cfg=PACKABLE, max_rows=8, retries=1, given=given)
     yield server, engine
     engine.close()
     server.crash()

@@ -16,6 +16,7 @@ from jaxmoe.vllm.engine import server_processes
 from jaxmoe.vllm.engine.placement import assign_gpus
 from jaxmoe.vllm.engine.server import Server, build_engine_options, inspect_python
 from jaxmoe.vllm.plugin.auth_middleware import AuthMiddleware
+from tests.jaxmoe.commands import arguments
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 MAIN = """
@@ -135,19 +136,9 @@ def test_a_server_that_starts_too_slowly_is_ended(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_during_the_start_ends_the_server(tmp_path):
     python, work = environment(tmp_path / "env"), tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "jaxmoe.train",
-        "--config",
-        "tiny_vllm.py",
-        "--workdir",
-        str(work),
-        "--set",
-        f"rollout.vllm.python={python}",
-        "--set",
-        "rollout.vllm.args=--sleep",
-    ]
+    settings = f"rollout.vllm.python={python}", "rollout.vllm.args=--sleep"
+    words = arguments(work, *settings, config="tiny_vllm.py")
+    command = [sys.executable, "-m", "jaxmoe.train", *words]
     # a shell's background job, as these tests may be, has Ctrl-C ignored, and so have its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -8,7 +8,6 @@ import pytest
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, weights
 
-from jaxmoe.config import EngineError
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.client.http_backend import HttpBackend
 from jaxmoe.vllm.engine import server_pool as module
@@ -132,18 +131,6 @@ def test_a_returning_server_with_less_room_stays_out(two, tmp_path):
     engine.close()
 
 
-def test_the_last_one_ends_the_run(two, tmp_path):
-    engine = open_engine(urls(two), tmp_path, retries=1)
-    engine.load(weights(1), 1)
-    for server in two:
-        server.crash()
-    with pytest.raises(EngineError, match="tried 2 times"):
-        engine.generate(prompts(6), SMALL, seed=3)
-    for server in two:
-        server.start()
-    engine.close()
-
-
 def test_longest_requests_go_to_the_least_loaded_server(two, tmp_path):
     engine = open_engine(two[0].url, tmp_path, max_rows=1)  # one at a time
     engine.load(weights(1), 1)
@@ -162,15 +149,3 @@ def test_longest_requests_go_to_the_least_loaded_server(two, tmp_path):
     assert [replicas.index(r) for r in acquired] == [0, 1, 1, 1, 1] and replicas[1].in_flight == 110
     pool.release_replica(replicas[1], 90)
     assert pool.acquire_replica(1) is replicas[1]
-
-
-def test_requests_of_a_dropped_server_move_to_another(two, tmp_path):
-    engine = open_engine(urls(two), tmp_path, retries=1)
-    engine.load(weights(1), 1)
-    replica = engine._pool.replicas[0]
-    two[0].crash()
-    replica._invalidate_weights()
-    replica._given_up = EngineError("given up")
-    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
-    wait_until(lambda: any("is unavailable" in incident for incident in engine.incidents))
-    engine.close()

@@ -16,7 +16,6 @@ from vllm_cases import CFG, NEW, OPS, PROMPT, check_rollouts, open_engine, promp
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.client.backend import Backend, RequestFailed
-from jaxmoe.vllm.client.http_backend import HttpBackend
 from jaxmoe.vllm.engine import transport
 from jaxmoe.vllm.engine import vllm_engine as engine_module
 from jaxmoe.vllm.engine.sync import WeightSyncError, _stale_tensors, read_workers, transfer_weights
@@ -175,18 +174,6 @@ def test_raw_log_probs_of_a_server_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, it has raw_logp"):
         open_engine(server.url, tmp_path)
     server.crash()
-
-
-def test_an_open_update_is_ended_first(fresh, tmp_path):
-    closed_backend = HttpBackend(fresh.url, timeout_s=5.0)
-    closed_backend.pause("abort")
-    closed_backend.start_update()
-    closed_backend.close()
-    engine = open_engine(fresh.url, tmp_path, retries=0)
-    engine.load(weights(1), 1)
-    check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
-    assert engine.incidents == []
-    engine.close()
 
 
 SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down_proj_bias"

@@ -9,8 +9,8 @@ import pytest
 from jaxmoe.checkpoint.hf import list_entries
 from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.tensor_files import read_header
-from jaxmoe.config import LoraConfig, ModelConfig
-from jaxmoe.model.config import to_hf
+from jaxmoe.config import LoraConfig
+from jaxmoe.model.config import tiny, to_hf
 from jaxmoe.vllm.engine.served_adapter import zero_adapters
 from jaxmoe.vllm.plugin.loaded_state import ExpectedParameter, LoadedState
 from jaxmoe.vllm.plugin.names import (
@@ -34,19 +34,7 @@ def record(state, sent, after, *, exact=False, label="r:1"):
 
 
 def test_every_tensor_has_a_shape_and_a_parameter():
-    cfg = ModelConfig(
-        vocab_size=97,
-        d_model=160,
-        n_layers=4,
-        n_q_heads=6,
-        n_kv_heads=2,
-        head_dim=32,
-        n_experts=7,
-        experts_per_token=3,
-        d_expert=128,
-        sliding_window=9,
-        dtype="float32",
-    )
+    cfg = tiny(d_model=160, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=7)
     config = to_hf(cfg, dtype="float32")
     assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in list_entries(cfg)}
     expected = [vllm_parameter_name(entry.name) for entry in list_entries(cfg)]
@@ -116,19 +104,7 @@ def test_two_engines_are_told_apart():
 
 def file_of(tmp_path, lora):
     """Names of an adapter's tensors, and its config, as they are written."""
-    cfg = ModelConfig(
-        vocab_size=97,
-        d_model=64,
-        n_layers=4,
-        n_q_heads=6,
-        n_kv_heads=2,
-        head_dim=32,
-        n_experts=3,
-        experts_per_token=2,
-        d_expert=128,
-        sliding_window=9,
-        dtype="float32",
-    )
+    cfg = tiny(d_model=64, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=3)
     save_adapter(zero_adapters(cfg, lora), cfg, lora, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     return list(read_header(tmp_path / "adapter" / FILE)), config

@@ -104,8 +104,7 @@ def test_a_file_cut_off_anywhere_is_rejected(tmp_path, n_bytes):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"format": 2}, {"version": "x"}, {"tensors": []}, {"tensors": {"a": {}}}],
+    "changes", [{"format": 2}, {"version": "x"}, {"tensors": []}, {"tensors": {"a": {}}}]
 )
 def test_a_manifest_that_is_none_is_rejected(changes):
     with pytest.raises(UpdateRejected, match="here"):

@@ -219,10 +219,7 @@ def broken_updates():
         "another model's manifest": (plain | {"manifest": change_version}, "model.layers.3."),
         "a flipped bit": (plain | {"file": flip}, "must have digest"),
         "a file cut off": (plain | {"file": cut}, "cut off"),
-        "a tensor missing in the file": (
-            plain | {"manifest": lambda m: m, "late": drop(q)},
-            q,
-        ),
+        "a tensor missing in the file": (plain | {"manifest": lambda m: m, "late": drop(q)}, q),
     }
 
 

@@ -90,22 +90,9 @@ def test_killing_the_trainer_leaves_no_vllm_process(tmp_path):
     import jax
 
     from jaxmoe.checkpoint.hf import save_params
-    from jaxmoe.config import ModelConfig
-    from jaxmoe.model import init_params
+    from jaxmoe.model import init_params, tiny
 
-    cfg = ModelConfig(
-        vocab_size=97,
-        d_model=64,
-        n_layers=2,
-        n_q_heads=2,
-        n_kv_heads=1,
-        head_dim=32,
-        n_experts=4,
-        experts_per_token=2,
-        d_expert=32,
-        sliding_window=9,
-        dtype="float32",
-    )
+    cfg = tiny(vocab_size=97, d_model=64, n_q_heads=2, n_kv_heads=1, head_dim=32, n_experts=4)
     save_params(init_params(jax.random.key(0), cfg), cfg, tmp_path / "model", dtype="float32")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -121,27 +108,12 @@ def test_killing_the_trainer_leaves_no_vllm_process(tmp_path):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(tmp_path / "model"),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "64",
-        "--kv-cache-memory-bytes",
-        str(64 << 20),
-        "--skip-tokenizer-init",
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-        "--max-num-seqs",
-        "4",
-    ]
+    options = (
+        f"--model {tmp_path / 'model'} --dtype float32 --enforce-eager --max-model-len 64 "
+        f"--kv-cache-memory-bytes {64 << 20} --skip-tokenizer-init --port {port} "
+        "--host 127.0.0.1 --max-num-seqs 4"
+    )
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:

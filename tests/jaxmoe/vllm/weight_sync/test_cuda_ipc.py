@@ -4,32 +4,20 @@
 import base64
 import ctypes
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+import weight_updates
 from weight_updates import sent_tensors
 
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
-from jaxmoe.model.params import map_specs
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.cuda_ipc import share_ipc_handles
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = replace(weight_updates.CFG, n_layers=2)
 GPU = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 PAGE = 1 << 16  # the driver's allocations begin at multiples of this
 
@@ -79,8 +67,7 @@ class Fake:
 
 
 def random_params():
-    rng = np.random.default_rng(0)
-    return map_specs(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32)), CFG)
+    return jax.tree.map(jnp.asarray, weight_updates.random_params(CFG))
 
 
 def update(fake, params=None, **options):

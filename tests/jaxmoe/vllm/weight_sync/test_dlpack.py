@@ -3,35 +3,14 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from weight_updates import sent_tensors
+from weight_updates import CFG, random_params, sent_tensors
 
-from jaxmoe.config import MeshConfig, ModelConfig
-from jaxmoe.model.params import map_specs
+from jaxmoe.config import MeshConfig
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.vllm.plugin import tensor_mailbox
 from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.dlpack import share_in_process
-
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
-
-
-def random_params(dtype: str = "float32"):
-    rng = np.random.default_rng(0)
-    return map_specs(lambda s: rng.standard_normal(s.shape, np.float32).astype(dtype), CFG)
 
 
 def on_one(params):
@@ -60,7 +39,7 @@ def test_the_mailbox_has_the_manifest_until_closing():
 def test_tensors_are_the_checkpoints_bytes_in_its_order(place, stored_dtype, sent):
     from jaxmoe.vllm.plugin.live_parameters import digest_tensor
 
-    params = random_params(stored_dtype)
+    params = random_params(dtype=stored_dtype)
     update = share_in_process(
         place(params), CFG, dtype=sent, run="ab", version=7, mailbox=tensor_mailbox
     )

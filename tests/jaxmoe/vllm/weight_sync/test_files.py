@@ -209,9 +209,3 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"it needs 0\.\d MB, 0\.0 MB are free"):
         write_update(random_params(), tmp_path)
     assert not list_leftovers(tmp_path)
-
-
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="rollout.vllm.weights_dir"):
-        write_update(random_params(), tmp_path / "file")

@@ -10,28 +10,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import weight_updates
 from weight_updates import sent_tensors, travels_as
 
 from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model.params import map_specs
 from jaxmoe.vllm.weight_sync.checksum import digest_array
 from jaxmoe.vllm.weight_sync.nccl import NcclGroup, broadcast_weights
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = replace(weight_updates.CFG, n_layers=2)
 ID = bytes(range(128))
 NUMPY = {1: np.dtype(np.uint8), 7: np.dtype(np.float32), 9: np.dtype(ml_dtypes.bfloat16)}
 
@@ -82,10 +71,7 @@ class Fake:
 
 
 def random_params(dtype: str = "float32"):
-    rng = np.random.default_rng(0)
-    return map_specs(
-        lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32).astype(dtype)), CFG
-    )
+    return jax.tree.map(jnp.asarray, weight_updates.random_params(CFG, dtype))
 
 
 def joined(fake: Fake, workers: int = 2) -> NcclGroup:

@@ -76,21 +76,6 @@ def test_the_file_equals_an_export_with_digests(tmp_path, place):
         assert update.digests[name] == digest_array(array), name
 
 
-def test_an_overwritten_file_has_the_new_bytes(tmp_path):
-    other = map_specs(
-        lambda _, x: (
-            Mxfp4(*(part[..., ::-1].copy() for part in x.codes)) if isinstance(x, Mxfp4) else x
-        ),
-        PACKABLE,
-        PARAMS,
-    )
-    update = write_packed(tmp_path, version=4, reuse=write_packed(tmp_path, other))
-    assert update.digests == write_packed(tmp_path / "again", version=4).digests
-    file = load_file(Path(update.update_info["path"]) / "model.safetensors")
-    for name, array in expected_tensors().items():
-        assert file[name].tobytes() == array.tobytes(), name
-
-
 def test_a_device_makes_the_hosts_bytes():
     params, device = jax.tree.map(jnp.asarray, PARAMS), jax.devices()[0]
     expected = expected_tensors()
