@@ -40,8 +40,8 @@ def as_part(x: Mxfp4) -> Mxfp4:
     """Return one layer's matrices as kernels find them, by their offset; no data moves."""
     assert x.first is not None, "a layer of a stack has an index"
     n_experts = x.nibbles_EDF.shape[1]
-    flat = (part.reshape(-1, *part.shape[2:]) for part in x.codes)
-    return Mxfp4(*flat, x.first * n_experts, x.master_EDF)
+    nibbles, scales = (part.reshape(-1, *part.shape[2:]) for part in x.codes)
+    return Mxfp4(nibbles, scales, x.first * n_experts, x.master_EDF)
 
 
 def as_parts(layer: Params) -> Params:

@@ -98,7 +98,7 @@ def grouped_swiglu(
 def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4)
     rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
-    if has_masters(rhs_EDF):
+    if isinstance(rhs_EDF, Mxfp4) and rhs_EDF.master_EDF is not None:
         rhs_EDF = rhs_EDF._replace(master_EDF=as_floats("rhs.master_EDF", rhs_EDF.master_EDF))
     bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:

@@ -261,7 +261,7 @@ def _matrix_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF):
             1
         ]
     masters = rhs_EDF if isinstance(rhs_EDF, Mxfp4) else None
-    trained_EDF = rhs_EDF if masters is None else rhs_EDF.master_EDF
+    trained_EDF: Any = rhs_EDF if masters is None else rhs_EDF.master_EDF
     drhs_EDF, dbias_EF = _weight_gradients_xla(
         lhs_MD, dout_MF, sizes_E, trained_EDF.dtype, bias_dtype, masters
     )
