@@ -21,6 +21,7 @@ import pytest
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
 import studies.__main__ as study
+from benchmarks.kernels.__main__ import parse_bench_arguments
 from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
@@ -29,7 +30,6 @@ from jaxmoe.graders.instructions.checkers import INSTALL
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
-from pallas_kernels.bench.__main__ import parse_bench_arguments
 from pallas_kernels.check.__main__ import parse_check_arguments as checks
 from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 from tests.pages import DOCS, FOREIGN, PAGES, ROOT, START, named
@@ -169,12 +169,12 @@ def check(command: list[str]) -> None:
         study.make_study_parser().parse_args(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
+    elif args[1] == "benchmarks.kernels":
+        benches(args[2:])
     elif args[1].startswith("benchmarks."):
         path = args[1].replace(".", "/")
         is_package = args[1] == "benchmarks.on_device"
         script(f"{path}/__main__.py" if is_package else f"{path}.py", *args[2:])
-    elif args[1] == "pallas_kernels.bench":
-        benches(args[2:])
     elif args[1] == "pallas_kernels.check":
         checks(args[2:])
     elif args[1] == "jaxmoe":

@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import kernel_peers
+from benchmarks.kernels import __main__ as bench
+from benchmarks.kernels import compiled, growth
 from pallas_kernels.ahead_of_time import Ptxas, chip_mesh, compile_on, compiler_unavailable
-from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import compiled, growth, measure
+from pallas_kernels.bench import measure
 from pallas_kernels.bench.ops import OPS, make_cotangents, relative_error
 
 

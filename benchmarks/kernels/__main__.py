@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time two implementations of an operation; prints a table and one line of JSON.
 
-    python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --vs xla
-    python -m pallas_kernels.bench grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
-    python -m pallas_kernels.bench sink_attention --growth
-    JAX_PLATFORMS=cpu python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --compile h200
-    JAX_PLATFORMS=cpu python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule
+    python -m benchmarks.kernels sink_attention --impl mosaic_gpu --vs xla
+    python -m benchmarks.kernels grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
+    python -m benchmarks.kernels sink_attention --growth
+    JAX_PLATFORMS=cpu python -m benchmarks.kernels sink_attention --impl mosaic_gpu --compile h200
+    JAX_PLATFORMS=cpu python -m benchmarks.kernels grouped_swiglu --compile v6e --schedule
 
 Each round makes new random inputs and times both sides, alternating which is first; a figure is the
 median over rounds. TFLOP/s counts the necessary work (causal: visible pairs only). `of matmul` and
@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import schedule
+from benchmarks.kernels.compiled import compile_table
+from benchmarks.kernels.growth import format_growth
 from pallas_kernels.ahead_of_time import CHIPS, compiler_unavailable
-from pallas_kernels.bench import schedule
-from pallas_kernels.bench.compiled import compile_table
-from pallas_kernels.bench.growth import format_growth
 from pallas_kernels.bench.measure import (
     Anchors,
     JittedOp,
@@ -57,7 +57,7 @@ from pallas_kernels.check.sampled import (
 )
 from pallas_kernels.command_line import OneLineParser
 
-BASELINES = Path(__file__).parents[1] / "baselines"
+BASELINES = Path(__file__).parent / "baselines"
 DTYPES = ("bfloat16", "float16", "float32")
 Sides = tuple[JittedOp | Peer, JittedOp | Peer]
 
@@ -207,7 +207,7 @@ def device_name() -> str:
 
 def parse_bench_arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace]:
     """Parse and validate the command line; the parser is returned for later errors."""
-    parser = OneLineParser("python -m pallas_kernels.bench", __doc__)
+    parser = OneLineParser("python -m benchmarks.kernels", __doc__)
     parser.add_argument("op", help=", ".join(OPS))
     parser.add_argument("--impl", default="auto", help="the side under test (default: auto)")
     parser.add_argument("--vs", help="an implementation, or module:function (default: xla)")

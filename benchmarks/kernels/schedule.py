@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compilers' own schedules of kernels, printed: `python -m pallas_kernels.bench OP --compile
+"""The compilers' own schedules of kernels, printed: `python -m benchmarks.kernels OP --compile
 CHIP --schedule`.
 
-    python -m pallas_kernels.bench.schedule CHIP FOLDER MODULE:FUNCTION WORD ...
+    python -m benchmarks.kernels.schedule CHIP FOLDER MODULE:FUNCTION WORD ...
 
 is its child process, because libtpu reads its flags once, before it loads. It compiles the list of
 `Program` that FUNCTION(WORD, ...) returns, and writes the compiler's output to FOLDER. This works
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import schedule_hopper
 from pallas_kernels.ahead_of_time import TPUS, chip_mesh, compile_for
-from pallas_kernels.bench import loop_counts, schedule_hopper, schedule_tpu
+from pallas_kernels.bench import loop_counts, schedule_tpu
 from pallas_kernels.bench.measure import first_line
 from pallas_kernels.bench.ops import OPS, cases_by_name
 
@@ -108,7 +109,7 @@ def compile_in_child(chip: str, target: str, *words: str) -> CompilerOutput:
         command = [
             sys.executable,
             "-m",
-            "pallas_kernels.bench.schedule",
+            "benchmarks.kernels.schedule",
             chip,
             folder,
             target,
@@ -187,7 +188,7 @@ def format_schedules(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) ->
     def format_case(case: Any) -> list[str]:
         try:
             output = compile_in_child(
-                chip, "pallas_kernels.bench.schedule:make_programs", op, case.name, dtype
+                chip, "benchmarks.kernels.schedule:make_programs", op, case.name, dtype
             )
         except (RuntimeError, ValueError) as error:
             return [f"{case.name}  refused: {first_line(error)}"]

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import loop_counts, schedule, schedule_hopper, schedule_tpu
+from benchmarks.kernels import __main__ as bench
+from benchmarks.kernels import schedule, schedule_hopper
+from pallas_kernels.bench import loop_counts, schedule_tpu
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts
 
