@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kernel_rows import list_kernel_rows
 
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
@@ -106,6 +107,8 @@ def example(tmp_path, monkeypatch):
     assert len(code) == len(named_there)
     (tmp_path / "my_losses.py").write_text("\n".join(code))
     shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "kernels.jsonl").write_text("\n".join(map(json.dumps, list_kernel_rows())))
     page = (ROOT / "docs/data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
     tools, environment = fences((ROOT / "docs/agents.md").read_text(), "python")
@@ -216,12 +219,8 @@ def at_hand(cfg: Config, folder: Path) -> list[str]:
         "init.tokenizer=bytes",
         "data.options={}",
         "lora.init_from=",
-        # Rows that ship with a config are here.
-        *(
-            []
-            if str(cfg.data.task).startswith("package:jaxmoe/configs/")
-            else ["data.task=reasoning_gym:spell_backward"]
-        ),
+        # An example's rows are here.
+        *([] if cfg.data.task == "kernels.jsonl" else ["data.task=reasoning_gym:spell_backward"]),
         # Tools are declared in harmony format, which the byte tokenizer has.
         *([] if cfg.has_environment else ["data.template={system}{question}"]),
     ]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are honest kernels ranked by their speed? `python -m benchmarks.kernel_ranking [--busy N]`.
+"""Are honest kernels ranked by their speed?
+
+    python docs/examples/kernel_task/kernel_ranking.py [--busy N]
+
 
 Each repeat measures four kernels as the reward does, each against the reference, while N processes
 beside keep the machine busy. A repeat is right if the four are in the order of their speed.
@@ -14,16 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-
-from jaxmoe.graders.code_scorer import open_pool_of_run
-from jaxmoe.graders.kernel_rows import BOUND
-from jaxmoe.graders.kernel_timing import (
+from kernel_rows import BOUND
+from kernel_timing import (
     REFERENCE,
     KernelStatus,
     draw_matrices,
     measure_kernel,
     time_once,
 )
+
+from jaxmoe.graders.code_scorer import open_pool_of_run
 from jaxmoe.sandbox.pool import SandboxPool
 
 # From slow to fast.

@@ -2,9 +2,11 @@
 """GPT-OSS 20B by GRPO on fast matrix products in plain Python, eight devices of 80 GB.
 
 The policy writes matmul(A, B), and is paid for the speed of what it wrote, measured outside of a
-sandbox, if all products are right. The 40 rows of configs/kernels.jsonl differ in their sizes.
+sandbox, if all products are right. The 40 rows differ in their sizes.
 
-COMMAND  python -m jaxmoe.train --config gptoss20b_kernels.py --dry-run
+COMMAND  python docs/examples/kernel_task/kernel_rows.py > kernels.jsonl
+         PYTHONPATH=docs/examples/kernel_task python -m jaxmoe.train
+         --config docs/examples/kernel_task/gptoss20b_kernels.py --dry-run
 EXPECT   73.6 GB per device in training, 38.7 GB while sampling, by the dry run's arithmetic. It
          has not been trained.
 SOURCE   gptoss20b.py and what it cites. Reward and cost: docs/results/kernel_task.md. A step
@@ -23,10 +25,10 @@ def get_config() -> Config:
         full,
         data=replace(
             full.data,
-            task="package:jaxmoe/configs/kernels.jsonl",
+            task="kernels.jsonl",
             options={},
             system="",
-            rewards="jaxmoe.graders.kernel_scorer:score_kernel",
+            rewards="kernel_scorer:score_kernel",
             # A product that is right for one row's sizes is right for all of them.
             swapped_share=0.0,
             # Of an answer among all of a step: it waits for those before it.

@@ -2,7 +2,7 @@
 """Names that the code of a kernel may not use, found in its syntax before anything runs.
 
 These rules say what the task is: plain Python without libraries. They are not what makes a
-measurement honest; that is jaxmoe/graders/kernel_timing.py, which trusts nothing inside.
+measurement honest; that is kernel_timing.py, which trusts nothing inside.
 """
 
 import ast

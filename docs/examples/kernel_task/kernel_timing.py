@@ -5,7 +5,7 @@ Each repetition starts an interpreter in which nothing ran before and draws new 
 is left of an earlier one and nothing can be known in advance. The trainer reads the CPU time of
 the sandbox's process from the kernel: no clock inside is asked, waiting gains nothing, and all
 threads count.
-Next: jaxmoe/graders/kernel_scorer.py is the reward function.
+Next: kernel_scorer.py is the reward function.
 """
 
 import enum
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from kernel_rules import BUILTIN_NAMES
 
-from jaxmoe.graders.kernel_rules import BUILTIN_NAMES
 from jaxmoe.sandbox.inside.plain_data import PlainForm
 from jaxmoe.sandbox.pool import SandboxPool
 from jaxmoe.sandbox.process import CallResult, CallStatus, SandboxError

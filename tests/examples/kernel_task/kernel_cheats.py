@@ -8,7 +8,7 @@ product without it.
 
 from typing import NamedTuple
 
-from benchmarks.kernel_ranking import KERNELS
+from kernel_ranking import KERNELS
 
 HONEST = "honest"
 PRODUCT = KERNELS["columns first"].replace("matmul", "product")

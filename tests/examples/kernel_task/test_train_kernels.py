@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel task in the training loop: from its shipped rows to the metrics."""
+"""The kernel task in the training loop: from its rows to the metrics."""
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -9,17 +10,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from kernel_ranking import KERNELS
+from kernel_rows import list_kernel_rows
 from scripted import Run, Scripted, lines
 
-from benchmarks.kernel_ranking import KERNELS
 from jaxmoe import train
 from jaxmoe.data.tokenizer import load_tokenizer
-from tests.jaxmoe.kernel_cheats import CHEATS
+from tests.examples.kernel_task.kernel_cheats import CHEATS
 from tests.jaxmoe.sandbox.kinds import first_kind
 
-PAGE = (Path(__file__).parents[2] / "docs/results/kernel_task.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/results/kernel_task.md").read_text()
 ROWS = [
-    "data.task=package:jaxmoe/configs/kernels.jsonl",
+    "data.task=kernels.jsonl",
     "data.options={}",
     "data.train_rows=32",
     "data.held_out_rows=2",
@@ -46,9 +48,16 @@ class Programmer(Scripted):
         )
 
 
-def test_a_kernel_is_paid_and_cheats_are_counted(tmp_path):
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    text = "".join(json.dumps(row) + "\n" for row in list_kernel_rows())
+    (tmp_path / "kernels.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_kernel_is_paid_and_cheats_are_counted(tmp_path, rows):
     first_kind()
-    reward = "data.rewards=jaxmoe.graders.kernel_scorer:score_kernel(repetitions=1)"
+    reward = "data.rewards=kernel_scorer:score_kernel(repetitions=1)"
     changes = (*ROWS, reward, "rollout.max_new_tokens=1024", "steps=1", "eval.every_steps=1")
     Run(tmp_path, Programmer(), changes=changes)()
     row = lines(tmp_path)[-1]
@@ -62,10 +71,10 @@ def test_a_kernel_is_paid_and_cheats_are_counted(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.extended  # the test above has the reward in a run, test_docs.py the command's dry run
-def test_the_command_of_the_page_trains(tmp_path):
+def test_the_command_of_the_page_trains(tmp_path, rows):
     """With the page's rows and reward, and prompts cut to the model's pace."""
     first_kind()
-    command = re.findall(r"^python -m jaxmoe.train (--config tiny.py .*kernels.*)$", PAGE, re.M)[0]
+    command = re.findall(r"python -m jaxmoe.train (--config tiny.py .*kernels.*)$", PAGE, re.M)[0]
     small = [
         "model.d_model=16",
         "model.d_expert=24",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the kernel task, as configs/kernels.jsonl has them.
+"""Rows of the kernel task: python docs/examples/kernel_task/kernel_rows.py > kernels.jsonl
 
-The sizes differ, so that each row is a question of its own. Next: jaxmoe/graders/kernel_scorer.py.
+The sizes differ, so that each row is a question of its own. Next: kernel_scorer.py.
 """
 
+import json
 import random
 from typing import Any
 
@@ -29,10 +30,15 @@ def make_kernel_row(sizes: tuple[int, int, int], bound: int = BOUND) -> dict[str
 
 
 def list_kernel_rows() -> list[dict[str, Any]]:
-    """The rows that ship; the three sizes of a row are distinct."""
+    """The rows of the task; the three sizes of a row are distinct."""
     rng = random.Random(0)
     chosen: dict[tuple[int, int, int], None] = {}
     while len(chosen) < N_ROWS:
         n, k, m = rng.sample(SIZES, 3)
         chosen[n, k, m] = None
     return [make_kernel_row(sizes) for sizes in chosen]
+
+
+if __name__ == "__main__":
+    for row in list_kernel_rows():
+        print(json.dumps(row))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of a fast matrix product in plain Python: jaxmoe.graders.kernel_scorer:score_kernel.
+"""The reward of a fast matrix product in plain Python: kernel_scorer:score_kernel.
 
-Rows have the columns `sizes` and `bound`; jaxmoe/graders/kernel_rows.py makes them. An answer is
+Rows have the columns `sizes` and `bound`; kernel_rows.py makes them. An answer is
 paid for its speed, and only for what was measured outside of its interpreter.
-Next: jaxmoe/graders/kernel_rules.py refuses code; jaxmoe/graders/kernel_timing.py measures it.
+Next: kernel_rules.py refuses code; kernel_timing.py measures it.
 """
 
 import ast
@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kernel_rules import REFUSALS, find_refusals
+from kernel_timing import KernelStatus, measure_kernel
+
 from jaxmoe.config import ConfigError, require
 from jaxmoe.data.rows import Row
 from jaxmoe.graders.code_scorer import extract_code, open_pool_of_run
-from jaxmoe.graders.kernel_rules import REFUSALS, find_refusals
-from jaxmoe.graders.kernel_timing import KernelStatus, measure_kernel
 from jaxmoe.graders.suspicious_code import parse_code
 from jaxmoe.rewards.reward_specs import checked_by
 from jaxmoe.sandbox.process import MAX_REQUEST_CHARS, SandboxError

@@ -5,11 +5,11 @@ import asyncio
 import functools
 
 import pytest
+from kernel_rows import make_kernel_row
+from kernel_scorer import score_kernel
+from kernel_timing import KernelStatus, measure_kernel
 
-from jaxmoe.graders.kernel_rows import make_kernel_row
-from jaxmoe.graders.kernel_scorer import score_kernel
-from jaxmoe.graders.kernel_timing import KernelStatus, measure_kernel
-from tests.jaxmoe.kernel_cheats import CHEATS, HONEST, HONEST_KERNEL
+from tests.examples.kernel_task.kernel_cheats import CHEATS, HONEST, HONEST_KERNEL
 from tests.jaxmoe.sandbox.kinds import open_sandbox
 
 SIZES, BOUND = (36, 80, 44), 100
