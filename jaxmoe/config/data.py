@@ -40,8 +40,8 @@ class DataConfig:
     # a stricter grader of a share of the answers, in the form of `rewards`; never trained on
     second_grader: str = ""
     second_grader_share: float = 0.25
-    # replies to the policy in episodes of several turns: "module:class(option=1)", "skyrl:NAME" or
-    # "openenv:URL"; empty: only the tools reply
+    # replies to the policy in episodes of several turns: "module:class(option=1)"; empty: only the
+    # tools reply
     environment: str = ""
     tools: str = ""  # "python + module:function(option=1)": what the policy may call
     train_rows: int | str = 4096  # or "all": all rows of a file except the held-out ones

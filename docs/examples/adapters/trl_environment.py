@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments written for TRL's `environment_factory`: a `reset`, and public methods as tools.
 
+    data.environment=trl_environment:TrlEnvironment(env='my_env:Factory')
+
 `reset(**row)` may return a text, which is appended to the last user message. `get_reward()`, if
 there is one, is the reward at the end of the episode. TRL is not imported.
 """
@@ -11,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import import_attribute
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked, append_to_question, row_columns
+from jaxmoe.environments.environment_specs import KEY, bind_options
 from jaxmoe.environments.tool_environment import ToolEnvironment
 from jaxmoe.environments.tool_specs import tool_from_function
 from jaxmoe.environments.tools import Tool
@@ -23,16 +27,20 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class TrlEnvironment:
-    """One episode with an object of TRL's form; an object is made for each episode."""
+    """One episode with an object of TRL's form; an object is made for each episode.
 
-    def __init__(
-        self,
-        factories: Mapping[str, Callable[[], Any]] | Callable[[], Any],
-        label: str,
-        system: str = "",
-    ) -> None:
-        self._factories = factories
-        self._label = label  # of the environment in messages
+    env: a class or function, or a dict of them, from which rows choose by their column environment.
+    """
+
+    def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
+        self._label = f"{KEY}: {env}"  # of the environment in messages
+        target = import_attribute(env, KEY, "an environment")
+        is_dict = isinstance(target, Mapping)
+        if is_dict and options:
+            raise ConfigError(f"{self._label} is a dict of environments, which takes no options.")
+        self._factories = target if is_dict else bind_options(target, options, self._label)
+        for factory in self._factories.values() if is_dict else [self._factories]:
+            list_method_tools(factory(), self._label)  # a fault in their types is known now
         self._system = system
         self._instance: Any = None
         self._episode = ToolEnvironment(())

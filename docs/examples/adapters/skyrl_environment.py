@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments written for SkyRL-gym 0.4: `init(prompt)`, `step(text)`, `get_metrics()`.
 
-They are made for each row, whose answer they get in `extras`. SkyRL-gym is not imported, unless
-the config names one of its own environments, as in skyrl:gsm8k_multi_turn.
+    data.environment=skyrl_environment:SkyRLEnvironment(env='gsm8k_multi_turn', max_turns=3)
+
+They are made for each row, whose answer they get in `extras`. `env` is a name of SkyRL-gym's, or a
+class of yours, 'my_env:Env', for which SkyRL-gym is not imported.
 """
 
 import copy
 import difflib
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
+from jaxmoe.data.rows import Message, Row, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked, row_columns, turn_text
+from jaxmoe.environments.environment_specs import import_maker
 from jaxmoe.environments.step_check import EnvironmentFault, describe_value
 
-MakeSkyRL = Callable[..., Any]  # (env_config=, extras=) -> environment
+KEY = "data.environment"
 
 
 class SkyRLEnvironment:
@@ -26,10 +30,9 @@ class SkyRLEnvironment:
     Numbers of `get_metrics` are reported as env/NAME.
     """
 
-    tools: Sequence[ToolDescription] = ()
-
-    def __init__(self, make: MakeSkyRL, options: Mapping[str, Any], system: str = "") -> None:
-        self._make = make
+    def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
+        later = ("env_config", "extras")
+        self._make = import_maker(env, {}, later) if ":" in env else find_skyrl_environment(env)
         self._options = options  # become part of extras, except env_config
         self._system = system
         self._instance: Any = None
@@ -77,7 +80,7 @@ class SkyRLEnvironment:
         return changes
 
 
-def find_skyrl_environment(name: str, key: str) -> MakeSkyRL:
+def find_skyrl_environment(name: str) -> Callable[..., Any]:
     """A function that makes one of SkyRL-gym's environments.
 
     Raises: ConfigError if the package is not installed or has no such environment.
@@ -86,19 +89,14 @@ def find_skyrl_environment(name: str, key: str) -> MakeSkyRL:
         package = importlib.import_module("skyrl_gym")
     except ImportError as error:
         raise ConfigError(
-            f"{key}: skyrl:{name} needs the package skyrl-gym; {error}. Install it: "
-            "pip install skyrl-gym"
+            f"{KEY}: {name} needs the package skyrl-gym; {error}. Install it: pip install skyrl-gym"
         ) from error
     names = sorted(package.registry)
     if name not in names:
         close = difflib.get_close_matches(name, names, 1)
-        hint = f"Did you mean skyrl:{close[0]}?" if close else f"Known: {', '.join(names)}."
-        raise ConfigError(f"{key}: SkyRL-gym has no environment {name!r}. {hint}")
-
-    def make_environment(**arguments: Any) -> Any:
-        return package.make(name, **arguments)
-
-    return make_environment
+        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(names)}."
+        raise ConfigError(f"{KEY}: SkyRL-gym has no environment {name!r}. {hint}")
+    return functools.partial(package.make, name)
 
 
 def make_extras(row: Row, options: Mapping[str, Any]) -> dict[str, Any]:

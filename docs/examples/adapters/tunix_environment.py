@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments written for Tunix 0.1.7: `reset() -> (dict, dict)`, `step(action)` -> 4-tuple.
 
+    data.environment=tunix_environment:TunixEnvironment(env='my_env:Env', max_steps=4)
+
 An action is the text of a turn, or a list with one call of a tool in OpenAI's form. Tunix is not
 imported.
 """
 
+import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxmoe.config.calls import import_attribute
 from jaxmoe.data.harmony_tools import called_tool
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
-from jaxmoe.environments.adapters.verl_tools import read_openai_schema
 from jaxmoe.environments.async_loop import wait_for_result
-from jaxmoe.environments.environment import Unchecked, replace_question, turn_text
+from jaxmoe.environments.environment import Unchecked, replace_question, row_columns, turn_text
+from jaxmoe.environments.environment_specs import KEY, bind_options, list_parameters
 from jaxmoe.environments.step_check import EnvironmentFault, describe_value
+from jaxmoe.environments.tool_schema import read_openai_schema
 from jaxmoe.environments.tools import ToolError, ToolResult, read_json_object, reply_message
 
 _QUESTIONS = ("prompts", "question")  # keys that Tunix's agents read
 _CALL_ID = "call"
+_ROW_NAMES = ("single_example", "task")  # parameters that get the row
 
 
 class TunixEnvironment:
@@ -27,9 +33,12 @@ class TunixEnvironment:
     An environment that has a `final_reward_fn` pays it at the end, as part "final".
     """
 
-    def __init__(self, make: Callable[[Row, int], Any], label: str, system: str = "") -> None:
-        self._make = make
-        self._label = label
+    def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
+        target = import_attribute(env, KEY, "an environment")
+        self._label = f"{KEY}: {env}"
+        self._row_name = find_row_parameter(target, options)
+        later = (*_ROW_NAMES, "group_id", "pair_index", self._row_name)
+        self._make = bind_options(target, options, self._label, later)
         self._system = system
         self._instance: Any = None
         self._tools: Sequence[ToolDescription] = ()
@@ -39,7 +48,8 @@ class TunixEnvironment:
         return self._tools
 
     def reset(self, row: Row, *, seed: int) -> Unchecked:
-        self._instance = self._make(row, seed)
+        columns = {self._row_name: copy.deepcopy(row_columns(row))} if self._row_name else {}
+        self._instance = self._make(**columns, group_id=seed, pair_index=0)
         manager = getattr(self._instance, "tool_manager", None)
         schemas = [] if manager is None else manager.get_json_schema()
         self._tools = [read_openai_schema(schema, self._label) for schema in schemas]
@@ -81,6 +91,18 @@ class TunixEnvironment:
         finally:
             if hasattr(instance, "close"):
                 wait_for_result(instance.close())
+
+
+def find_row_parameter(target: Any, options: Mapping[str, Any]) -> str:
+    """The parameter of an environment that gets the row; "" if it takes no row."""
+    parameters = list_parameters(target)
+    names = [name for name in _ROW_NAMES if name in parameters]
+    required = [
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in options
+    ]
+    return (names + required + [""])[0]
 
 
 def _read_reply(observation: Any, call: Message | None) -> list[Message]:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenEnv 0.10 server by its URL: openenv:http://127.0.0.1:8000(field=message).
+"""An OpenEnv 0.10 server by its URL.
+
+    data.environment=openenv_environment:OpenEnvEnvironment(url='http://127.0.0.1:8000')
 
 The client is that of the package openenv, which the user installs. An action is {field: text of
 the turn}; an observation's text is appended to the row's question, and later a user message.
@@ -12,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
+from jaxmoe.data.rows import Message, Row, prompt_messages
 from jaxmoe.environments.environment import (
     Unchecked,
     append_to_question,
@@ -21,7 +23,7 @@ from jaxmoe.environments.environment import (
 )
 from jaxmoe.environments.step_check import EnvironmentFault, describe_value
 
-PREFIX = "openenv:"
+KEY = "data.environment"
 # of an observation, in the order in which they are looked for
 _TEXT_FIELDS = ("text", "message", "echoed_message", "output", "stdout", "result", "content")
 
@@ -29,23 +31,20 @@ _TEXT_FIELDS = ("text", "message", "echoed_message", "output", "stdout", "result
 class OpenEnvEnvironment:
     """One episode on an OpenEnv server.
 
-    connect: returns a synchronous client, with reset, step and close.
     field: of an action. observation_field: of an observation; "" looks for a usual name, and
     otherwise takes the JSON of the observation. columns: of the row, for the server's reset.
     """
 
-    tools: Sequence[ToolDescription] = ()
-
     def __init__(
         self,
-        connect: Callable[[], Any],
         *,
+        url: str,
         field: str = "message",
         observation_field: str = "",
         columns: Sequence[str] = (),
         system: str = "",
     ) -> None:
-        self._connect = connect
+        self._connect = make_openenv_client(check_url(url))
         self._field = field
         self._observation_field = observation_field
         self._columns = columns
@@ -101,9 +100,8 @@ class OpenEnvEnvironment:
         return json.dumps(observation, ensure_ascii=False, default=str) if observation else ""
 
 
-def read_openenv_url(text: str, key: str) -> str:
-    """The URL of openenv:URL. Raises ConfigError if it is no URL of a server."""
-    url = text.strip().removeprefix(PREFIX)
+def check_url(url: str) -> str:
+    """Return a URL of a server. Raises ConfigError if it is none."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname)
@@ -112,13 +110,13 @@ def read_openenv_url(text: str, key: str) -> str:
         is_url = False
     if not is_url or any(letter.isspace() for letter in url):
         raise ConfigError(
-            f"{key} must have the URL of an OpenEnv server, got {url!r}. Try --set "
-            f'"{key}=openenv:http://127.0.0.1:8000".'
+            f"{KEY} must have the URL of an OpenEnv server, got {url!r}. Try "
+            "url='http://127.0.0.1:8000'."
         )
     return url
 
 
-def make_openenv_client(url: str, key: str) -> Callable[[], Any]:
+def make_openenv_client(url: str) -> Callable[[], Any]:
     """A function that connects to the server.
 
     Raises: ConfigError if the package openenv is not installed.
@@ -127,11 +125,7 @@ def make_openenv_client(url: str, key: str) -> Callable[[], Any]:
         client = importlib.import_module("openenv.core").GenericEnvClient
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{key}: {PREFIX}{url} needs the client of OpenEnv 0.10; {error}. Install it: "
+            f"{KEY}: {url} needs the client of OpenEnv 0.10; {error}. Install it: "
             "pip install openenv"
         ) from error
-
-    def connect() -> Any:
-        return client(base_url=url).sync().connect()
-
-    return connect
+    return lambda: client(base_url=url).sync().connect()

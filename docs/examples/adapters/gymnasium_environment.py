@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text environments written for Gymnasium: observations and actions are texts.
 
+    data.environment=gymnasium_environment:GymnasiumEnvironment(env='my_env:Env')
+
 `reset(seed=, options=)` gets the row's columns as options. Its observation is the question; if it
 is empty, the row's own question is asked. Gymnasium is not imported.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
+from jaxmoe.data.rows import Message, Row, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import (
     Unchecked,
@@ -17,16 +19,15 @@ from jaxmoe.environments.environment import (
     row_columns,
     turn_text,
 )
+from jaxmoe.environments.environment_specs import import_maker
 from jaxmoe.environments.step_check import EnvironmentFault, describe_value
 
 
 class GymnasiumEnvironment:
-    """One episode with a text environment of Gymnasium's form."""
+    """One episode with a text environment of Gymnasium's form; `options` are of its constructor."""
 
-    tools: Sequence[ToolDescription] = ()
-
-    def __init__(self, make: Callable[[], Any], system: str = "") -> None:
-        self._make = make
+    def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
+        self._make = import_maker(env, options)
         self._system = system
         self._instance: Any = None
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools written for verl 0.9: classes in the form of its BaseTool, and its function tools.
 
-verl is not imported: a class with `execute` and `release` is such a tool. Its instance for an
+    data.tools=verl_tools:wrap_tool(tool='my_verl:SearchTool', config={}, tool_schema={…})
+    data.tools=verl_tools:wrap_function(function='my_verl:web_search')
+
+verl is not imported. An instance of a class for an
 episode is created with the first call and released at the end of the episode; the rewards of
 `execute` and, at the end, of `calc_reward` are parts of the episode's reward.
 """
@@ -10,83 +13,62 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import import_attribute
 from jaxmoe.data.rows import Row, ToolDescription
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.step_check import check_number, check_numbers
+from jaxmoe.environments.tool_schema import (
+    SCHEMA_EXAMPLE,
+    describe_function,
+    read_openai_schema,
+)
 from jaxmoe.environments.tools import Tool, ToolResult, read_result
 
-_METHODS = ("create", "execute", "calc_reward", "release")
-_EXAMPLE = (
-    '{"type": "function", "function": {"name": "search", "description": "…", "parameters": '
-    '{"type": "object", "properties": {}, "required": []}}}'
-)
+KEY = "data.tools"
 
 
-def is_verl_tool(target: Any) -> bool:
-    """True for a class or an object in the form of verl's BaseTool."""
-    return all(callable(getattr(target, name, None)) for name in _METHODS)
-
-
-def make_verl_tool(target: Any, options: Mapping[str, Any], label: str) -> Tool:
-    """Return the tool of a BaseTool class, made from the options config and tool_schema.
+def wrap_tool(*, tool: str, config: Any = None, tool_schema: Any = None) -> Tool:
+    """The tool of a BaseTool class, or of an object, made from config and tool_schema.
 
     Raises: ConfigError if there is no schema.
     """
-    unknown = sorted(options.keys() - {"config", "tool_schema"})
-    if unknown:
-        raise ConfigError(
-            f"{label} has no option {unknown[0]!r}. A verl tool takes config={{…}} and "
-            "tool_schema={…}; put it into config."
-        )
-    tool = target
-    if isinstance(target, type):
-        schema = options.get("tool_schema")
+    label, made = f"{KEY}: {tool}", import_attribute(tool, KEY, "a tool")
+    if isinstance(made, type):
         try:
-            tool = target(options.get("config", {}), schema and _parse_schema(schema))
+            made = made(config or {}, tool_schema and _parse_schema(tool_schema))
         except (AssertionError, AttributeError) as error:
-            if schema is not None:
+            if tool_schema is not None:
                 raise
             raise ConfigError(
-                f"{label} must have a schema, got none: {error}. Write tool_schema={_EXAMPLE} "
-                "among its options."
+                f"{label} must have a schema, got none: {error}. Write "
+                f"tool_schema={SCHEMA_EXAMPLE} among its options."
             ) from error
-    description = read_openai_schema(getattr(tool, "tool_schema", None), label)
+    description = _read_schema(getattr(made, "tool_schema", None), label)
 
     def start_episode(row: Row) -> Tool:
-        return _start_tool(tool, started_form, row)
+        return _start_tool(made, started_form, row)
 
     started_form = Tool(description, _refuse_call)
     return dataclasses.replace(started_form, start=start_episode)
 
 
-def find_function_schema(function: Callable[..., Any]) -> Any:
-    """The schema of a function that `@function_tool` registered under another name or schema.
-
-    None if it did not, or if verl is not loaded.
-    """
+def wrap_function(*, function: str) -> Tool:
+    """The tool of a function, under the name and the schema of `@function_tool` if it has them."""
+    label, target = f"{KEY}: {function}", import_attribute(function, KEY, "a tool")
+    target = getattr(target, "fn", target)  # verl's FunctionTool
     registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
-    return next((entry.tool_schema for entry in registry.values() if entry.fn is function), None)
+    schemas = [entry.tool_schema for entry in registry.values() if entry.fn is target]
+    form = _read_schema(schemas[0], label) if schemas else describe_function(target, label)
+    return Tool(form, lambda **given: read_verl_result(wait_for_result(target(**given))))
 
 
-def read_openai_schema(schema: Any, label: str) -> ToolDescription:
-    """The description of a tool from OpenAI's form: a dict, or an object with the same names."""
-    if hasattr(schema, "model_dump"):
-        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
-    elif isinstance(schema, SimpleNamespace):
-        schema = schema.source
-    function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(
-            f"{label}: tool_schema must be a schema in OpenAI's form, got {schema!r:.80}. Write "
-            f"{_EXAMPLE}."
-        )
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return ToolDescription(function["name"], function.get("description") or "", parameters)
+def _read_schema(schema: Any, label: str) -> ToolDescription:
+    return read_openai_schema(getattr(schema, "source", schema), label)
 
 
 def read_verl_result(value: Any) -> ToolResult:
