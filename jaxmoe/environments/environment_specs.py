@@ -66,25 +66,25 @@ def _read_factory(text: str) -> EnvironmentFactory:
 
 
 def import_maker(
-    path: str, options: Mapping[str, Any], later: Sequence[str] = ()
+    path: str, options: Mapping[str, Any], unbound: Sequence[str] = ()
 ) -> Callable[..., Any]:
     """The class or function `path` as `bind_options` returns it."""
     target = import_attribute(path, KEY, "an environment")
-    return bind_options(target, options, f"{KEY}: {path}", later)
+    return bind_options(target, options, f"{KEY}: {path}", unbound)
 
 
 def bind_options(
-    target: Callable[..., Any], options: Mapping[str, Any], label: str, later: Sequence[str] = ()
+    target: Callable[..., Any], options: Mapping[str, Any], label: str, unbound: Sequence[str] = ()
 ) -> Callable[..., Any]:
     """A function that calls `target` with its options.
 
-    later: names of arguments of that call. `target` gets those of them that it takes.
+    unbound: names of arguments of that call. `target` gets those of them that it takes.
 
     Raises: ConfigError for an option that it does not take, and for one that is missing.
     """
     parameters = list_parameters(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    names = [name for name in parameters if name not in later]
+    names = [name for name in parameters if name not in unbound]
     for option in options:
         if option not in parameters and not takes_any:
             close = difflib.get_close_matches(option, names, 1)
@@ -95,7 +95,7 @@ def bind_options(
         for p in parameters.values()
         if p.default is p.empty
         and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in (*options, *later)
+        and p.name not in (*options, *unbound)
     ]
     if missing:
         raise ConfigError(f"{label} needs {missing[0]}. Add {missing[0]}=… to its options.")

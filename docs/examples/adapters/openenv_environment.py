@@ -4,7 +4,7 @@
     data.environment=openenv_environment:OpenEnvEnvironment(url='http://127.0.0.1:8000')
 
 The client is that of the package openenv, which the user installs. An action is {field: text of
-the turn}; an observation's text is appended to the row's question, and later a user message.
+the turn}; an observation's text is appended to the row's question, and unbound a user message.
 """
 
 import importlib

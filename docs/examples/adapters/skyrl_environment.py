@@ -31,8 +31,8 @@ class SkyRLEnvironment:
     """
 
     def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
-        later = ("env_config", "extras")
-        self._make = import_maker(env, {}, later) if ":" in env else find_skyrl_environment(env)
+        unbound = ("env_config", "extras")
+        self._make = import_maker(env, {}, unbound) if ":" in env else find_skyrl_environment(env)
         self._options = options  # become part of extras, except env_config
         self._system = system
         self._instance: Any = None

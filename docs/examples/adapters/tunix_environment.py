@@ -37,8 +37,8 @@ class TunixEnvironment:
         target = import_attribute(env, KEY, "an environment")
         self._label = f"{KEY}: {env}"
         self._row_name = find_row_parameter(target, options)
-        later = (*_ROW_NAMES, "group_id", "pair_index", self._row_name)
-        self._make = bind_options(target, options, self._label, later)
+        unbound = (*_ROW_NAMES, "group_id", "pair_index", self._row_name)
+        self._make = bind_options(target, options, self._label, unbound)
         self._system = system
         self._instance: Any = None
         self._tools: Sequence[ToolDescription] = ()
