@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config.engine import may_change_at_resume
 
 # Settings that a resumed run may change: the numbers so far do not depend on them.
 CHANGEABLE_KEYS = (
@@ -28,7 +29,6 @@ CHANGEABLE_KEYS = (
     "data.swapped_share",
     "data.second_grader",
     "data.second_grader_share",
-    "rollout.vllm.",
     "optim.lr",
     "optim.clip_norm",
     "warmup.lr",
@@ -138,7 +138,8 @@ def check_resume(
             changed.append(f"{name}={new} (was {old}, with the same contents)")
             continue
         other_rows = drops and name == "data.max_prompt_tokens"
-        if not _matches_key(name, CHANGEABLE_KEYS) or (name == "steps" and decays) or other_rows:
+        changeable = _matches_key(name, CHANGEABLE_KEYS) or may_change_at_resume(cfg, name, old)
+        if not changeable or (name == "steps" and decays) or other_rows:
             reason = " (its learning rate decays over them)" if name == "steps" else ""
             reason = " (longer prompts were dropped)" if other_rows else reason
             raise _refusal_error(work, name, old, f"continue with {new}{reason}")

@@ -19,6 +19,7 @@ def describe_native(_cfg: Config) -> EngineDescription:
         runs_episodes=True,
         reads_four_bits=True,
         check_processes=accept_config,
+        changeable_options=frozenset(("rollout.vllm.",)),  # not read
     )
 
 

@@ -35,11 +35,12 @@ class TrlEnvironment:
     def __init__(self, *, env: str, system: str = "", **options: Any) -> None:
         self._label = f"{KEY}: {env}"  # of the environment in messages
         target = import_attribute(env, KEY, "an environment")
-        is_dict = isinstance(target, Mapping)
-        if is_dict and options:
+        self._factories: Mapping[str, Callable[[], Any]] | Callable[[], Any] = target
+        if not isinstance(target, Mapping):
+            self._factories = target = bind_options(target, options, self._label)
+        elif options:
             raise ConfigError(f"{self._label} is a dict of environments, which takes no options.")
-        self._factories = target if is_dict else bind_options(target, options, self._label)
-        for factory in self._factories.values() if is_dict else [self._factories]:
+        for factory in target.values() if isinstance(target, Mapping) else [target]:
             list_method_tools(factory(), self._label)  # a fault in their types is known now
         self._system = system
         self._instance: Any = None

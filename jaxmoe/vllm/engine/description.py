@@ -27,6 +27,7 @@ def describe_vllm(cfg: Config) -> EngineDescription:
         reports_experts=True,
         runs_episodes=True,
         reads_four_bits=True,
+        changeable_options=frozenset(("rollout.vllm.",)),
         check=check_vllm,
         check_processes=check_vllm_processes,
         without_weight_check=_without_probe,

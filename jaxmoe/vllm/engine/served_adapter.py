@@ -6,7 +6,7 @@
 
 vLLM ignores a matrix that it has no layer for, and its kernels, the base's quantisation and the
 layout of the experts' matrices all decide whether an adapter is applied; so each adapted matrix is
-tried. Next: jaxmoe/vllm/engine/sync.py, which compares every version with the trainer.
+tried. Next: jaxmoe/vllm/client/sync.py, which compares every version with the trainer.
 """
 
 import shutil
@@ -23,13 +23,12 @@ from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
 from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.model.lora import Pair, adapter_shapes
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.shapes import Params
-from jaxmoe.vllm.client.backend import Backend
-from jaxmoe.vllm.client.request import score_tokens
-from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
+from jaxmoe.vllm.client.backend import VllmBackend
+from jaxmoe.weight_sync.adapter_files import write_adapter
 
 MIN_SIGNAL_TO_NOISE = 4  # relative to the difference of two runs of the base
 
@@ -72,7 +71,12 @@ class ServedAdapter:
         save_adapter(zero_adapters(cfg, self.lora), cfg, self.lora, directory)
 
     def check_applied(
-        self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str
+        self,
+        backend: VllmBackend,
+        cfg: ModelConfig,
+        tokens: list[int],
+        directory: str | Path,
+        run: str,
     ) -> None:
         """Raise WeightSyncError if an adapter of a single matrix does not change log-probs."""
 
@@ -83,7 +87,7 @@ class ServedAdapter:
             with write_adapter(adapters, cfg, self.lora, directory, run=run, version=-1) as update:
                 backend.load_adapter(update.update_info["adapter"])
             backend.reset_prefix_cache()
-            return score_tokens(backend, tokens, cfg)[0].astype(np.float64)
+            return backend.score_tokens(tokens, cfg)[0].astype(np.float64)
 
         matrices = [m for m in adapted_matrices(cfg) if m.name in self.lora.ranks]
         with report_phase(

@@ -8,6 +8,7 @@ import pytest
 from bigram import CFG, routed_batch
 
 from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.http_engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.observe.alerts import count_bad_steps, find_alerts
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import rollout_batch
@@ -16,7 +17,6 @@ from jaxmoe.rl.engine_experts import (
     check_replayed_experts,
     unknown_experts_metric,
 )
-from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 
 N, LAYERS, ACTIVE, PROMPT, READ = 7, 3, 2, 4, 9
 METRIC = "router/unknown_experts_frac"

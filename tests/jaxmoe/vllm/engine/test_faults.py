@@ -14,9 +14,9 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import EngineError
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.replica import Replica
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.engine.replica import Replica
 
 FREE = Sampling(NEW, ())
 

@@ -13,11 +13,12 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PROMPT, prompts
 
 from jaxmoe.config import EngineError, VllmConfig
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
-from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 from tests.jaxmoe.checkpoint.random_adapters import merge_adapters
 
 PACKABLE = replace(CFG, d_expert=64)
