@@ -31,8 +31,8 @@ import psutil
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, count_params
-from jaxmoe.vllm.weight_sync.files import write_files
-from jaxmoe.vllm.weight_sync.update import empty_manifest, fill_digests, plan_tensors
+from jaxmoe.weight_sync.files import write_files
+from jaxmoe.weight_sync.update import empty_manifest, fill_digests, plan_tensors
 
 BLOCK_BYTES = 1 << 28
 

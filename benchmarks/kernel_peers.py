@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the kernels, for `python -m pallas_kernels.bench OP --vs benchmarks.kernel_peers:NAME`.
+"""Peers of the kernels, for `python -m benchmarks.kernels OP --vs benchmarks.kernel_peers:NAME`.
 
     hf_eager      transformers' eager attention with sinks (T² memory)
     flex          torch FlexAttention, the sink from its lse; on a CPU forward only

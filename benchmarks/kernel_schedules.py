@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's own kernels beside ours, by the compilers' schedules: nothing is executed.
 
-    JAX_PLATFORMS=cpu python benchmarks/kernel_schedules.py v6e
-    JAX_PLATFORMS=cpu python benchmarks/kernel_schedules.py h200
+    JAX_PLATFORMS=cpu python -m benchmarks.kernel_schedules v6e
+    JAX_PLATFORMS=cpu python -m benchmarks.kernel_schedules h200
 
 On a TPU: splash attention at GPT-OSS' heads and 8,192 tokens, forward and backward, and megablox at
 the sizes of gate and up; cycles of the main loop for 512 × 512 pairs of one head, and for 512 rows
@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import schedule, schedule_hopper
+from benchmarks.kernels.schedule import Program
 from pallas_kernels.ahead_of_time import TPUS
-from pallas_kernels.bench import schedule, schedule_hopper, schedule_tpu
-from pallas_kernels.bench.schedule import Program
+from pallas_kernels.bench import schedule_tpu
 
 S = jax.ShapeDtypeStruct
 TOKENS, HEADS, KEY_HEADS, SIZE = 8192, 64, 8, 64
@@ -130,7 +131,7 @@ def main() -> None:
     for name, choices in peers.items():
         for words in choices:
             print("\n".join(rows_of(args.chip, name, words)), flush=True)
-    print(f"ours: python -m pallas_kernels.bench OP --compile {args.chip} --schedule")
+    print(f"ours: python -m benchmarks.kernels OP --compile {args.chip} --schedule")
 
 
 if __name__ == "__main__":

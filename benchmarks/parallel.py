@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.config_file import load_config, override
 from jaxmoe.parallel.halo import halo_attention
 from jaxmoe.parallel.ring import ring_attention
-from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
+from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.plan.collectives import sent_bytes
 from jaxmoe.plan.compiled import CompiledStep, compile_rl_step, mesh_on
@@ -45,6 +45,7 @@ from jaxmoe.plan.kernels import choose_mesh_kernels
 from pallas_kernels import sink_attention
 from pallas_kernels.ahead_of_time import parse_topology
 from pallas_kernels.check.sampled import sample_stripes
+from tests.jaxmoe.parallel.attention_on_devices import sequence_parallel
 from tests.jaxmoe.parallel.test_mesh_step import compile_step
 
 SHARDS = 8

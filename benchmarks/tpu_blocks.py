@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sink attention on a TPU by blocks: which of them libtpu's own schedule makes the fastest.
 
-    JAX_PLATFORMS=cpu python benchmarks/tpu_blocks.py v6e --window 0 --blocks 512x512x2 512x1024x2
-    JAX_PLATFORMS=cpu python benchmarks/tpu_blocks.py v5p --window 128 --backward
+    JAX_PLATFORMS=cpu python -m benchmarks.tpu_blocks v6e --window 0 --blocks 512x512x2 512x1024x2
+    JAX_PLATFORMS=cpu python -m benchmarks.tpu_blocks v5p --window 128 --backward
 
 Blocks are queries × keys × heads unrolled. Without a window: cycles of a whole block for 512 × 512
 pairs of one head. With one: cycles a query and 8 heads, all of the kernel, and steps of so many
@@ -13,8 +13,9 @@ keys may start at any 128. Nothing is executed; waiting for memory is not in it.
 import argparse
 import sys
 
+from benchmarks.kernels import schedule
 from pallas_kernels.ahead_of_time import TPUS
-from pallas_kernels.bench import schedule, schedule_tpu
+from pallas_kernels.bench import schedule_tpu
 from pallas_kernels.sink_attention import cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 

@@ -17,10 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kernel_rows import list_kernel_rows
 
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
 import studies.__main__ as study
+from benchmarks.kernels.__main__ import parse_bench_arguments
 from jaxmoe import __main__ as commands
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
@@ -30,7 +32,6 @@ from jaxmoe.graders.instructions.checkers import INSTALL
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
-from pallas_kernels.bench.__main__ import parse_bench_arguments
 from pallas_kernels.check.__main__ import parse_check_arguments as checks
 from tests.jaxmoe.sparse_checkpoint import write_sparse_checkpoint
 from tests.pages import DOCS, FOREIGN, PAGES, ROOT, START, named
@@ -107,6 +108,8 @@ def example(tmp_path, monkeypatch, datasets):
     assert len(code) == len(named_there)
     (tmp_path / "my_losses.py").write_text("\n".join(code))
     shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "kernels.jsonl").write_text("\n".join(map(json.dumps, list_kernel_rows())))
     page = (ROOT / "docs/data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
     tools, environment = fences((ROOT / "docs/agents.md").read_text(), "python")
@@ -171,12 +174,12 @@ def check(command: list[str]) -> None:
         study.make_study_parser().parse_args(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
+    elif args[1] == "benchmarks.kernels":
+        benches(args[2:])
     elif args[1].startswith("benchmarks."):
         path = args[1].replace(".", "/")
         is_package = args[1] == "benchmarks.on_device"
         script(f"{path}/__main__.py" if is_package else f"{path}.py", *args[2:])
-    elif args[1] == "pallas_kernels.bench":
-        benches(args[2:])
     elif args[1] == "pallas_kernels.check":
         checks(args[2:])
     elif args[1] == "jaxmoe":
@@ -218,12 +221,8 @@ def at_hand(cfg: Config, folder: Path) -> list[str]:
         "init.tokenizer=bytes",
         "data.options={}",
         "lora.init_from=",
-        # Rows that ship with a config are here.
-        *(
-            []
-            if str(cfg.data.task).startswith("package:jaxmoe/configs/")
-            else ["data.task=reasoning_gym:spell_backward"]
-        ),
+        # An example's rows are here.
+        *([] if cfg.data.task == "kernels.jsonl" else ["data.task=reasoning_gym:spell_backward"]),
         # Tools are declared in harmony format, which the byte tokenizer has.
         *([] if cfg.has_environment else ["data.template={system}{question}"]),
     ]

@@ -28,7 +28,6 @@ ASSEMBLED = (
     "reward/env/",
     "reward/score_by_judge/",
     "reward/score_instructions/",
-    "reward/score_kernel/",
     *(f"router/{x}" for x in ("trainer_", "engine_", "old_", "margin_p", "boundary_mass")),
     "router/entropy",
     "router/top_k_mass",

@@ -113,7 +113,7 @@ def test_jit_stays_at_the_edge():
         "native.py",
         "doctor.py",
     }
-    edge |= {"vllm_engine.py", "run.py"}  # run.py: weights are made cut over devices
+    edge |= {"pooled_engine.py", "run.py"}  # run.py: weights are made cut over devices
     edge.add("update.py")  # RL's step, behind the checks of its arguments
     edge.add("start_codes.py")  # of the masters, once a step
     edge.add("check_collectives.py")  # before the run's first program

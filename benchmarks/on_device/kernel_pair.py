@@ -4,7 +4,7 @@
     python -m benchmarks.on_device.kernel_pair sink_attention --case full_20b \
         --vs benchmarks.kernel_peers:cudnn_sink
 
-As `python -m pallas_kernels.bench`, but the device is held alone for the timing only.
+As `python -m benchmarks.kernels`, but the device is held alone for the timing only.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import sys
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.__main__ import check_results, load_sides, time_sides
+from benchmarks.kernels.compiled import compile_table
 from benchmarks.on_device.stage import device_alone, device_shared, report
-from pallas_kernels.bench.__main__ import check_results, load_sides, time_sides
-from pallas_kernels.bench.compiled import compile_table
 from pallas_kernels.bench.measure import JittedOp, measure_anchors
 from pallas_kernels.bench.ops import OPS, cases_by_name
 

@@ -31,13 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_milliseconds(text: str) -> dict[str, float]:
-    """Milliseconds of each kernel that `pallas_kernels.bench --schedule` printed a time for."""
+    """Milliseconds of each kernel that `benchmarks.kernels --schedule` printed a time for."""
     found = re.findall(r"^\S+ +(\S+): \d+ bundles, ([\d.]+) ms", text, re.MULTILINE)
     return {name.rpartition(".")[0].strip("_"): float(ms) for name, ms in found}
 
 
 def schedule_command(op: str, case: str, chip: str) -> list[str]:
-    return ["-m", "pallas_kernels.bench", op, "--compile", chip, "--schedule", "--case", case]
+    return ["-m", "benchmarks.kernels", op, "--compile", chip, "--schedule", "--case", case]
 
 
 def make_record(op: str, case: str, chip: str, text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def describe_own(cfg, *, rows=64):
         open=lambda cfg, ops, work, mesh: OwnEngine(cfg, ops, rows),
         summary=f"an engine without a cache, {rows} rows at a time",
         runs_episodes=True,
+        changeable_options=frozenset(("rows",)),  # a resumed run may have another
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config.engine import may_change_at_resume
 from jaxmoe.config.settings import iter_settings
 
 BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
@@ -100,7 +101,8 @@ def check_resume(
             changed.append(f"{name}={new} (was {old}, with the same contents)")
             continue
         other_rows = drops and name == "data.max_prompt_tokens"
-        if name not in changeable or (name == "steps" and decays) or other_rows:
+        may_change = name in changeable or may_change_at_resume(cfg, name, old)
+        if not may_change or (name == "steps" and decays) or other_rows:
             reason = " (its learning rate decays over them)" if name == "steps" else ""
             reason = " (longer prompts were dropped)" if other_rows else reason
             raise _refusal_error(work, name, old, f"continue with {new}{reason}")

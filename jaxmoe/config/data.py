@@ -51,9 +51,7 @@ class DataConfig(Section, key="data"):
         "", "a stricter grader, in the form of rewards; never trained on", resume=True
     )
     second_grader_share: float = setting(0.25, "its share of answers", between(0, 1), resume=True)
-    environment: str = setting(
-        "", "replies in episodes: module:class(option=1), skyrl:NAME or openenv:URL; empty: tools"
-    )
+    environment: str = setting("", "replies in episodes: module:class(option=1); empty: tools")
     tools: str = setting("", "what the policy may call: python + module:function(option=1)")
     train_rows: int | str = setting(
         4096, "number of rows; all: those of a file that are not held out", _ROWS, example="all"

@@ -75,6 +75,9 @@ class EngineDescription:
     # It loads experts in four bits as such; others get the same values in the model's dtype.
     reads_four_bits: bool = False
     runs_episodes: bool = False  # generate() takes an environment
+    # What a resumed run may change: options of the function that describes the engine, by name, and
+    # settings of the config, "rollout.vllm." for all below.
+    changeable_options: frozenset[str] = frozenset()
     check: Callable[["Config"], None] = accept_config
     check_processes: Callable[["Config"], None] = refuse_processes  # called if there are several
     # Returns the config of an engine that loads weights even if its own check refuses them: the
@@ -121,6 +124,23 @@ def describe_engine(cfg: "Config") -> EngineDescription:
         f"{type(description).__name__}.",
     )
     return description
+
+
+def may_change_at_resume(cfg: "Config", key: str, saved: Any) -> bool:
+    """Return True if the engine says that a resumed run may have another value of this setting."""
+    changeable = describe_engine(cfg).changeable_options
+    if key != _KEY:
+        return key in changeable
+    (path, options), (saved_path, saved_options) = (
+        parse_call(text, _KEY) for text in (cfg.rollout.engine, saved)
+    )
+    absent = object()
+    changed = {
+        name
+        for name in options.keys() | saved_options.keys()
+        if options.get(name, absent) != saved_options.get(name, absent)
+    }
+    return path == saved_path and changed <= changeable
 
 
 def check_engine(cfg: "Config") -> None:

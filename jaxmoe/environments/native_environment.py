@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmoe.data.rows import Message, Row, ToolDescription
-from jaxmoe.environments.adapters.verl_tools import read_openai_schema
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked
-from jaxmoe.environments.tool_schema import describe_function
+from jaxmoe.environments.tool_schema import describe_function, read_openai_schema
 from jaxmoe.environments.tools import Tool
 
 

@@ -28,10 +28,28 @@ _JSON_TYPES = {
     list: "array",
     dict: "object",
 }
+SCHEMA_EXAMPLE = (
+    '{"type": "function", "function": {"name": "search", "description": "…", "parameters": '
+    '{"type": "object", "properties": {}, "required": []}}}'
+)
 _SUPPORTED = "int, float, str, bool, list, dict, Literal, Enum, unions of them and Optional"
 _SECTION = re.compile(r"\n[ \t]*(Args|Arguments|Returns|Raises|Yields|Examples?):[ \t]*(?=\n|$)")
 _ARGUMENT = re.compile(r"(\w+)(?:[ \t]*\([^()\n]*\))?:[ \t]*(.*)", re.DOTALL)
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+def read_openai_schema(schema: Any, label: str) -> ToolDescription:
+    """The description of a tool from OpenAI's form: a dict, or an object with the same names."""
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+    function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(
+            f"{label}: tool_schema must be a schema in OpenAI's form, got {schema!r:.80}. Write "
+            f"{SCHEMA_EXAMPLE}."
+        )
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return ToolDescription(function["name"], function.get("description") or "", parameters)
 
 
 def describe_function(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tools that a config names: "python + my_tools:search(k=3)".
 
-A tool is a built-in name, a function with types and a docstring, a class in the form of verl's
-BaseTool, or a `Tool`. Next: jaxmoe/environments/tool_schema.py describes functions.
+A tool is a built-in name, a function with types and a docstring, or a `Tool`.
+Next: jaxmoe/environments/tool_schema.py describes functions.
 """
 
 import functools
@@ -18,15 +18,7 @@ from jaxmoe.config.function_specs import split_calls
 from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
 from jaxmoe.data.harmony_tools import check_tools
 from jaxmoe.data.rows import ToolDescription
-from jaxmoe.environments.adapters.verl_tools import (
-    find_function_schema,
-    is_verl_tool,
-    make_verl_tool,
-    read_openai_schema,
-    read_verl_result,
-)
 from jaxmoe.environments.arithmetic import evaluate_arithmetic
-from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.sandbox_tool import make_sandbox_tool
 from jaxmoe.environments.tool_schema import describe_function, restore_enums
 from jaxmoe.environments.tools import Tool
@@ -83,12 +75,8 @@ def tool_from_function(
     """
     options = dict(options or {})
     label = label or f"the tool {getattr(function, '__name__', function)}"
-    schema = find_function_schema(function)
-    if schema is None:
-        description = describe_function(function, label, options)
-    else:
-        description = read_openai_schema(schema, label)
-    hints = {} if schema is not None else typing.get_type_hints(function)
+    description = describe_function(function, label, options)
+    hints = typing.get_type_hints(function)
 
     @functools.wraps(function)
     def call_function(**arguments: Any) -> Any:
@@ -97,15 +85,9 @@ def tool_from_function(
         }
         return function(**options, **restored)
 
-    def call_verl_function(**arguments: Any) -> Any:
-        return read_verl_result(wait_for_result(call_function(**arguments)))
-
-    call = call_function if schema is None else call_verl_function
-    return (
-        Tool(description, call)
-        if description.name != "python"
-        else _take_code(description, call, label)
-    )
+    if description.name == "python":
+        return _take_code(description, call_function, label)
+    return Tool(description, call_function)
 
 
 def _take_code(description: ToolDescription, call: Callable[..., Any], label: str) -> Tool:
@@ -129,16 +111,12 @@ def _read_tool(call: str, builtin: Mapping[str, Callable[[], Tool]]) -> Tool:
         if options:
             raise ConfigError(f"{label} is a Tool, which takes no options, got {options}.")
         return target
-    if is_verl_tool(target):
-        return make_verl_tool(target, options, label)
-    if hasattr(target, "fn") and hasattr(target, "tool_schema"):  # verl's FunctionTool
-        target = target.fn
     function = inspect.unwrap(target) if callable(target) else target
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         kind = "a class" if isinstance(target, type) else type(target).__name__
         raise ConfigError(
-            f"{label} must be a function written in Python, a class like verl's BaseTool, or a "
-            f"Tool, got {kind}. Write a def with types and a docstring around it."
+            f"{label} must be a function written in Python, or a Tool, got {kind}. Write a def "
+            "with types and a docstring around it."
         )
     check_option_names(label, options, inspect.signature(function).parameters)
     if function.__annotations__.get("return") in (Tool, "Tool"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a judge's chat completions, with limits, retries, and a reason for each failure.
 
-Next: jaxmoe/vllm/client/http_client.py bounds the time and the bytes of a request.
+Next: jaxmoe/http_engine/http_client.py bounds the time and the bytes of a request.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.vllm.client.http_client import HttpClient, HttpFailed, Response
+from jaxmoe.http_engine.http_client import HttpClient, HttpFailed, Response
 
 MAX_REPLY_BYTES = 1 << 20
 _FIRST_WAIT_S = 0.5  # before the first retry; doubled for each further one

@@ -15,45 +15,8 @@ With shared keys the work of zigzag's devices is not the same, but closer to it 
 Next: ulysses.py, ring.py, halo.py.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
-
-
-def sequence_parallel(
-    attend: Callable[..., Any], mesh: Mesh, axis: str = "sequence"
-) -> Callable[..., Any]:
-    """Return ulysses_attention, ring_attention or halo_attention as a function of full rows.
-
-    The result is called like sink_attention, with positions and segments. Other axes of the mesh
-    repeat the same work. Raises, when called: ValueError if T is not a multiple of the devices of
-    `axis`.
-    """
-    rows, shards = P(None, axis), mesh.shape[axis]
-
-    def attend_full(
-        q: Array, k: Array, v: Array, sink_N: Array, *, window: Any = None, **layout_arrays: Array
-    ):
-        for x in (q, k):
-            _check_divisible(x.shape[1], shards, f"the {shards} devices of {axis}")
-        names = tuple(layout_arrays)
-
-        def attend_shard(q: Array, k: Array, v: Array, sink_N: Array, *layout: Array) -> Any:
-            layout_kwargs = dict(zip(names, layout, strict=True))
-            return attend(q, k, v, sink_N, window=window, axis=axis, **layout_kwargs)
-
-        ins = (rows, rows, rows, P(), *(rows for _ in names))
-        run = jax.shard_map(
-            attend_shard, mesh=mesh, in_specs=ins, out_specs=(rows, rows), check_vma=False
-        )
-        return run(q, k, v, sink_N, *layout_arrays.values())
-
-    return attend_full
 
 
 def zigzag(x_BT: Shaped[Array, "B T *rest"], shards: int) -> Shaped[Array, "B T *rest"]:

@@ -8,6 +8,7 @@ Next: jaxmoe/checkpoint/same_run.py compares the digests.
 
 import ast
 import hashlib
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -50,10 +51,11 @@ def named_modules(texts: Iterable[str]) -> Iterator[str]:
     """Yield the modules of texts such as "0.9 * module:function(option=1) + other:function"."""
     for text in texts:
         for part in split_calls(text):
-            path = part.partition("(")[0].rpartition("*")[2].strip()
-            # A URL, or an environment of a package, is no module.
-            if ":" in path and not path.startswith(("openenv:", "skyrl:")):
+            path, _, options = part.partition("(")
+            path = path.rpartition("*")[2].strip()
+            if ":" in path:
                 yield path.partition(":")[0]
+            yield from re.findall(r"['\"]([\w.]+):[A-Za-z_]\w*['\"]", options)
 
 
 def _find_source(module: str) -> Path | None:

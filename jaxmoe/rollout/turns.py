@@ -2,7 +2,7 @@
 """An episode while an engine samples it: its tokens, its limits, and the reason for its end.
 
 Both engines use it, so that limits and stop reasons mean the same in both. Plain numpy.
-Next: jaxmoe/rollout/native_turns.py and jaxmoe/vllm/engine/episodes.py.
+Next: jaxmoe/rollout/native_turns.py and jaxmoe/http_engine/episodes.py.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.process import CallResult, Sandbox, SandboxError
+from jaxmoe.sandbox.process import Sandbox, SandboxError
 from jaxmoe.sandbox.starter import StarterThread
 
 _START_TRIES = 3
@@ -81,15 +81,6 @@ class SandboxPool:
             if sandbox.is_running:
                 return sandbox
             sandbox.kill()
-
-
-def run_in_fresh_sandbox(pool: SandboxPool, code: str, timeout_s: float) -> CallResult:
-    """Run a program in a sandbox that nothing ran in before, and end it."""
-    sandbox = pool.acquire()
-    try:
-        return sandbox.run(code, timeout_s)
-    finally:
-        pool.release(sandbox)
 
 
 def _fill_pool(state: _PoolState) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as the engine: the trainer's side, its client, the plugin inside vLLM, weight updates."""
+"""vLLM as the engine: the trainer's side, its client, the plugin inside vLLM."""

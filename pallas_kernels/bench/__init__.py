@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of two implementations of an operation, checked first. Next: `__main__.py`."""
+"""How operations are called, timed and counted. Next: `ops.py`."""

@@ -4,7 +4,7 @@
 They are exact for the case's group sizes and layout. A `LoopCounts` has the loops in program order;
 if the compiler made other loops, they do not match and no time is printed. Kernels that are not in
 this module (decoding, small groups of heads, dlogits) have no time either. Call these functions
-while the chip is the target, because tiles depend on it. Next: `schedule.py`.
+while the chip is the target, because tiles depend on it. Next: `schedule_tpu.py`.
 """
 
 from typing import Any

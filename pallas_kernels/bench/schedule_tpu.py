@@ -8,7 +8,7 @@ branch; its cycles exclude those of its inner loops. Loops that only copy are no
 Waiting for memory (DMA) is not included.
 
 Format: libtpu 0.0.42 to 0.0.48, undocumented; a file that cannot be read is an error.
-Next: `loop_counts.py`, how often each loop runs; `schedule.py`, which compiles and prints.
+Next: `loop_counts.py`, how often each loop runs; benchmarks/kernels/schedule.py prints both.
 """
 
 import re

@@ -129,7 +129,7 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
             raise ValueError(
                 f"a Mxfp4 of shape {matrices.shape} must have scales of shape {expected}, one for "
                 f"{GROUP} rows; got {matrices.scales_EDF.shape}. Make it with "
-                "mxfp4.mxfp4_from_released."
+                "encode_mxfp4."
             )
     group_sizes_E = as_integers("group_sizes", group_sizes_E)
     n_groups = n_matrices if first is None else min(n_matrices, group_sizes_E.size)

@@ -50,26 +50,6 @@ def split_part(rhs: Any) -> tuple[Any, Any]:
     return (Mxfp4(*rhs.codes), rhs.first) if isinstance(rhs, Mxfp4) else (rhs, None)
 
 
-def mxfp4_from_released(
-    blocks: UInt8[Array, "E F D_32nd 16"], scales: UInt8[Array, "E F D_32nd"]
-) -> Mxfp4:
-    """The released `*_blocks` (low half first) and `*_scales` in this module's layout.
-
-    No value changes, and columns keep their order: reorder interleaved gate and up columns before
-    the call, along axis 1.
-    Raises: ValueError when the scales do not fit the blocks.
-    """
-    if blocks.ndim != 4 or blocks.shape[3] != GROUP // 2 or scales.shape != blocks.shape[:3]:
-        raise ValueError(
-            "blocks must be [E, F, D/32, 16] and scales [E, F, D/32]; "
-            f"got {blocks.shape} and {scales.shape}. Pass one layer's arrays as released."
-        )
-    n_groups, out_width = blocks.shape[:2]
-    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(n_groups, out_width, -1)
-    low, high = jnp.split(codes.swapaxes(1, 2), 2, axis=1)
-    return Mxfp4(low | (high << 4), jnp.asarray(scales).swapaxes(1, 2))
-
-
 def mxfp4_to_float32_bits(
     code: Int32[Array, "*s"], scale: Int32[Array, "*s"]
 ) -> Int32[Array, "*s"]:

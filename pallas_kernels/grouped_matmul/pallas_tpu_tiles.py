@@ -35,7 +35,7 @@ def product_sizes() -> tuple[int, ...]:
     """Rows per product, largest first: the largest for most of a group, the others for its end.
 
     A matrix unit 256 wide takes as long for 64 rows as for 128, and nearly as long for 256, by
-    libtpu's schedule: `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
+    libtpu's schedule: `python -m benchmarks.kernels grouped_swiglu --compile v6e --schedule`.
     """
     return (512, 256, 128) if has_wide_mxu() else (256, 64)
 

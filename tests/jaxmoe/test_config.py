@@ -19,7 +19,6 @@ SHIPPED = [
     "gptoss120b_lora.py",
     "gptoss20b.py",
     "gptoss20b_gsm8k.py",
-    "gptoss20b_kernels.py",
     "gptoss20b_long.py",
     "gptoss20b_lora.py",
     "gptoss20b_mxfp4.py",

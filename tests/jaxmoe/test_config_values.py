@@ -80,7 +80,7 @@ def test_a_refused_number_says_what_works():
         f"data.rewards={JUDGE}",
         f"data.rewards={JUDGE.replace('secret', 'a/secret')}",
         f"data.second_grader={JUDGE}",
-        f"data.environment=openenv:{SECRET}",
+        f"data.environment=openenv_environment:OpenEnvEnvironment(url='{SECRET}')",
     ],
 )
 def test_a_password_in_a_url_is_refused_unseen(change):

@@ -49,13 +49,9 @@ REFUSED = {
         [f"data.environment={CODE}:Enviroment"],
         [f"Did you mean {CODE}:Environment?"],
     ),
-    "an unknown project": (
-        ["data.environment=skyrll:gsm8k"],
-        ["no module 'skyrll'. Did you mean skyrl:gsm8k?"],
-    ),
     "a class that is no environment": (
         [f"data.environment={CODE}:NoEnvironment"],
-        ["must have one of these forms: reset(row"],
+        ["must have reset(row"],
     ),
     "a column that the rows lack": (
         [f"data.environment={CODE}:NeedsColumn", *FACTORY],

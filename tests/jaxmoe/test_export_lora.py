@@ -13,7 +13,6 @@ import pytest
 from jaxmoe import export
 from jaxmoe.checkpoint.base import base_digest, load_base, portable_base_name
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.checkpoint.run import Position, save_run
@@ -21,7 +20,7 @@ from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
-from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, random_adapters
+from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, merge_adapters, random_adapters
 from tests.jaxmoe.random_weights import random_weights
 
 SMALL = ["model.d_model=64", "model.d_expert=128", "model.n_experts=3"]

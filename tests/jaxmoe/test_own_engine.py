@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of the user's own, in one file that the config names: it trains, without a patch."""
 
+import json
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxmoe import train
-from jaxmoe.config import ConfigError, describe_engine
+from jaxmoe.checkpoint.same_run import check_resume
+from jaxmoe.config import ConfigError, describe_engine, to_json
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.parallel.limits import check_mesh
@@ -164,3 +166,20 @@ def test_checking_a_config_imports_no_engine():
     for config in ("tiny.py", "tiny_vllm.py"):
         subprocess.run([sys.executable, "-c", code.format(config)], check=True)
     assert describe_engine(load_config("tiny_vllm.py")).summary.startswith("vLLM, 1 started")
+
+
+def test_a_resume_may_change_what_the_engine_says(own_engine, peer, tmp_path):
+    """`rows` of the example is such an option; another function, or other facts, are not."""
+    saved = json.loads(to_json(override(load_config("tiny.py"), OWN)))
+
+    def resume(engine):
+        return check_resume(
+            tmp_path, saved, override(load_config("tiny.py"), f"rollout.engine={engine}")
+        )
+
+    assert resume("own_engine:describe_own") and resume("own_engine:describe_own(rows=32)")
+    with pytest.raises(ConfigError, match="cannot continue with native"):
+        resume("native")
+    saved["rollout"]["engine"] = "peer_engine:describe(runs_episodes=True)"
+    with pytest.raises(ConfigError, match="cannot continue with peer_engine:describe"):
+        resume("peer_engine:describe")

@@ -2,7 +2,7 @@
 """Upper limits of the cycles of main loops: a regression shows without a chip.
 
 The limits are for the compilers named here, plus 5 %; other versions schedule differently. Print
-today's with `python -m pallas_kernels.bench OP --compile CHIP --schedule`.
+today's with `python -m benchmarks.kernels OP --compile CHIP --schedule`.
 """
 
 import functools
@@ -12,8 +12,9 @@ import re
 import jax
 import pytest
 
+from benchmarks.kernels import schedule
 from pallas_kernels.ahead_of_time import TPUS
-from pallas_kernels.bench import schedule, schedule_tpu
+from pallas_kernels.bench import schedule_tpu
 from tests.compilers import skip_without_compiler
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
@@ -96,7 +97,7 @@ def marked(pins):
 @functools.cache
 def kernels(chip, op, case):
     skip_without_compiler(chip)
-    target = "pallas_kernels.bench.schedule:make_programs"
+    target = "benchmarks.kernels.schedule:make_programs"
     return schedule.compile_in_child(chip, target, op, case, "bfloat16").kernels
 
 

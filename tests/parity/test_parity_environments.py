@@ -18,7 +18,8 @@ import pytest
 
 from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Message, Row
-from jaxmoe.environments.environment_specs import detect_form, read_environment
+from jaxmoe.environments.environment import check_rows
+from jaxmoe.environments.environment_specs import read_environment
 from jaxmoe.environments.step_check import check_numbers, check_reset, check_step
 from jaxmoe.environments.tool_schema import describe_function
 from jaxmoe.environments.tool_specs import read_tools
@@ -29,6 +30,8 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]  # of th
 
 MODULE = "environments_of_a_peer"
 ROW = Row("6 * 7 =", "42", columns={"question": "6 * 7 =", "answer": "42"})
+SKYRL = "skyrl_environment:SkyRLEnvironment"
+TUNIX = "tunix_environment:TunixEnvironment"
 
 
 def import_peer(name, package):
@@ -57,7 +60,7 @@ def module(monkeypatch):
 
 def test_skyrl_gsm8k_of_several_turns():
     import_peer("skyrl_gym", "skyrl-gym")
-    make = read_environment("skyrl:gsm8k_multi_turn(max_turns=3)")
+    make = read_environment(f"{SKYRL}(env='gsm8k_multi_turn', max_turns=3)")
     messages, results, _ = run_episode(
         make(), make_turn("hm"), make_turn("#### 41"), make_turn("#### 42")
     )
@@ -70,10 +73,10 @@ def test_skyrl_gsm8k_of_several_turns():
 
 def test_skyrl_gsm8k_has_one_turn_and_suggests_names():
     import_peer("skyrl_gym", "skyrl-gym")
-    _, (result,), _ = run_episode(read_environment("skyrl:gsm8k")(), make_turn("#### 42"))
+    _, (result,), _ = run_episode(read_environment(f"{SKYRL}(env='gsm8k')")(), make_turn("#### 42"))
     assert result.reward == 1 and result.terminated
-    with pytest.raises(ValueError, match="Did you mean skyrl:gsm8k"):
-        read_environment("skyrl:gsm8kk")
+    with pytest.raises(ValueError, match="Did you mean gsm8k"):
+        check_rows(read_environment(f"{SKYRL}(env='gsm8kk')"), [ROW])
 
 
 def test_a_subclass_of_gymnasiums_env(module):
@@ -94,7 +97,9 @@ def test_a_subclass_of_gymnasiums_env(module):
     module.Guess = Guess
     module.make_wrapped = lambda: gymnasium.wrappers.TimeLimit(Guess(), 1)
     for name in ("Guess", "make_wrapped"):
-        make = read_environment(f"{MODULE}:{name}")
+        make = read_environment(
+            f"gymnasium_environment:GymnasiumEnvironment(env='{MODULE}:{name}')"
+        )
         first, (failed,), _ = run_episode(make(), make_turn("41"))
         assert failed.messages == (Message("user", "Again."),)
         assert failed.truncated is (name == "make_wrapped")
@@ -134,8 +139,7 @@ def test_tunix_task_and_tool_environments(module):
             )
         },
     )
-    assert detect_form(module.ToolTask) == detect_form(tasks.TaskEnvironment) == "tunix"
-    environment = read_environment(f"{MODULE}:ToolTask(max_steps=4)")()
+    environment = read_environment(f"{TUNIX}(env='{MODULE}:ToolTask', max_steps=4)")()
     messages, results, _ = run_episode(
         environment,
         make_turn('{"a": 6, "b": 7}', recipient="functions.multiply"),
@@ -147,7 +151,9 @@ def test_tunix_task_and_tool_environments(module):
     assert "42" in results[0].messages[0].content and not results[0].terminated
     assert results[1].messages and not results[1].terminated
     assert results[2].terminated and results[2].reward == 1
-    _, (result,), _ = run_episode(read_environment(f"{MODULE}:TaskEnvironment")(), make_turn("42"))
+    _, (result,), _ = run_episode(
+        read_environment(f"{TUNIX}(env='{MODULE}:TaskEnvironment')")(), make_turn("42")
+    )
     assert result.terminated and result.reward == 0
 
 
@@ -184,7 +190,10 @@ def test_verls_tools(module):
             "parameters": {"type": "object", "properties": word, "required": ["word"]},
         },
     }
-    tools = read_tools(f"{MODULE}:Note(tool_schema={schema}) + {MODULE}:look")
+    tools = read_tools(
+        f"verl_tools:wrap_tool(tool='{MODULE}:Note', tool_schema={schema}) + "
+        f"verl_tools:wrap_function(function='{MODULE}:look')"
+    )
     assert [tool.address for tool in tools] == ["functions.note", "functions.look_up"]
     assert tools[1].description.parameters["properties"]["word"]["type"] == "string"
     _, results, rewards = run_episode(
@@ -276,7 +285,9 @@ def test_an_openenv_server_on_loopback():
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.02)
-        environment = read_environment(f"openenv:http://127.0.0.1:{port}")()
+        environment = read_environment(
+            f"openenv_environment:OpenEnvEnvironment(url='http://127.0.0.1:{port}')"
+        )()
         with contextlib.closing(environment):
             messages, results, _ = run_episode(environment, make_turn("41"), make_turn("42"))
     finally:

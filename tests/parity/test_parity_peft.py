@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint import peft_config
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
 from jaxmoe.checkpoint.peft_read import read_adapter
@@ -28,7 +27,12 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
 from jaxmoe.model.lora import Pair, init_adapters
 from jaxmoe.rl.state import init_run_adapters
-from tests.jaxmoe.checkpoint.random_adapters import delta, is_same_tree, random_adapters
+from tests.jaxmoe.checkpoint.random_adapters import (
+    delta,
+    is_same_tree,
+    merge_adapters,
+    random_adapters,
+)
 
 pytestmark = [
     pytest.mark.parity,

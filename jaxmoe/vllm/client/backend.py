@@ -1,67 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of one running vLLM.
+"""A vLLM as the `Backend` of a pool, by its routes.
 
-Next: http_backend.py and jaxmoe/vllm/engine/in_process_backend.py implement it;
-jaxmoe/vllm/engine/replica.py tracks its weights, jaxmoe/vllm/engine/vllm_engine.py distributes the
-work over several.
+Next: responses.py checks what it samples; sync.py sends weights to it.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.http_engine.backend import Backend, Completion, RequestFailed, SampleRequest, Workers
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.client.responses import (
+    ExpectedResponse,
+    parse_completions,
+    parse_prompt_logps,
+)
+from jaxmoe.vllm.client.routes import VllmRoutes
+from jaxmoe.vllm.client.sync import read_workers, transfer_weights
+from jaxmoe.weight_sync.update import WeightUpdate
 
 
-class RequestFailed(RuntimeError):
-    """No usable response arrived: a retry, or another replica, may help."""
+class VllmBackend(VllmRoutes, Backend):
+    """The part of a `Backend` that follows from the routes."""
+
+    def sample(self, request: SampleRequest, cfg: ModelConfig) -> list[Completion]:
+        response = self.generate(request_body(request))
+        return parse_completions(response, expect_response(request), cfg)
+
+    def score_tokens(self, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
+        # vLLM computes log-probs of a prompt at temperature 1, whatever the temperature of the
+        # request is.
+        request = SampleRequest(tokens, 1, 1, 0, Sampling(1, (), temperature=0.0))
+        body = request_body(request)
+        body["sampling_params"]["prompt_logprobs"] = 0
+        response = self.generate(body)
+        (completion,) = parse_completions(response, expect_response(request), cfg)
+        if not completion.labels:
+            raise RequestFailed("a scoring request was aborted")
+        return parse_prompt_logps(response, tokens, cfg), completion.labels[0]
+
+    def read_workers(self) -> Workers:
+        return read_workers(self)
+
+    def load_weights(
+        self,
+        update: WeightUpdate,
+        mode: str,
+        invalidate: Callable[[], None],
+        worker_names: list[str],
+    ) -> None:
+        transfer_weights(self, update, mode, invalidate, worker_names)
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Interface of a vLLM; requests and responses are the dicts of its token-in-token-out route.
+def request_body(request: SampleRequest) -> dict[str, Any]:
+    """Return the body of a request."""
+    sampling = request.sampling
+    greedy = sampling.temperature <= 0.0
+    return {
+        "token_ids": request.tokens,
+        "sampling_params": {
+            "n": request.count,
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "logprobs": 0,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_k": 0 if greedy else sampling.top_k,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            # Only the run's stop tokens end a response, whatever the model's config says. vLLM is
+            # started without a tokenizer.
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        },
+    }
 
-    Every method may be called from several threads and raises RequestFailed on failure.
-    """
 
-    name: str  # for messages: a URL, or "this process"
-
-    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the response of POST /inference/v1/generate to this body."""
-        ...
-
-    def max_context(self) -> int:
-        """Return the maximum number of tokens of prompt and response together."""
-        ...
-
-    def check_health(self) -> None:
-        """Return soon if vLLM answers, else raise."""
-        ...
-
-    def loaded_state(self) -> list[dict[str, Any]]:
-        """Return each worker's loaded state: the plugin's `jaxmoe_loaded_state`."""
-        ...
-
-    def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Initialize the weight transfer, once per vLLM, before its first update."""
-        ...
-
-    def pause(self, mode: str) -> None:
-        """Stop sampling; requests in flight are kept, waited for or aborted, by mode."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def start_update(self) -> None: ...
-
-    def send_update(self, update_info: dict[str, Any]) -> None: ...
-
-    def finish_update(self, label: str) -> None: ...
-
-    def load_adapter(self, folder: str) -> None:
-        """Serve only this adapter from now on: the plugin's `jaxmoe_load_adapter`."""
-        ...
-
-    def reset_prefix_cache(self) -> bool:
-        """Return True if nothing computed from older weights remains."""
-        ...
-
-    def close(self) -> None:
-        """Release it; may be called twice."""
-        ...
+def expect_response(request: SampleRequest) -> ExpectedResponse:
+    return ExpectedResponse(
+        len(request.tokens),
+        request.count,
+        request.max_tokens,
+        frozenset(request.sampling.stop_ids),
+    )

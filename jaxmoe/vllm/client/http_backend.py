@@ -3,11 +3,9 @@
 
 It must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, and with our plugin's worker,
 weight-transfer backend and auth middleware; server.py starts such a server. It is not trusted:
-http_client.py limits a response's time and size, strict_json.py its values, and redact.py keeps the
-key out of messages. Next: jaxmoe/vllm/engine/replica.py.
+jaxmoe/http_engine/json_client.py bounds its responses. Next: jaxmoe/http_engine/replica.py.
 """
 
-import json
 import math
 import os
 import sys
@@ -18,21 +16,18 @@ from urllib.parse import urlencode
 from urllib3.util import parse_url
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.observe.printable import escape_unprintable
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.client.http_client import HttpClient, HttpFailed, Response
-from jaxmoe.vllm.client.redact import Key
-from jaxmoe.vllm.client.strict_json import format_value, parse_untrusted_json
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.json_client import MAX_BODY_BYTES, JsonClient
+from jaxmoe.http_engine.redact import Key
+from jaxmoe.http_engine.strict_json import format_value
+from jaxmoe.vllm.client.backend import VllmBackend
 from jaxmoe.vllm.client.worker_state import check_worker_states
 from jaxmoe.vllm.plugin.auth_middleware import API_KEY_VARIABLE
 
 HEALTH_TIMEOUT_S = 10.0
 LOADED_STATE_TIMEOUT_S = 120.0  # one pass over the weights, more if a CPU packed them
-MAX_BODY_BYTES = 1 << 20  # of a response without tokens
 MAX_STATE_BYTES = 1 << 24  # of all workers' digests, about 200 bytes a tensor
 _REFUSED_STATUSES = {401, 403, 404, *range(300, 400)}  # a command without the key was refused
-MAX_ERROR_CHARS = 400  # of an error's body, in messages
-MAX_REDACT_BYTES = 1 << 16  # of an error's body, searched for the key
 
 
 def read_api_key() -> str:
@@ -88,13 +83,11 @@ def max_body_bytes_per_token(cfg: ModelConfig) -> int:
     return 1024 + math.ceil(4 / 3 * 8 * cfg.n_layers * cfg.experts_per_token)
 
 
-class HttpBackend:
-    """A Backend over HTTP. Thread-safe, with a growing pool of connections.
+class HttpBackend(JsonClient, VllmBackend):
+    """A Backend over HTTP.
 
-    Every request sends `key`. It fails after `timeout_s`, however slowly its response arrives, and
-    if the response has more than MAX_BODY_BYTES plus, for a generate request, `token_bytes` for
-    each token of each sample. `model` is the requested model's name on the server; empty: its only
-    model.
+    A response has at most MAX_BODY_BYTES plus, for a generate request, `token_bytes` for each token
+    of each sample. `model` is the requested model's name on the server; empty: its only model.
     """
 
     def __init__(
@@ -107,12 +100,14 @@ class HttpBackend:
         model: str = "",
         token_bytes: int = 4096,
     ) -> None:
-        self.name = url.rstrip("/")
-        self._model = {"model": model} if model else {}
-        self._key = Key(key)
-        self._close_reason = ""
-        self._timeout_s, self._token_bytes = timeout_s, token_bytes
-        self._client = HttpClient(self.name, connections=connections)
+        super().__init__(
+            url,
+            timeout_s=timeout_s,
+            connections=connections,
+            key=key,
+            key_variable=API_KEY_VARIABLE,
+        )
+        self._model, self._token_bytes = {"model": model} if model else {}, token_bytes
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling_params = body["sampling_params"]
@@ -120,12 +115,12 @@ class HttpBackend:
             len(body["token_ids"]) + sampling_params["max_tokens"]
         )
         max_body_bytes = MAX_BODY_BYTES + tokens * self._token_bytes
-        return self._request_json(
+        return self.request_json(
             "POST", "/inference/v1/generate", body | self._model, max_body_bytes=max_body_bytes
         )
 
     def max_context(self) -> int:
-        models = self._request_json("GET", "/v1/models")
+        models = self.request_json("GET", "/v1/models")
         try:
             context = models["data"][0]["max_model_len"]
         except (KeyError, IndexError, TypeError) as error:
@@ -138,28 +133,20 @@ class HttpBackend:
         return context
 
     def check_health(self) -> None:
-        self._request_json("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-
-    def answers_within(self, path: str, timeout_s: float) -> bool:
-        """Return True if any response arrives in time, including an error."""
-        try:
-            self._send_request("GET", path, None, timeout_s, MAX_BODY_BYTES)
-        except RequestFailed:
-            return False
-        return True
+        self.request_json("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     def accepts_unauthenticated_commands(self) -> bool:
         """Return True if a worker's method could be called without the key. Raises RequestFailed.
 
         Asked by GET, which calls nothing: an open route answers 405.
         """
-        response = self._send_request(
+        response = self.send_request(
             "GET", "/collective_rpc", None, HEALTH_TIMEOUT_S, MAX_BODY_BYTES, Key("")
         )
         return response.status not in _REFUSED_STATUSES
 
     def loaded_state(self) -> list[dict[str, Any]]:
-        response = self._request_json(
+        response = self.request_json(
             "POST",
             "/collective_rpc",
             {"method": "jaxmoe_loaded_state"},
@@ -199,71 +186,5 @@ class HttpBackend:
         response = self._post_json("/reset_prefix_cache?reset_running_requests=true")
         return isinstance(response, dict) and response.get("success") is True
 
-    def close(self, reason: str = "") -> None:
-        """Close the connections; waiting requests raise RequestFailed with the reason."""
-        self._close_reason = self._close_reason or reason
-        self._client.close()
-
     def _post_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._request_json("POST", path, body)
-
-    def _request_json(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-        max_body_bytes: int = MAX_BODY_BYTES,
-    ) -> Any:
-        route = f"{self.name}{path}"
-        response = self._send_request(
-            method, path, body, timeout_s or self._timeout_s, max_body_bytes
-        )
-        if response.status == 401:
-            raise RequestFailed(
-                f"{route} answered 401: it requires another key. Set {API_KEY_VARIABLE} to the one "
-                "that it was started with"
-            )
-        if response.status != 200:
-            raise RequestFailed(
-                f"{route} answered {response.status}: {self._format_body(response.body)}"
-            )
-        if not response.body:
-            return {}
-        if self._key.is_in(response.body):  # a later message could show it
-            raise RequestFailed(f"{route} answered with the key of the request in its text")
-        try:
-            return parse_untrusted_json(response.body, max_body_bytes)
-        except ValueError as error:
-            # `from None`, because the parser's own error may quote the text that is redacted.
-            raise RequestFailed(
-                f"{route} did not answer with usable JSON ({self._format_body(str(error))}): "
-                f"{self._format_body(response.body, 80)}"
-            ) from None
-
-    def _format_body(self, text: bytes | str, length: int = MAX_ERROR_CHARS) -> str:
-        if isinstance(text, bytes):
-            text = text[:MAX_REDACT_BYTES].decode(errors="replace")
-        return escape_unprintable(self._key.redact_text(text)[:length])
-
-    def _send_request(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        timeout_s: float,
-        max_body_bytes: int,
-        key: Key | None = None,
-    ) -> Response:
-        data = None if body is None else json.dumps(body).encode()
-        headers = (self._key if key is None else key).auth_headers() | (
-            {} if data is None else {"Content-Type": "application/json"}
-        )
-        try:
-            return self._client.request(
-                method, path, data, headers, timeout_s=timeout_s, max_body_bytes=max_body_bytes
-            )
-        except HttpFailed as error:
-            reason = self._close_reason or self._format_body(str(error))
-            raise RequestFailed(f"{self.name}{path}: {reason}") from None
+        return self.request_json("POST", path, body)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's responses, checked before use. An invalid field raises RequestFailed, which names it.
 
-Next: jaxmoe/vllm/client/request.py joins the completions of a sample.
+Next: jaxmoe/http_engine/request.py joins the completions of a sample.
 """
 
 import base64
@@ -14,23 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.http_engine.backend import Completion, RequestFailed
+from jaxmoe.http_engine.completions import check_logp, check_sampled
+from jaxmoe.http_engine.strict_json import format_value
 from jaxmoe.recorded_experts import mark_unknown_experts
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.client.strict_json import format_value
-
-MAX_LOGP = 1e-4  # a rounded log-prob may be this much above 0, nats
-MIN_LOGP = -9000.0  # vLLM writes -9999 for a log-prob that is missing or not a number
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One choice of a response: the tokens sampled in one request."""
-
-    tokens: list[int]
-    logp: list[float]
-    finish: str  # stop, length or abort
-    labels: list[str]  # of the weights, one per token
-    experts: np.ndarray | None  # expert_dtype [P+T-1, L, A], as of a Rollout
 
 
 @dataclass(frozen=True)
@@ -75,33 +62,22 @@ def parse_prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np
         entry = row.get(str(token), row.get(token)) if isinstance(row, dict) else None
         if not isinstance(entry, dict):
             raise RequestFailed(f"prompt_logprobs[{i}] must have token {token}")
-        logps.append(_parse_logp(entry.get("logprob"), f"prompt_logprobs[{i}]"))
+        logps.append(check_logp(entry.get("logprob"), f"prompt_logprobs[{i}]"))
     return np.asarray(logps, np.float32)
 
 
 def _parse_completion(
     choice: dict[str, Any], expected: ExpectedResponse, cfg: ModelConfig
 ) -> Completion:
-    tokens, finish = choice.get("token_ids"), choice.get("finish_reason")
+    finish = choice.get("finish_reason")
+    tokens = check_sampled(
+        choice.get("token_ids"),
+        finish,
+        max_tokens=expected.max_tokens,
+        stop_ids=expected.stop_ids,
+        vocab_size=cfg.vocab_size,
+    )
     aborted = finish == "abort"
-    # A sample that is aborted before its first token has no list.
-    if tokens is None and aborted:
-        tokens = []
-    # isinstance would accept true and false as integers.
-    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-        raise RequestFailed(
-            f"token_ids must be a list of whole numbers, got {format_value(tokens)}"
-        )
-    outside = [t for t in tokens if not 0 <= t < cfg.vocab_size]
-    if outside:
-        raise RequestFailed(
-            f"token ids must be below {cfg.vocab_size}, got {format_value(outside[:4])}"
-        )
-    if len(tokens) > expected.max_tokens or not (tokens or aborted):
-        raise RequestFailed(
-            f"a response must have 1 to {expected.max_tokens} tokens, got {len(tokens)}"
-        )
-    _check_end(tokens, finish, expected)
     read = expected.prompt_tokens + len(tokens) - 1  # all but the last token
     return Completion(
         tokens,
@@ -110,27 +86,6 @@ def _parse_completion(
         _parse_labels(choice.get("weight_versions"), len(tokens)),
         _parse_experts(choice.get("routed_experts"), read, aborted, cfg, expected.prompt_tokens),
     )
-
-
-def _check_end(tokens: list[int], finish: Any, expected: ExpectedResponse) -> None:
-    stops = [i for i, t in enumerate(tokens) if t in expected.stop_ids]
-    if finish == "stop":
-        if stops != [len(tokens) - 1]:
-            raise RequestFailed(
-                f"finish_reason is stop, but stop tokens are at {stops} of {len(tokens)} tokens"
-            )
-    elif finish in ("length", "abort"):
-        if stops:
-            raise RequestFailed(f"finish_reason is {finish}, but a stop token is at {stops[0]}")
-        if finish == "length" and len(tokens) != expected.max_tokens:
-            raise RequestFailed(
-                f"finish_reason is length after {len(tokens)} of {expected.max_tokens} tokens: "
-                "is the server's --max-model-len too small?"
-            )
-    else:
-        raise RequestFailed(
-            f"finish_reason must be stop, length or abort, got {format_value(finish)}"
-        )
 
 
 def _parse_logps(logprobs: Any, tokens: list[int]) -> list[float]:
@@ -143,16 +98,8 @@ def _parse_logps(logprobs: Any, tokens: list[int]) -> list[float]:
     for i, (entry, token) in enumerate(zip(content, tokens, strict=True)):
         if not isinstance(entry, dict) or entry.get("token_id") != token:
             raise RequestFailed(f"log-prob {i} must be of token {token}, is {format_value(entry)}")
-        logps.append(_parse_logp(entry.get("logprob"), f"log-prob {i}"))
+        logps.append(check_logp(entry.get("logprob"), f"log-prob {i}"))
     return logps
-
-
-def _parse_logp(value: Any, field: str) -> float:
-    if type(value) not in (int, float) or value != value or abs(value) == math.inf:
-        raise RequestFailed(f"{field} must be a finite number, got {format_value(value)}")
-    if not MIN_LOGP < value <= MAX_LOGP:
-        raise RequestFailed(f"{field} must be a log-prob, got {format_value(value)}")
-    return min(float(value), 0.0)
 
 
 def _parse_labels(spans: Any, count: int) -> list[str]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that a vLLM's workers report, checked before use.
 
-Next: jaxmoe/vllm/engine/sync.py compares it with what was sent.
+Next: jaxmoe/vllm/client/sync.py compares it with what was sent.
 """
 
 from typing import Any
 
-from jaxmoe.vllm.client.strict_json import format_value
+from jaxmoe.http_engine.strict_json import format_value
 
 MAX_WORKERS = 4096  # of one vLLM
 MAX_NAME_CHARS = 300  # of a label or of a tensor's name

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint.hf import QUANTIZATION
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.model.config import to_hf
 from jaxmoe.model.rounded import round_experts
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.shapes import Leaf, Params
-from jaxmoe.vllm.client.backend import Backend, RequestFailed
-from jaxmoe.vllm.weight_sync.files import WeightFile
-from jaxmoe.vllm.weight_sync.sent_tensors import Experts
+from jaxmoe.vllm.client.backend import VllmBackend
+from jaxmoe.weight_sync.files import WeightFile
+from jaxmoe.weight_sync.sent_tensors import Experts
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 
 EXACT_DTYPES = ("bfloat16", "float32")  # hold every value of MXFP4, up to 6 · 2^125
@@ -71,7 +72,7 @@ class FullWeights:
         """Check nothing: what vLLM loaded shows in the digests."""
 
 
-def choose_sent_experts(backends: Sequence[Backend], four_bits: bool) -> Experts:
+def choose_sent_experts(backends: Sequence[VllmBackend], four_bits: bool) -> Experts:
     """Return the form in which these vLLMs take experts, of a run with or without `four_bits`.
 
     Raises ConfigError if they differ, hold four bits that the run does not train, or compute in a

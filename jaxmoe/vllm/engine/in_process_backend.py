@@ -3,7 +3,7 @@
 
 One thread owns vLLM and steps it; all other calls run on it between two steps. So requests may come
 from any thread, and a weight sync treats those in flight as a server would. Next:
-jaxmoe/vllm/engine/replica.py.
+jaxmoe/http_engine/replica.py.
 """
 
 import base64
@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.observe.progress import report_phase
-from jaxmoe.vllm.client.backend import RequestFailed
+from jaxmoe.vllm.client.backend import VllmBackend
 from jaxmoe.vllm.engine.expert_format import FullWeights
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server import (
@@ -47,7 +48,7 @@ class PendingRequest:
     outputs: dict[int, Any]  # sample -> vLLM's output, when it is done
 
 
-class InProcessBackend:
+class InProcessBackend(VllmBackend):
     """Backend over an LLM in this process."""
 
     def __init__(

@@ -20,6 +20,9 @@ from jax.sharding import Mesh
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.distributed.channel import Channel
 from jaxmoe.distributed.processes import gather_to_hosts
+from jaxmoe.http_engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
+from jaxmoe.http_engine.probe import ProbeReference
 from jaxmoe.model import Ops
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
@@ -27,12 +30,10 @@ from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.engine.expert_format import pack_for_sync
-from jaxmoe.vllm.engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
-from jaxmoe.vllm.engine.sync import ProbeReference
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
-from jaxmoe.vllm.weight_sync.sent_tensors import Experts
-from jaxmoe.vllm.weight_sync.sharded_files import check_shared_directory, write_sharded_files
-from jaxmoe.vllm.weight_sync.update import create_run_id
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+from jaxmoe.weight_sync.sent_tensors import Experts
+from jaxmoe.weight_sync.sharded_files import check_shared_directory, write_sharded_files
+from jaxmoe.weight_sync.update import create_run_id
 
 
 class MultiProcessVllmEngine:

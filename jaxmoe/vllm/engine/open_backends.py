@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open the vLLMs of a run: running servers, servers that it starts, or one in this process.
 
-Next: jaxmoe/vllm/engine/replica.py tracks the weights of each.
+Next: jaxmoe/http_engine/replica.py tracks the weights of each.
 """
 
 import sys
@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
-from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.vllm.client.backend import VllmBackend
 from jaxmoe.vllm.client.http_backend import (
     HttpBackend,
     check_requires_key,
@@ -30,7 +31,7 @@ from jaxmoe.vllm.engine.placement import (
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.server import Server, inspect_python
 
-Opened = tuple[Backend, Server | None]
+Opened = tuple[VllmBackend, Server | None]
 
 
 def open_backends(
@@ -89,12 +90,12 @@ def open_backends(
         pool.shutdown()
 
 
-def check_available(opened: list[Opened], needed: int) -> tuple[int, list[Backend]]:
+def check_available(opened: list[Opened], needed: int) -> tuple[int, list[VllmBackend]]:
     """Return (context that all answering backends have, backends that do not answer).
 
     Raises ConfigError if none answers, or one cannot be used.
     """
-    contexts, unavailable = list[int](), dict[Backend, str]()
+    contexts, unavailable = list[int](), dict[VllmBackend, str]()
     for backend, _ in opened:
         try:
             contexts.append(check_context(backend, needed))
@@ -112,7 +113,7 @@ def check_available(opened: list[Opened], needed: int) -> tuple[int, list[Backen
     return min(contexts), list(unavailable)
 
 
-def check_context(backend: Backend, needed_tokens: int) -> int:
+def check_context(backend: VllmBackend, needed_tokens: int) -> int:
     """Return a vLLM's context in tokens; warns if the vLLM takes commands without a key.
 
     Raises ConfigError if the context is too small, or if it takes commands without a key and is not

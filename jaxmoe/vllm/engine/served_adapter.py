@@ -6,7 +6,7 @@
 
 vLLM ignores a matrix that it has no layer for, and its kernels, the base's quantisation and the
 layout of the experts' matrices all decide whether an adapter is applied; so each adapted matrix is
-tried. Next: jaxmoe/vllm/engine/sync.py, which compares every version with the trainer.
+tried. Next: jaxmoe/vllm/client/sync.py, which compares every version with the trainer.
 """
 
 import json
@@ -25,16 +25,15 @@ from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
 from jaxmoe.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.model.lora import Pair, adapter_shapes
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.shapes import Params
-from jaxmoe.vllm.client.backend import Backend
-from jaxmoe.vllm.client.request import score_tokens
+from jaxmoe.vllm.client.backend import VllmBackend
 from jaxmoe.vllm.engine.expert_format import FullWeights
-from jaxmoe.vllm.engine.sync import WeightSyncError
 from jaxmoe.vllm.plugin.names import ADAPTER_NAME
-from jaxmoe.vllm.weight_sync.adapter_files import extract_adapters, write_adapter
-from jaxmoe.vllm.weight_sync.files import WeightFile
+from jaxmoe.weight_sync.adapter_files import extract_adapters, write_adapter
+from jaxmoe.weight_sync.files import WeightFile
 
 ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
 MIN_SIGNAL_TO_NOISE = 4  # relative to the difference of two runs of the base
@@ -96,7 +95,12 @@ class ServedAdapter:
             previous.close()
 
     def check_applied(
-        self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str
+        self,
+        backend: VllmBackend,
+        cfg: ModelConfig,
+        tokens: list[int],
+        directory: str | Path,
+        run: str,
     ) -> None:
         """Raise WeightSyncError if an adapter of a single matrix does not change log-probs."""
 
@@ -107,7 +111,7 @@ class ServedAdapter:
             with write_adapter(adapters, cfg, self.lora, directory, run=run, version=-1) as update:
                 backend.load_adapter(update.update_info["adapter"])
             backend.reset_prefix_cache()
-            return score_tokens(backend, tokens, cfg)[0].astype(np.float64)
+            return backend.score_tokens(tokens, cfg)[0].astype(np.float64)
 
         matrices = [m for m in adapted_matrices(cfg) if m.name in self.lora.ranks]
         with report_phase(

@@ -27,18 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
+from jaxmoe.http_engine import server_processes
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.heartbeat import Heartbeat
+from jaxmoe.http_engine.redact import Key
+from jaxmoe.http_engine.secret_variables import remove_secrets
 from jaxmoe.observe.progress import report_phase
 from jaxmoe.run_files import open_to_append
-from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.client.http_backend import HttpBackend, max_body_bytes_per_token
-from jaxmoe.vllm.client.redact import Key
-from jaxmoe.vllm.engine import server_processes
+from jaxmoe.vllm.client.sync import LOGPROBS_MODE
 from jaxmoe.vllm.engine.expert_format import FullWeights
-from jaxmoe.vllm.engine.heartbeat import Heartbeat
 from jaxmoe.vllm.engine.placement import Placement
-from jaxmoe.vllm.engine.secret_variables import remove_secrets
 from jaxmoe.vllm.engine.served_adapter import ZERO_ADAPTER_FOLDER, ServedAdapter
-from jaxmoe.vllm.engine.sync import LOGPROBS_MODE
 from jaxmoe.vllm.plugin import auth_middleware, watchdog
 
 MIN_CONTEXT = 192  # tokens that the probe of new weights needs
@@ -228,7 +228,13 @@ class Server:
         # A worker that lost its adapter would load this one again and serve the base unnoticed.
         shutil.rmtree(self._scratch / ZERO_ADAPTER_FOLDER, ignore_errors=True)
         name = f"vLLM {self._number}"
-        self._heartbeat = Heartbeat(backend, self._process.pid, name)
+        self._heartbeat = Heartbeat(
+            backend,
+            self._process.pid,
+            name,
+            server_route="/health",
+            engine_route="/is_paused",
+        )
         return backend
 
     def build_environment(self, scratch: Path) -> dict[str, str]:

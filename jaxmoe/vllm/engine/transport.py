@@ -3,23 +3,21 @@
 
 Files are written once for all servers and stay until the next version, so that a restarted server
 can load them again; the others need the trainer's current weights. nccl and ipc are not yet tested
-on GPU. Next: jaxmoe/vllm/weight_sync/update.py.
+on GPU. Next: jaxmoe/weight_sync/update.py.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.http_engine.send_thread import run_concurrently
 from jaxmoe.shapes import Params
-from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.client.routes import VllmRoutes
 from jaxmoe.vllm.plugin import tensor_mailbox
-from jaxmoe.vllm.weight_sync.cuda_ipc import share_ipc_handles
-from jaxmoe.vllm.weight_sync.dlpack import share_in_process
-from jaxmoe.vllm.weight_sync.nccl import NcclGroup, broadcast_weights
-from jaxmoe.vllm.weight_sync.sent_tensors import Experts
-from jaxmoe.vllm.weight_sync.update import ManifestDict, WeightUpdate
+from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
+from jaxmoe.weight_sync.dlpack import share_in_process
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
+from jaxmoe.weight_sync.sent_tensors import Experts
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate
 
 
 class Transport:
@@ -29,7 +27,12 @@ class Transport:
         self.name = name
         self._group: NcclGroup | None = None
 
-    def connect(self, backend: Backend) -> None:
+    @property
+    def breaks_on_failure(self) -> bool:
+        """True for a broadcast, which may still run: the next update needs another connection."""
+        return self.name == "nccl"
+
+    def connect(self, backend: VllmRoutes) -> None:
         """Initialize vLLM's end; needed again after a restart."""
         self.close()
         if self.name != "nccl":
@@ -64,28 +67,3 @@ class Transport:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-@contextmanager
-def run_concurrently(fn: Callable[[], None]) -> Iterator[None]:
-    """Run fn in a thread during the block; its error is raised, or causes the block's error."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            fn()
-        except BaseException as error:  # raised again in the waiting thread
-            errors.append(error)
-
-    # A daemon, because a broadcast to ranks that are gone may never return.
-    thread = threading.Thread(target=run, name="jaxmoe-send", daemon=True)
-    thread.start()
-    try:
-        yield
-        thread.join()
-    except Exception as error:
-        if not errors:
-            raise
-        raise RequestFailed(f"sending weights failed: {errors[0]}; {error}") from errors[0]
-    if errors:
-        raise RequestFailed(f"sending weights failed: {errors[0]}") from errors[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a trainer's tensors in the memory of this process's GPU from the driver's handles.
 
-Not yet tested on GPU. Next: jaxmoe/vllm/weight_sync/cuda_ipc.py, which makes the handles.
+Not yet tested on GPU. Next: jaxmoe/weight_sync/cuda_ipc.py, which makes the handles.
 """
 
 import base64
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jaxmoe.vllm.plugin.manifest import UpdateRejected
-from jaxmoe.vllm.weight_sync.ipc_handle import IpcMemHandle
+from jaxmoe.weight_sync.ipc_handle import IpcMemHandle
 
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 

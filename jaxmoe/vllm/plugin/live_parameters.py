@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jaxmoe.vllm.plugin.names import LAYER
-from jaxmoe.vllm.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.checksum import digest_array
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 

@@ -2,11 +2,14 @@
 """Adapters with every entry nonzero, and what they add, written plainly."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.checkpoint.merge import merge_layer
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.lora import Pair
+from jaxmoe.model.lora import Adapted, Pair, with_adapters
 from jaxmoe.model.params import Spec, param_specs
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 # D = 48, F = 40, 2F = 80, N·H = 96, K·H = 32: no two sizes of a matrix agree
 CFG = ModelConfig(
@@ -55,3 +58,17 @@ def delta(adapters, kind: str, name: str, scale: float) -> np.ndarray:
 def is_same_tree(actual, expected) -> bool:
     is_equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), actual, expected)
     return all(jax.tree.leaves(is_equal))
+
+
+def merge_adapters(base, adapters, scales, *, dtype=None):
+    """The base with W + scale · aᵀ b for every adapted matrix, on the host and rounded once."""
+
+    def merge_leaf(leaf):
+        if not isinstance(leaf, Adapted):
+            return leaf
+        packed = isinstance(leaf.base, Mxfp4)
+        out_dtype = jnp.dtype(dtype or ("bfloat16" if packed else leaf.base.dtype))
+        return np.stack([merge_layer(leaf, i).astype(out_dtype) for i in range(leaf.shape[0])])
+
+    adapted = with_adapters(base, adapters, scales)
+    return jax.tree.map(merge_leaf, adapted, is_leaf=lambda leaf: hasattr(leaf, "shape"))

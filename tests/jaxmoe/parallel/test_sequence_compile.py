@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.parallel.halo import halo_attention
 from jaxmoe.parallel.ring import ring_attention
-from jaxmoe.parallel.sequence import sequence_parallel
 from jaxmoe.parallel.ulysses import ulysses_attention
 from pallas_kernels import ahead_of_time
+from tests.jaxmoe.parallel.attention_on_devices import sequence_parallel
 
 pytestmark = pytest.mark.aot
 

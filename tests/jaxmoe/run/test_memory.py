@@ -69,7 +69,6 @@ def test_weights_of_the_20b_are_four_bytes_each():
         "gptoss20b_retool.py",
         "gptoss20b_verif.py",
         "gptoss20b_gsm8k.py",
-        "gptoss20b_kernels.py",
         "gptoss20b_mxfp4.py",
         "gptoss120b_lora.py",
     ],

@@ -19,7 +19,7 @@ from benchmarks.sandbox import (
     wait_gone,
 )
 from jaxmoe.sandbox.launch import Launcher
-from jaxmoe.sandbox.pool import SandboxPool, run_in_fresh_sandbox
+from jaxmoe.sandbox.pool import SandboxPool
 from jaxmoe.sandbox.process import CallStatus, SandboxError
 from tests.jaxmoe.sandbox.kinds import CONFIG, KINDS, first_kind, open_sandbox, require_kind
 
@@ -38,8 +38,16 @@ def wait_idle(pool, count):
         time.sleep(0.01)
 
 
+def run_in_fresh_sandbox(pool, code):
+    sandbox = pool.acquire()
+    try:
+        return sandbox.run(code, 5.0)
+    finally:
+        pool.release(sandbox)
+
+
 def test_warm_sandboxes_wait_and_are_used_once(pool):
-    assert run_in_fresh_sandbox(pool, "x = 1", 5.0).status is CallStatus.OK
+    assert run_in_fresh_sandbox(pool, "x = 1").status is CallStatus.OK
     wait_idle(pool, 2)
     waiting = list(pool._state.idle)
     sandbox = pool.acquire()
@@ -47,7 +55,7 @@ def test_warm_sandboxes_wait_and_are_used_once(pool):
     assert sandbox.run("x", 5.0).error == "NameError"
     pool.release(sandbox)
     assert not sandbox.is_running
-    assert run_in_fresh_sandbox(pool, "2", 5.0).output == "2\n"
+    assert run_in_fresh_sandbox(pool, "2").output == "2\n"
 
 
 def test_a_dead_warm_sandbox_is_not_used(pool):
@@ -56,7 +64,7 @@ def test_a_dead_warm_sandbox_is_not_used(pool):
     for sandbox in list(pool._state.idle):
         os.kill(sandbox._child.pid, signal.SIGKILL)
         sandbox._child.wait()
-    assert run_in_fresh_sandbox(pool, "3", 5.0).output == "3\n"
+    assert run_in_fresh_sandbox(pool, "3").output == "3\n"
 
 
 def test_a_sandbox_survives_the_thread_that_acquired_it(pool):

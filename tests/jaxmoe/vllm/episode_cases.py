@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from vllm_cases import CFG, NEW, OPS, open_engine, weights
 
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model import forward
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
 CONTEXT = 96
 STOPS = tuple(range(5, 45))  # turns of two or three tokens

@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.vllm.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.checksum import digest_array
 from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
 ROWS = 4  # sequences computed at once

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()

@@ -17,6 +17,7 @@ from tests.pallas_kernels.grouped_matmul.matmul_oracle import (
     plain_swiglu,
     values_and_gradients,
 )
+from tests.pallas_kernels.grouped_matmul.released import pack_released
 from tests.pallas_kernels.three_way import three_way
 
 pytestmark = pytest.mark.usefixtures("small_tpu_tiles")
@@ -138,7 +139,7 @@ def random_mxfp4(n_groups, width, columns):
     rng = np.random.default_rng(3)
     blocks = rng.integers(0, 256, (n_groups, columns, width // 32, 16), np.uint8)
     scales = rng.integers(119, 127, (n_groups, columns, width // 32), np.uint8)
-    return mxfp4.mxfp4_from_released(jnp.asarray(blocks), jnp.asarray(scales))
+    return pack_released(jnp.asarray(blocks), jnp.asarray(scales))
 
 
 @pytest.mark.parametrize("swiglu", [pytest.param(False, marks=pytest.mark.slow), True])

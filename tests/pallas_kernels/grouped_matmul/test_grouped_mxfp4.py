@@ -11,6 +11,7 @@ import pytest
 
 from jaxmoe.checkpoint import mxfp4 as released
 from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, mxfp4, xla
+from tests.pallas_kernels.grouped_matmul.released import pack_released
 
 E, D, F = 3, 192, 40
 
@@ -27,7 +28,7 @@ def test_every_code_and_scale_decodes_as_released(dtype):
     scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 2, axis=2)
     word = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
     for packed in ((blocks, scales), random_release()):
-        actual = mxfp4.mxfp4_to_dense(mxfp4.mxfp4_from_released(*map(jnp.asarray, packed)), dtype)
+        actual = mxfp4.mxfp4_to_dense(pack_released(*map(jnp.asarray, packed)), dtype)
         expected = released.decode_blocks(*packed, dtype=dtype).swapaxes(1, 2)
         assert actual.dtype == expected.dtype
         np.testing.assert_array_equal(np.asarray(actual).view(word), expected.view(word))
@@ -35,7 +36,7 @@ def test_every_code_and_scale_decodes_as_released(dtype):
 
 def test_a_byte_holds_rows_half_apart():
     blocks, scales = random_release()
-    x = mxfp4.mxfp4_from_released(jnp.asarray(blocks), jnp.asarray(scales))
+    x = pack_released(jnp.asarray(blocks), jnp.asarray(scales))
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, F, D)
     assert x.shape == (E, D, F) and x.nibbles_EDF.shape == (E, D // 2, F)
     assert x.nibbles_EDF[1, 5, 7] == codes[1, 7, 5] | codes[1, 7, 5 + D // 2] << 4
@@ -57,7 +58,7 @@ def test_four_bit_products_equal_decoded_products(op, depth, impl):
     case = cases.MatmulCase("", 61, depth, F, (29, 0, 23))
     lhs, _, sizes, bias = cases.init_matmul_inputs(case)
     release = random_release(highest=128, depth=depth)
-    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, release))
+    packed = pack_released(*map(jnp.asarray, release))
     values = mxfp4.mxfp4_to_dense(packed)
 
     def run(rhs, lhs, bias):
@@ -72,14 +73,14 @@ def test_four_bit_products_equal_decoded_products(op, depth, impl):
 
 def test_one_four_bit_matrix_is_decoded_at_once():
     lhs, _, sizes, bias = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release()))
+    packed = pack_released(*map(jnp.asarray, random_release()))
     text = str(jax.make_jaxpr(xla.grouped_matmul_xla)(lhs, packed, sizes, bias))
     assert f"f32[{D},{F}]" in text and f"f32[{E},{D},{F}]" not in text
 
 
 def test_a_four_bit_weight_has_no_gradient():
     lhs, _, sizes, _ = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release(highest=128)))
+    packed = pack_released(*map(jnp.asarray, random_release(highest=128)))
     _, pull = jax.vjp(lambda rhs: grouped_matmul(lhs, rhs, sizes, impl="xla"), packed)
     (drhs,) = pull(jnp.ones((16, F)))
     assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
@@ -115,11 +116,9 @@ def test_misshaped_four_bit_weights_are_named():
     raw, raw_swiglu = inspect.unwrap(grouped_matmul), inspect.unwrap(grouped_swiglu)
     blocks, scales = map(jnp.asarray, random_release())
     lhs, rhs, sizes, _ = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.mxfp4_from_released(blocks, scales)
+    packed = pack_released(blocks, scales)
     with pytest.raises(ValueError, match="must have scales"):
         raw(lhs, packed._replace(scales_EDF=packed.scales_EDF[:, 1:]), sizes)
-    with pytest.raises(ValueError, match="as released"):
-        inspect.unwrap(mxfp4.mxfp4_from_released)(blocks[..., 1:], scales)
     with pytest.raises(ValueError, match="even number of columns"):
         raw_swiglu(lhs, rhs[:, :, 1:], sizes)
 

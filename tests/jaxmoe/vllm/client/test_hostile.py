@@ -14,9 +14,9 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, check_rollouts, open_engine, prompts, weights
 
 from jaxmoe.config import VllmConfig
+from jaxmoe.http_engine.redact import HIDDEN_TEXT, Key
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.client.http_backend import HttpBackend, max_body_bytes_per_token
-from jaxmoe.vllm.client.redact import HIDDEN_TEXT, Key
 
 TIMEOUT_S = 0.6
 MEMORY = 200 << 20

@@ -8,7 +8,8 @@ from http.server import ThreadingHTTPServer
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.vllm.client import http_backend, http_client
+from jaxmoe.http_engine import http_client
+from jaxmoe.vllm.client import http_backend
 from jaxmoe.vllm.client.http_backend import HttpBackend
 from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 

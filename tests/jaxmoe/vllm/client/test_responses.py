@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllm_cases import CFG
 
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.client.request import _join_completions
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.request import _join_completions
 from jaxmoe.vllm.client.responses import (
     ExpectedResponse,
     parse_completions,

@@ -15,16 +15,16 @@ from vllm_cases import CFG, NEW, OPS, open_engine, prompts
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.config import EngineError, LoraConfig
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.model.config import tiny
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.client.backend import RequestFailed
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
-from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 from jaxmoe.vllm.plugin.names import ADAPTER_ID
-from jaxmoe.vllm.weight_sync.adapter_files import write_adapter
+from jaxmoe.weight_sync.adapter_files import write_adapter
 from tests.jaxmoe.commands import arguments, train_here
 
 pytestmark = pytest.mark.vllm

@@ -11,10 +11,10 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PADDED, open_engine, prompts
 
 from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.expert_format import FullWeights, pack_for_sync, starts_packed
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
 
 PACKABLE = replace(CFG, d_expert=64)
 PARAMS = round_experts(random_weights(PACKABLE, 1))

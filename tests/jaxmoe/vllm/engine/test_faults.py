@@ -13,9 +13,9 @@ from proxy import KINDS
 from vllm_cases import NEW, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import EngineError
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.replica import Replica
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.engine.replica import Replica
 
 FREE = Sampling(NEW, ())
 

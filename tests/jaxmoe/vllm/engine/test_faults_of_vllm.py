@@ -20,9 +20,9 @@ from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check_rollouts, open_engi
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
+from jaxmoe.vllm.client.sync import transfer_weights
 from jaxmoe.vllm.engine.server import Server
-from jaxmoe.vllm.engine.sync import transfer_weights
-from jaxmoe.vllm.weight_sync.files import write_files
+from jaxmoe.weight_sync.files import write_files
 
 pytestmark = pytest.mark.vllm
 FREE = Sampling(NEW, ())

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from vllm_cases import NEW, check_rollouts, open_engine, prompts, trainer, weights
 
+from jaxmoe.http_engine import replica
+from jaxmoe.http_engine.backend import RequestFailed, SampleRequest
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.client.request import request_body
-from jaxmoe.vllm.engine import replica
+from jaxmoe.vllm.client.backend import request_body
 
 FREE = Sampling(NEW, ())
 
@@ -65,7 +65,7 @@ def test_in_process_requests_without_a_reader_are_ended(tmp_path, begun):
     engine = open_engine("", tmp_path, launch=0)
     engine.load(weights(1), 1)
     (backend,) = engine.backends
-    body = request_body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
+    body = request_body(SampleRequest([1, 2, 3], 3, NEW, 0, FREE))
     backend._timeout_s = 0.5
     if not begun:
         backend.pause("keep")

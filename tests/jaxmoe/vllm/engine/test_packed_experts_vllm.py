@@ -16,13 +16,14 @@ import vllm_cases
 from random_weights import random_weights
 
 from jaxmoe.config import EngineError, VllmConfig
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model import plain_ops
 from jaxmoe.model.rounded import decode_experts, round_experts
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm.engine import expert_format
 from jaxmoe.vllm.engine.expert_format import FullWeights
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS, VllmEngine
-from jaxmoe.vllm.weight_sync.files import write_files
+from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+from jaxmoe.weight_sync.files import write_files
 
 pytestmark = pytest.mark.vllm
 

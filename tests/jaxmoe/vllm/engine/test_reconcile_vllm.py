@@ -16,6 +16,7 @@ from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, VllmConfig
 from jaxmoe.config_file import load_config
 from jaxmoe.doctor import record_modules
+from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import explain_gap
 from jaxmoe.reconcile.handshake import Handshake
@@ -27,9 +28,7 @@ from jaxmoe.reconcile.op_comparison import (
 )
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.vllm.client.backend import RequestFailed
-from jaxmoe.vllm.client.request import score_tokens
-from jaxmoe.vllm.engine import sync
+from jaxmoe.vllm.client import sync
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
@@ -103,8 +102,8 @@ def pieces_are_all_there_is(engine):
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
     backend, row = engine.backends[0], list(range(20))
     with pytest.raises(RequestFailed, match="exactly one forward must run during"):
-        backend.record_forward(lambda: [score_tokens(backend, row, CFG) for _ in range(2)])
-    score_tokens(backend, row, CFG)  # and nothing is left of it
+        backend.record_forward(lambda: [backend.score_tokens(row, CFG) for _ in range(2)])
+    backend.score_tokens(row, CFG)  # and nothing is left of it
 
     def unknown(_):
         raise RequestFailed("vLLM's GPT-OSS must have the modules that are recorded")

@@ -12,13 +12,13 @@ from adapted import LORA, adapters_of, base_of
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, open_engine, prompts
 
-from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.config import EngineError
+from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
-from jaxmoe.vllm.engine.sync import WeightSyncError
-from jaxmoe.vllm.engine.vllm_engine import TRAINER_LOGPS
+from tests.jaxmoe.checkpoint.random_adapters import merge_adapters
 
 PACKABLE = replace(CFG, d_expert=64)
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_cases import CFG
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
-from jaxmoe.vllm.engine import server_processes
+from jaxmoe.http_engine import server_processes
 from jaxmoe.vllm.engine.placement import assign_gpus
 from jaxmoe.vllm.engine.server import Server, build_engine_options, inspect_python
 from jaxmoe.vllm.plugin.auth_middleware import AuthMiddleware

@@ -18,11 +18,11 @@ import urllib3
 from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS
 
 from jaxmoe.config import VllmConfig
+from jaxmoe.http_engine import server_processes
+from jaxmoe.http_engine.backend import RequestFailed, SampleRequest
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.client.backend import RequestFailed
+from jaxmoe.vllm.client.backend import request_body
 from jaxmoe.vllm.client.http_backend import HttpBackend, check_requires_key
-from jaxmoe.vllm.client.request import request_body
-from jaxmoe.vllm.engine import server_processes
 from jaxmoe.vllm.engine.server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -149,7 +149,7 @@ def test_a_hanging_server_is_noticed_within_30_seconds(started_server, process):
     if not server.is_alive() or server._heartbeat.hung:
         backend = server.start()
     victims = by_name(server._process.pid)
-    ended, body = [], request_body([1, 2], Sampling(NEW, ()), count=1, max_tokens=NEW, seed=0)
+    ended, body = [], request_body(SampleRequest([1, 2], 1, NEW, 0, Sampling(NEW, ())))
 
     def send_request():
         try:

@@ -8,11 +8,11 @@ import pytest
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, weights
 
+from jaxmoe.http_engine import server_pool as module
+from jaxmoe.http_engine.replica import Replica
+from jaxmoe.http_engine.server_pool import ServerPool
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.client.http_backend import HttpBackend
-from jaxmoe.vllm.engine import server_pool as module
-from jaxmoe.vllm.engine.replica import Replica
-from jaxmoe.vllm.engine.server_pool import ServerPool
 
 FREE, SMALL = Sampling(NEW, ()), Sampling(4, ())
 

@@ -14,16 +14,18 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PROMPT, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.client.backend import Backend, RequestFailed
+from jaxmoe.vllm.client.routes import VllmRoutes
+from jaxmoe.vllm.client.sync import _stale_tensors, read_workers, transfer_weights
 from jaxmoe.vllm.engine import transport
 from jaxmoe.vllm.engine import vllm_engine as engine_module
-from jaxmoe.vllm.engine.sync import WeightSyncError, _stale_tensors, read_workers, transfer_weights
 from jaxmoe.vllm.engine.transport import run_concurrently
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 from jaxmoe.vllm.plugin.names import vllm_parameter_name
-from jaxmoe.vllm.weight_sync.files import SHARED_MEMORY, write_files
-from jaxmoe.vllm.weight_sync.update import WeightUpdate, compute_manifest
+from jaxmoe.weight_sync.files import SHARED_MEMORY, write_files
+from jaxmoe.weight_sync.update import WeightUpdate, compute_manifest
 
 FREE = Sampling(NEW, ())
 
@@ -199,7 +201,7 @@ def test_one_updated_worker_of_several_is_enough(stale_by_worker, stale):
     assert _stale_tensors(loaded) == stale
 
 
-CALLS = [name for name in vars(Backend) if not name.startswith("_")]
+CALLS = [name for name in vars(VllmRoutes) if not name.startswith("_")]
 
 
 def test_replicas_within_a_server_are_refused_with_advice():

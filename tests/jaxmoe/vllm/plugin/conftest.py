@@ -17,7 +17,7 @@ from jaxmoe.checkpoint.hf import iter_hf, save_params
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, param_specs, plain_ops, sequence_logprobs
 from jaxmoe.model.params import Spec
-from jaxmoe.vllm.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.checksum import digest_array
 
 # pairwise distinct where vLLM's CPU kernels allow it: hidden sizes in 32s, heads of 32
 CFG = ModelConfig(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxmoe.vllm.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.checksum import digest_array
 
 pytestmark = [
     pytest.mark.vllm,

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from jaxmoe.vllm.plugin import manifest
 from jaxmoe.vllm.plugin.manifest import UpdateRejected
-from jaxmoe.vllm.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.checksum import digest_array
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

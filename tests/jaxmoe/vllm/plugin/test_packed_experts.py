@@ -11,7 +11,7 @@ import pytest
 from random_weights import random_weights
 
 from jaxmoe.model.rounded import round_experts
-from jaxmoe.vllm.weight_sync.files import write_files
+from jaxmoe.weight_sync.files import write_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxmoe.vllm.plugin import tensor_mailbox
-from jaxmoe.vllm.weight_sync.cuda_ipc import share_ipc_handles
-from jaxmoe.vllm.weight_sync.dlpack import share_in_process
-from jaxmoe.vllm.weight_sync.files import write_files
-from jaxmoe.vllm.weight_sync.nccl import NcclGroup, broadcast_weights
+from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
+from jaxmoe.weight_sync.dlpack import share_in_process
+from jaxmoe.weight_sync.files import write_files
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight updates that the tests here make."""
+
+import numpy as np
+
+from jaxmoe.checkpoint.hf import iter_hf
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.weight_sync.files import write_files
+
+CFG = ModelConfig(
+    vocab_size=93,
+    d_model=32,
+    n_layers=4,
+    n_q_heads=6,
+    n_kv_heads=2,
+    head_dim=20,
+    n_experts=10,
+    experts_per_token=4,
+    d_expert=24,
+    sliding_window=9,
+    vocab_multiple=8,
+)
+RUN = "0f" * 6
+
+
+def random_params(cfg: ModelConfig = CFG, dtype: str = "float32"):
+    """No two entries agree; the padding of the vocabulary is not 0, so that it would be seen."""
+    rng = np.random.default_rng(0)
+    return map_specs(lambda s: rng.standard_normal(s.shape, np.float32).astype(dtype), cfg)
+
+
+def write_update(params, directory, *, dtype="float32", version=3, cfg=CFG):
+    return write_files(params, cfg, directory, dtype=dtype, run=RUN, version=version)
+
+
+def travels_as(name: str, dtype: str) -> str:
+    """Only what the forward rounds is rounded on its way: matrices, by the name of each."""
+    ends = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj", "embed_tokens.weight")
+    return dtype if name.endswith((*ends, "lm_head.weight")) else "float32"
+
+
+def sent_tensors(params, cfg, dtype: str):
+    """(name, array) as each must arrive, in the checkpoint's order."""
+    exact = dict(iter_hf(params, cfg, "float32"))
+    for name, array in iter_hf(params, cfg, dtype):
+        yield name, array if travels_as(name, dtype) == dtype else exact[name]
+
+
+def list_leftovers(directory) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*"))
