@@ -6,24 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
 from jaxmoe.model.cache import cache_bytes, newest_slots
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = SEVEN_EXPERTS
 B = 2
 
 

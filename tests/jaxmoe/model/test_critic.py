@@ -6,24 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_critic, init_params, plain_ops, values_after
 from jaxmoe.model.head import shift_right
+from tests.jaxmoe.small_models import FIVE_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=29,
-    d_model=24,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=8,
-    n_experts=5,
-    experts_per_token=2,
-    d_expert=20,
-    sliding_window=5,
-    dtype="float32",
-)
+CFG = FIVE_EXPERTS
 B, T = 3, 9
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 29, (B, T)), jnp.int32)
 POLICY = init_params(jax.random.key(0), CFG)

@@ -16,21 +16,10 @@ from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, n_layers=4)
 B, T = 2, 24
 
 

@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which token a log-prob is of, and that padding of the vocabulary has none."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import next_token_logits, plain_ops, sequence_logprobs
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SEVEN_EXPERTS, vocab_multiple=64)
 B, T, D, V = 2, 24, 48, 97
 
 

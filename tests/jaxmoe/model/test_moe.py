@@ -9,28 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops, plain_ops
 from jaxmoe.model.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.router import route_top_k
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 from tests.pallas_kernels.three_way import three_way
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    swiglu_limit=1.5,
-)
+CFG = replace(SEVEN_EXPERTS, swiglu_limit=1.5)
 M, D, E, A, F = 29, 48, 7, 4, 40
 EPS = float(np.finfo(np.float32).eps)
 

@@ -8,25 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.params import map_specs
 from jaxmoe.model.router import record_experts, replay_routing, route_top_k, router_logits
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, n_layers=4)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 13)), jnp.int32)
 
 

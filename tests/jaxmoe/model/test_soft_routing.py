@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.config import MeshConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.router import RouterContext, route_top_k
@@ -17,22 +17,10 @@ from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straig
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 B, T, D, E, A = 2, 5, 11, 7, 3
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=8,
-    experts_per_token=3,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SEVEN_EXPERTS, n_experts=8, experts_per_token=3, vocab_multiple=64)
 STEPS = 4
 ANNEALED = partial(route_annealed, steps=STEPS)
 ROUTERS = {"soft": route_softly, "annealed": ANNEALED, "straight-through": route_straight_through}

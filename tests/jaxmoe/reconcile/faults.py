@@ -18,31 +18,16 @@ import numpy as np
 from peer import Peer, log_softmax, peer_logits, reset_peer, to_half, to_numpy
 from random_weights import random_weights
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import explain_gap
 from jaxmoe.reconcile.handshake import Handshake
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.reconcile.staleness import GROUPS
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-    swiglu_limit=1.5,
-    max_context=4096,
-)
+CFG = replace(SEVEN_EXPERTS, vocab_multiple=64, swiglu_limit=1.5, max_context=4096)
 HALF = replace(CFG, dtype="bfloat16")
 START = 5  # the token an engine may put before a prompt
 COOL = Sampling(40, (), temperature=0.7)

@@ -10,28 +10,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import LossAux, pack_sequences
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
+from tests.jaxmoe.small_models import FIVE_EXPERTS
 
 EPS = float(np.finfo(np.float32).eps)
-CFG = ModelConfig(
-    vocab_size=29,
-    d_model=24,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=8,
-    n_experts=5,
-    experts_per_token=2,
-    d_expert=20,
-    sliding_window=5,
-    dtype="float32",
-)
+CFG = FIVE_EXPERTS
 B, T = 4, 12
 SGD = optax.sgd(1.0)  # the update is minus the gradient
 SCORER = Scorer(CFG, plain_ops())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small native engine for episodes, and checks of what it samples."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,27 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SEVEN_EXPERTS, vocab_multiple=64)
 INVARIANT = invariant_ops(plain_ops())
 STOPS = tuple(range(5, 12))
 SAMPLING = Sampling(

@@ -9,27 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.cache import KVStack, own_slots
 from jaxmoe.rollout.cache_rows import put_rows, repeat_rows, share_prompt_keys, take_rows
 from jaxmoe.rollout.decoding import prefill_prompts
 from pallas_kernels import decode_attention
 from tests.jaxmoe.random_weights import random_weights
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, n_layers=4)
 OPS = plain_ops()
 # an op of the user's, which gets the keys of one layer and not a stack of all layers
 CUSTOM_OPS = replace(OPS, decode=lambda *arrays, **options: decode_attention(*arrays, **options))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError, EngineError, MeshConfig, ModelConfig
+from jaxmoe.config import ConfigError, EngineError, MeshConfig
 from jaxmoe.model import abstract_params, forward, plain_ops, sequence_logprobs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
@@ -18,22 +18,10 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SEVEN_EXPERTS, vocab_multiple=64)
 NEW = 21
 EPS = float(np.finfo(np.float32).eps)
 STOPS = tuple(range(5, 19))  # likely enough that rows stop early and are dropped

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.router import replay_routing
@@ -21,21 +20,9 @@ from jaxmoe.rollout.native import NativeEngine
 from tests.jaxmoe.random_weights import noisy_params
 from tests.jaxmoe.rollout import native_episodes as episodes
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=64,
-)
+CFG = replace(SEVEN_EXPERTS, vocab_multiple=64)
 NEW, LENGTH = 13, 32
 PROMPTS = [
     Prompt(i, "", tuple(np.random.default_rng(i).integers(12, 97, 3 + 4 * i).tolist()), None)

@@ -12,24 +12,13 @@ import numpy as np
 import pytest
 from weight_updates import sent_tensors
 
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
+from tests.jaxmoe.small_models import TEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = TEN_EXPERTS
 GPU = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 PAGE = 1 << 16  # the driver's allocations begin at multiples of this
 

@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """In process: what the mailbox yields is the checkpoint, and jax's own memory where it can be."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from weight_updates import sent_tensors
 
-from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.config import MeshConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.vllm.plugin import tensor_mailbox
 from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.dlpack import share_in_process
+from tests.jaxmoe.small_models import TEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = replace(TEN_EXPERTS, n_layers=4)
 
 
 def random_params(dtype: str = "float32"):

@@ -14,24 +14,13 @@ from weight_updates import sent_tensors, travels_as
 
 from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
+from tests.jaxmoe.small_models import TEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = TEN_EXPERTS
 ID = bytes(range(128))
 NUMPY = {1: np.dtype(np.uint8), 7: np.dtype(np.float32), 9: np.dtype(ml_dtypes.bfloat16)}
 

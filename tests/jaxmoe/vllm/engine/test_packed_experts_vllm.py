@@ -6,6 +6,7 @@ are; the product of matrices is replaced by one that decodes what the loader sto
 """
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from random_weights import random_weights
 
-from jaxmoe.config import EngineError, ModelConfig, VllmConfig
+from jaxmoe.config import EngineError, VllmConfig
 from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model import plain_ops
 from jaxmoe.model.rounded import decode_experts, round_experts
@@ -21,22 +22,11 @@ from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm.engine import in_process_backend
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 from jaxmoe.weight_sync.files import write_files
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
 pytestmark = pytest.mark.vllm
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=128,
-    n_layers=2,
-    n_q_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    n_experts=6,
-    experts_per_token=2,
-    d_expert=64,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SIX_EXPERTS, d_model=128, d_expert=64)
 OPS, PROMPT, NEW = plain_ops(), 20, 12
 FREE = Sampling(NEW, ())
 

@@ -12,7 +12,7 @@ import pytest
 from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
-from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.config import ConfigError, VllmConfig
 from jaxmoe.config_file import load_config
 from jaxmoe.doctor import record_modules
 from jaxmoe.http_engine.backend import RequestFailed
@@ -29,24 +29,12 @@ from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm.client import sync
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
 pytestmark = pytest.mark.vllm
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=64,
-    n_layers=2,
-    n_q_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    n_experts=6,
-    experts_per_token=2,
-    d_expert=32,
-    sliding_window=9,
-    dtype="float32",
-    max_context=4096,
-)
+CFG = replace(SIX_EXPERTS, max_context=4096)
 RUN = Programs(
     jax.jit(partial(run_trunk, ops=OPS), static_argnames="cfg"),
     jax.jit(partial(run_head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),

@@ -9,11 +9,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from jaxmoe.vllm.plugin import watchdog
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
 CHILD = """
 import os, sys, time
@@ -90,22 +92,9 @@ def test_killing_the_trainer_leaves_no_vllm_process(tmp_path):
     import jax
 
     from jaxmoe.checkpoint.hf import save_params
-    from jaxmoe.config import ModelConfig
     from jaxmoe.model import init_params
 
-    cfg = ModelConfig(
-        vocab_size=97,
-        d_model=64,
-        n_layers=2,
-        n_q_heads=2,
-        n_kv_heads=1,
-        head_dim=32,
-        n_experts=4,
-        experts_per_token=2,
-        d_expert=32,
-        sliding_window=9,
-        dtype="float32",
-    )
+    cfg = replace(SIX_EXPERTS, n_q_heads=2, n_kv_heads=1, n_experts=4)
     save_params(init_params(jax.random.key(0), cfg), cfg, tmp_path / "model", dtype="float32")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
