@@ -9,6 +9,8 @@ import re
 import pytest
 
 from jaxmoe.checkpoint.same_run import CHANGEABLE_KEYS
+from jaxmoe.config import describe_engine
+from jaxmoe.config_file import load_config
 from tests.pages import DOCS, PAGES, ROOT, START, named
 
 # by how the block begins: what it is, and why it is not run
@@ -94,4 +96,5 @@ def test_the_list_of_resumable_changes_is_complete():
     listed = text.partition("<!-- resume -->")[2].partition("<!-- /resume -->")[0]
     keys = {name.removesuffix("*") for name in re.findall(r"`([^`]+)`", listed)}
     files = {"data.task", "data.options.held_out", "init.tokenizer", "init.checkpoint"}
-    assert keys == {*CHANGEABLE_KEYS, *files}
+    engines = describe_engine(load_config("tiny_vllm.py")).changeable_options
+    assert keys == {*CHANGEABLE_KEYS, *engines, *files}
