@@ -61,8 +61,7 @@ _PUBLISHED: dict[str, Any] = dict(
 )
 
 
-# Fields of config.json other than the sizes: fixed values, and fields that are read or harmless.
-_SIZES = {
+HF_SIZES = {  # config.json name -> ModelConfig name
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
@@ -74,6 +73,7 @@ _SIZES = {
     "intermediate_size": "d_expert",
     "sliding_window": "sliding_window",
 }
+# Fields other than the sizes: fixed values, and fields that are read or harmless.
 _REQUIRED = {  # the only supported values; an absent field means this value
     "model_type": "gpt_oss",
     "attention_bias": True,
@@ -125,7 +125,7 @@ _ROPE_FIELDS = {
 
 def find_unread_fields(config: dict[str, Any]) -> list[str]:
     """Return the fields of a config.json that `from_hf` neither reads nor knows to be harmless."""
-    return sorted(config.keys() - _SIZES.keys() - _REQUIRED.keys() - _ALLOWED)
+    return sorted(config.keys() - HF_SIZES.keys() - _REQUIRED.keys() - _ALLOWED)
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -148,7 +148,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     rules = {f.name: fact.rule for _, f, fact in iter_settings(ModelConfig) if fact.rule}
     sizes = {
         field: _read_size(config, hf_name, maximum=rules[field].accepted[-1])
-        for hf_name, field in _SIZES.items()
+        for hf_name, field in HF_SIZES.items()
     }
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
     # The released config.json has this size under two names.

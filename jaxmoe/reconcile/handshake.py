@@ -11,19 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.config import HF_SIZES
 from jaxmoe.reconcile.checks import Finding
 
 FIELDS = {  # config.json name -> ModelConfig name
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_q_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "num_local_experts": "n_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "intermediate_size": "d_expert",
-    "sliding_window": "sliding_window",
+    **HF_SIZES,
     "rms_norm_eps": "rms_eps",
     "swiglu_alpha": "swiglu_alpha",
     "swiglu_limit": "swiglu_limit",

@@ -73,7 +73,7 @@ class Op:
     results: tuple[str, ...]  # names: the outputs, then the gradients
 
 
-def _attention_call(attention: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
+def make_attention_call(attention: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
     def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
         return attention(
             q,
@@ -268,7 +268,7 @@ _LOW_RANK = replace(
 OPS = {
     "sink_attention": Op(
         attention_cases,
-        partial(_attention_call, sink_attention),
+        partial(make_attention_call, sink_attention),
         attention_cases.init_attention_inputs,
         4,
         _attention_work,
@@ -277,7 +277,7 @@ OPS = {
     ),
     "decode_attention": Op(
         decode_cases,
-        partial(_attention_call, decode_attention),
+        partial(make_attention_call, decode_attention),
         decode_cases.init_attention_inputs,
         0,
         _decode_work,

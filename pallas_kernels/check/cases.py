@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.bench.ops import OPS, Op
+from pallas_kernels.bench.ops import OPS, Op, make_attention_call
 from pallas_kernels.decode_attention import decode_attention_in_stack
 from pallas_kernels.grouped_matmul.cases import MatmulCase
 from pallas_kernels.sink_attention.api import shares_keys, sink_attention
@@ -29,44 +29,22 @@ def _with_op(operation: str, *cases: Any) -> tuple[tuple[Op, Any], ...]:
 def _decode_in_stack(case: Any, impl: str) -> Callable[..., Any]:
     """`decode_attention_in_stack` of the second of two layers, the first one NaN."""
 
-    def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
+    def attend(q: Any, k: Any, v: Any, sink: Any, **layout: Any) -> Any:
         k, v = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (k, v))
-        return decode_attention_in_stack(
-            q,
-            k,
-            v,
-            sink,
-            layer=jnp.int32(1),
-            q_positions_BT=q_pos,
-            k_positions_BS=k_pos,
-            q_segment_ids_BT=q_seg,
-            k_segment_ids_BS=k_seg,
-            window=case.window or None,
-            impl=impl,
-        )
+        return decode_attention_in_stack(q, k, v, sink, layer=jnp.int32(1), **layout)
 
-    return call
+    return make_attention_call(attend, case, impl)
 
 
 def _attend_to_shared_keys(case: Any, impl: str) -> Callable[..., Any]:
     """`sink_attention` where all segments see the keys of the first one."""
 
-    def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
-        return sink_attention(
-            q,
-            k,
-            v,
-            sink,
-            q_positions_BT=q_pos,
-            k_positions_BS=k_pos,
-            q_segment_ids_BT=q_seg,
-            k_segment_ids_BS=k_seg,
-            k_last_segment_ids_BS=jnp.where(k_seg == 1, jnp.max(k_seg), k_seg),
-            window=case.window or None,
-            impl=impl,
-        )
+    def attend(q: Any, k: Any, v: Any, sink: Any, *, k_segment_ids_BS: Any, **layout: Any) -> Any:
+        last_BS = jnp.where(k_segment_ids_BS == 1, jnp.max(k_segment_ids_BS), k_segment_ids_BS)
+        shared = {"k_segment_ids_BS": k_segment_ids_BS, "k_last_segment_ids_BS": last_BS}
+        return sink_attention(q, k, v, sink, **shared, **layout)
 
-    return call
+    return make_attention_call(attend, case, impl)
 
 
 _SHARED_KEYS = replace(OPS["sink_attention"], call=_attend_to_shared_keys)

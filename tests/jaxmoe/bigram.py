@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe.config import ModelConfig
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
@@ -18,22 +17,11 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.update import CheckedStep, rl_step
 from jaxmoe.rl.validate import check_algorithm
+from tests.jaxmoe.small_models import FIVE_EXPERTS
 
 EPS = float(np.finfo(np.float32).eps)
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=29,
-    d_model=24,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=8,
-    n_experts=5,
-    experts_per_token=2,
-    d_expert=20,
-    sliding_window=5,
-    dtype="float32",
-)
+CFG = FIVE_EXPERTS
 B, T, R = 8, 12, 4
 ENDS = np.array([12, 9, 6, 11, 7, 5, 12, 8])
 SGD = optax.sgd(1.0)  # the update is minus the gradient

@@ -16,9 +16,9 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Message, Row
-from jaxmoe.environments.environment import Environment, check_rows
+from jaxmoe.environments.environment import check_rows
 from jaxmoe.environments.environment_specs import read_environment
-from jaxmoe.environments.step_check import EnvironmentFault, check_numbers, check_reset, check_step
+from jaxmoe.environments.step_check import EnvironmentFault, check_step
 from jaxmoe.environments.tool_specs import read_tools
 from tests.examples.adapters.user_environments import (
     SCHEMA,
@@ -31,26 +31,14 @@ from tests.examples.adapters.user_environments import (
     TunixText,
     Undocumented,
 )
+from tests.jaxmoe.environments.checked_episode import ROW, make_turn, run_episode
 
-ROW = Row("6 * 7 =", "42", columns={"question": "6 * 7 =", "answer": "42", "level": 2})
 MODULE = "environments_of_other_projects"
 ADAPTERS = {
     "Sky": "skyrl_environment:SkyRLEnvironment",
     "Gym": "gymnasium_environment:GymnasiumEnvironment",
     "Tun": "tunix_environment:TunixEnvironment",
 }
-
-
-def make_turn(text, **fields):
-    return [Message("assistant", "hm", channel="analysis"), Message("assistant", text, **fields)]
-
-
-def run_episode(environment, *turns, row=ROW, seed=3):
-    """(messages of the prompt, checked results of the steps, rewards at the end)."""
-    assert isinstance(environment, Environment)
-    messages, _ = check_reset(environment.reset(row, seed=seed))
-    results = [check_step(environment.step(turn)) for turn in turns]
-    return messages, results, check_numbers(environment.close(), "rewards")
 
 
 @pytest.fixture(autouse=True)

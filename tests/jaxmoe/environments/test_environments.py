@@ -7,26 +7,12 @@ import types
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Message, Row
-from jaxmoe.environments.environment import Environment
+from jaxmoe.data.rows import Message
 from jaxmoe.environments.environment_specs import read_environment
-from jaxmoe.environments.step_check import check_numbers, check_reset, check_step
+from tests.jaxmoe.environments.checked_episode import make_turn, run_episode
 from tests.jaxmoe.environments.user_environments import AsyncGuess, Guess, compute_score, make_guess
 
-ROW = Row("6 * 7 =", "42", columns={"question": "6 * 7 =", "answer": "42", "level": 2})
 MODULE = "environments_of_a_user"
-
-
-def make_turn(text, **fields):
-    return [Message("assistant", "hm", channel="analysis"), Message("assistant", text, **fields)]
-
-
-def run_episode(environment, *turns, row=ROW, seed=3):
-    """(messages of the prompt, checked results of the steps, rewards at the end)."""
-    assert isinstance(environment, Environment)
-    messages, _ = check_reset(environment.reset(row, seed=seed))
-    results = [check_step(environment.step(turn)) for turn in turns]
-    return messages, results, check_numbers(environment.close(), "rewards")
 
 
 @pytest.fixture(autouse=True)

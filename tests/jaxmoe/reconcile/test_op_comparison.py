@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from random_weights import random_weights
 
-from jaxmoe.model import forward, plain_ops, sequence_logprobs, tiny
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.reconcile.op_comparison import (
     OP_NAMES,
     ComparisonPrograms,
@@ -20,19 +20,9 @@ from jaxmoe.reconcile.op_comparison import (
     score_with_differences,
 )
 from jaxmoe.reconcile.printed import print_op_comparison
+from tests.jaxmoe.model.compositions import small_config
 
-CFG = tiny(
-    vocab_size=61,
-    d_model=40,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=8,
-    n_experts=5,
-    experts_per_token=3,
-    d_expert=24,
-    sliding_window=9,
-)
+CFG = small_config()
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 33)).astype(np.int32)
 WEIGHTS = random_weights(CFG, 0)
 OPS = plain_ops()

@@ -70,6 +70,8 @@ def test_a_module_that_is_not_there_has_none(folder):
 def test_modules_are_named_before_each_colon():
     texts = ("", "a:f(x='b:c+d') + 2 * c.d:g", "ours(x=1) + veto", "e:h")
     assert list(named_modules(texts)) == ["a", "c.d", "e"]
+    adapted = "gym_adapter:Gym(env='my.env:Env', url='http://h:8000/x', limit=3)"
+    assert list(named_modules([adapted])) == ["gym_adapter", "my.env"]
 
 
 @pytest.mark.parametrize("edited", FILES)

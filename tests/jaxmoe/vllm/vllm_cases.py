@@ -10,28 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.config import VllmConfig
 from jaxmoe.http_engine.pooled_engine import TRAINER_LOGPS
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
 from jaxmoe.vllm.engine.multi_process_engine import MultiProcessVllmEngine
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=64,
-    n_layers=2,
-    n_q_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    n_experts=6,
-    experts_per_token=2,
-    d_expert=32,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = SIX_EXPERTS
 PROMPT, NEW, ROWS = 20, 13, 32
 PYTHON = os.environ.get("JAXMOE_VLLM_PYTHON", sys.executable)
 

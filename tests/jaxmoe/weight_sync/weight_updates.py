@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight updates that the tests here make."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.files import write_files
+from tests.jaxmoe.small_models import TEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=93,
-    d_model=32,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=20,
-    n_experts=10,
-    experts_per_token=4,
-    d_expert=24,
-    sliding_window=9,
-    vocab_multiple=8,
-)
+CFG = replace(TEN_EXPERTS, n_layers=4)
 RUN = "0f" * 6
 
 
