@@ -18,9 +18,11 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256" if "scaling" in sys.argv else "8"
@@ -34,19 +36,34 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
+from jaxmoe.model import init_params, plain_ops
+from jaxmoe.parallel import attention as mesh_attention
+from jaxmoe.parallel import expert
 from jaxmoe.parallel.halo import halo_attention
+from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.ring import ring_attention
 from jaxmoe.parallel.sequence import unzigzag, zigzag
+from jaxmoe.parallel.sharding import (
+    batch_sharding,
+    make_mesh,
+    sharded_shapes,
+    state_shardings,
+)
 from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.plan.collectives import sent_bytes
 from jaxmoe.plan.compiled import CompiledStep, compile_rl_step, mesh_on
 from jaxmoe.plan.kernels import choose_mesh_kernels
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.update import jit_step
 from pallas_kernels import sink_attention
 from pallas_kernels.ahead_of_time import parse_topology
 from pallas_kernels.check.sampled import sample_stripes
 from tests.jaxmoe.parallel.attention_on_devices import sequence_parallel
-from tests.jaxmoe.parallel.test_mesh_step import compile_step
+from tests.jaxmoe.parallel.test_mesh_step import CFG, TX, make_batch
 
 SHARDS = 8
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
@@ -165,6 +182,33 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
         x = x[0, rows] if i < 3 else x[0] if x.ndim > 1 else x
         errors.append(f"{np.abs(x - want).max() / np.abs(want).max():.1e}")
     return [f"{seconds:.0f}", " ".join(errors)]
+
+
+def compile_step(sizes: Any, rows: int = 8, length: int = 1600) -> Any:
+    """The compiled step of eight layers on that many tokens; nothing is made."""
+    cfg, mesh = replace(CFG, n_layers=8), make_mesh(MeshConfig(**sizes))
+    ops = sharded_ops(replace(plain_ops(), remat=jax.checkpoint), mesh, cfg)
+    state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), cfg)), TX))
+    pins: dict[str, Any] = {}
+    if mesh is not None:
+        pins = {"out_shardings": (state_shardings(state, cfg, mesh), None, None)}
+
+    def abstract_row(x: Any) -> jax.ShapeDtypeStruct:
+        sharded_shape = (rows, length)[: np.ndim(x)]
+        sharding_kwargs: Any = (
+            {} if mesh is None else {"sharding": batch_sharding(mesh, np.ndim(x))}
+        )
+        return jax.ShapeDtypeStruct(sharded_shape, x.dtype, **sharding_kwargs)
+
+    batch = jax.tree.map(abstract_row, make_batch(0))
+    step = jit_step(tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops), donate_argnums=0, **pins)
+    # as on chips, and at real widths: a ring's turns are a loop, and tokens that a CPU gathers more
+    # than GATHERED, so that they come in parts
+    with (
+        patch.object(mesh_attention, "ring_attention", None),
+        patch.object(expert, "MAX_GATHERED_BYTES", 2**20),
+    ):
+        return step.lower(sharded_shapes(state, cfg, mesh), batch).compile()
 
 
 def step_memory(args: argparse.Namespace) -> None:

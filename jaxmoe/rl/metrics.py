@@ -34,7 +34,7 @@ LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 
 def reduce_updates(metrics: Metrics) -> Metrics:
     """Reduce arrays with one entry per update to one value each; most are means of the updates."""
-    extremes = dict.fromkeys(MAXIMA, jnp.max) | dict.fromkeys(MINIMA, jnp.min)
+    extremes: dict[str, Any] = {**dict.fromkeys(MAXIMA, jnp.max), **dict.fromkeys(MINIMA, jnp.min)}
     return {name: extremes.get(name, jnp.mean)(x_U) for name, x_U in metrics.items()}
 
 

@@ -80,7 +80,8 @@ def vocabulary_divergences(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergences(vocab_size: int, *operands: Array) -> tuple[PerToken, PerToken]:
-    return _stream_divergences(vocab_size, *operands)[:2]
+    reverse_M, forward_M, *_ = _stream_divergences(vocab_size, *operands)
+    return reverse_M, forward_M
 
 
 def _divergences_fwd(vocab_size: int, *operands: Array) -> tuple[Any, Any]:
@@ -144,7 +145,7 @@ def _stream_divergences(
 
         zero = jnp.zeros(rows, jnp.float32)
         first = (jnp.full_like(zero, MASKED_LOGIT), zero, zero)
-        sums = loop_blocks(column_blocks, vocab_step, (first, first))
+        sums: Any = loop_blocks(column_blocks, vocab_step, (first, first))
         (lse, gap), (teacher_lse, teacher_gap) = map(_finish_sums, sums)
         above = lse - teacher_lse
         # Rounding may put a divergence near 0 below it.

@@ -92,5 +92,5 @@ def open_engine(
 
 def open_shared(channel, url, work, **changes):
     """One process's part of an engine that several processes share."""
-    make = partial(MultiProcessVllmEngine, mesh=None, channel=channel)
+    make: Any = partial(MultiProcessVllmEngine, mesh=None, channel=channel)
     return open_engine(url, work, make=make, **changes)
