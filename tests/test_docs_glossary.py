@@ -26,6 +26,7 @@ ASSEMBLED = (
     "time/",
     "stop/",
     "reward/env/",
+    "reward/turn/",
     "reward/score_by_judge/",
     "reward/score_instructions/",
     *(f"router/{x}" for x in ("trainer_", "engine_", "old_", "margin_p", "boundary_mass")),

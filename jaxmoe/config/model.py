@@ -36,7 +36,9 @@ class ModelConfig(Section, key="model"):
         "bfloat16", "of most arithmetic; the router's is float32", one_of("float32", "bfloat16")
     )
     # invariant: a token's bits depend only on its own past
-    numerics: str = setting("fast", "order of sums", one_of("fast", "invariant"), resume=True)
+    numerics: str = setting(
+        "fast", "order of sums", one_of("fast", "invariant"), example="invariant", resume=True
+    )
     vocab_multiple: int = _size(2**20, "embedding and head are padded to a multiple of this", 1)
     rope_theta: float = setting(150_000.0, "base of RoPE's frequencies", above(0))
     rope_factor: float = setting(32.0, "of YaRN; 1 is plain RoPE", at_least(1))

@@ -41,7 +41,10 @@ class OptimConfig(Section, key="optim"):
         "device", "memory of the saved inputs", one_of("device", "host"), resume=True
     )
     expert_tokens: int = setting(
-        0, "tokens that the experts compute, and recompute, at a time; 0: all", at_least(0)
+        0,
+        "tokens that the experts compute, and recompute, at a time; 0: all",
+        at_least(0),
+        example=1024,
     )
     moments: str = setting(
         "device", "memory of the moments", one_of("device", "host"), example="host", resume=True

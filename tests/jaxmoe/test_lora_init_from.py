@@ -114,7 +114,7 @@ def test_it_needs_a_given_base(cfg, change):
 
 
 def test_it_needs_a_rank(cfg):
-    with pytest.raises(ConfigError, match="needs the rank of its adapter"):
+    with pytest.raises(ConfigError, match="needs a rank"):
         override(cfg, "lora.attention_rank=0", "lora.expert_rank=0")
 
 

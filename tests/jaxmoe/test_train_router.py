@@ -140,7 +140,7 @@ REFUSED = [
     (("router.route=my_router:by_place",), "must choose a token's experts by that token alone"),
     (("router.record=my_router:shadow",), "with names of their own; shadow returns ['experts_BTA"),
     (("loss.terms=my_router:defaulted",), "defaulted must take ref_logp_BT without a default"),
-    ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got vllm"),
+    ((ROUTER[0], "rollout.engine=vllm"), "needs rollout.engine=native, got rollout.engine=vllm"),
     (("loss.terms=my_router:z_loss(weight=0.01)",), "z_loss takes router_logits_BTLE"),
     (Z_LOSS, "values_BT. Try --set rollout.compare_experts=True."),
     ((Z_LOSS[1].replace("0.01", "'a'"),), "the weight of my_router:z_loss must be a finite"),

@@ -198,7 +198,7 @@ def test_rows_with_longer_prompts_are_dropped_and_counted(tmp_path):
     assert sorted(retained) == [q for q in questions if len(q) == 2]
     with pytest.raises(ConfigError, match=r"fit into 12 usable rows .*; 4 prompts longer"):
         open_task(make_config(path, train_rows=11, overlong_prompts="drop"))
-    with pytest.raises(ConfigError, match="must be refuse or drop, got 'skip'"):
+    with pytest.raises(ConfigError, match="must be one of refuse, drop; got 'skip'"):
         make_config(path, overlong_prompts="skip")
 
 

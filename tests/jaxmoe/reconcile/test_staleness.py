@@ -30,9 +30,9 @@ def test_a_packed_leafs_arrays_are_both_stale():
         h.name: h.change for h in stale_tensors(make_params(1)) + stale_layers(make_params(1), cfg)
     }
     old = changes["stale_experts_layer_3"](v).params
-    for part in old["layers"]["full"]["w_down"]:
+    for part in old["layers"]["full"]["w_down"].codes:
         assert (np.asarray(part[0]) == 2).all() and (np.asarray(part[1]) == 1).all()
     untouched = old["layers"]["sliding"], old["layers"]["full"]["w_q"], old["head"]
     assert all((np.asarray(x) == 2).all() for x in jax.tree.leaves(untouched))
     changed = changes["stale_experts"](v).params
-    assert all((np.asarray(x) == 1).all() for x in changed["layers"]["sliding"]["w_down"])
+    assert all((np.asarray(x) == 1).all() for x in changed["layers"]["sliding"]["w_down"].codes)
