@@ -16,6 +16,7 @@ from typing import Any
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.config.engine import may_change_at_resume
 from jaxmoe.config.settings import iter_settings
+from jaxmoe.model.weights import weights_of
 
 BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
 # Settings that decide which rows of a task are held out.
@@ -116,7 +117,8 @@ def check_use(
 ) -> None:
     """Raise ConfigError if the checkpoint has another model or trained on the held-out rows."""
     # Adapters with another base are another model.
-    digests.check_unchanged(work, ("base", "init.checkpoint"))
+    if weights_of(cfg).base:
+        digests.check_unchanged(work, ("base", "init.checkpoint"))
     same_task = (
         saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
     )

@@ -75,8 +75,7 @@ class EngineDescription:
     # It loads experts in four bits as such; others get the same values in the model's dtype.
     reads_four_bits: bool = False
     runs_episodes: bool = False  # generate() takes an environment
-    # What a resumed run may change: options of the function that describes the engine, by name, and
-    # settings of the config, "rollout.vllm." for all below.
+    # Options of the function that describes the engine, which a resumed run may change.
     changeable_options: frozenset[str] = frozenset()
     check: Callable[["Config"], None] = accept_config
     check_processes: Callable[["Config"], None] = refuse_processes  # called if there are several
@@ -127,10 +126,10 @@ def describe_engine(cfg: "Config") -> EngineDescription:
 
 
 def may_change_at_resume(cfg: "Config", key: str, saved: Any) -> bool:
-    """Return True if the engine says that a resumed run may have another value of this setting."""
-    changeable = describe_engine(cfg).changeable_options
+    """Return True if a resumed run may have another rollout.engine: only such options changed."""
     if key != _KEY:
-        return key in changeable
+        return False
+    changeable = describe_engine(cfg).changeable_options
     (path, options), (saved_path, saved_options) = (
         parse_call(text, _KEY) for text in (cfg.rollout.engine, saved)
     )

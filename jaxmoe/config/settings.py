@@ -134,7 +134,7 @@ def _check_value(key: str, value: Any, field: dataclasses.Field[Any], fact: Sett
     largest = MAX_SECONDS if key.endswith("_s") else MAX_NUMBER
     for part in value if isinstance(value, tuple | list) else (value,):
         require(
-            not isinstance(part, float) or abs(part) <= largest,  # False for NaN
+            not isinstance(part, int | float) or abs(part) <= largest,  # False for NaN
             f"{key} must be a number from -{largest:g} to {largest:g}, got {part}. Try {typed}.",
         )
         if isinstance(part, str) and key not in _PROMPTS:

@@ -42,7 +42,7 @@ class Environment(Protocol):
 
         Returns (messages to add, reward, terminated, truncated, info). info may hold "rewards",
         the parts that the reward consists of, "metrics", numbers to add up over the episode, and
-        "state_key", a text or a number that is equal for equal states (see `gigpo`).
+        "state_key", a text or a whole number that is equal for equal states (see `gigpo`).
         """
         ...
 

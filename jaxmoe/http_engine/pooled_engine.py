@@ -43,6 +43,7 @@ from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
+from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import WeightFile, write_files
 from jaxmoe.weight_sync.update import WeightUpdate, create_run_id
 
@@ -90,7 +91,13 @@ class PooledEngine:
         self._logp = partial(TRAINER_LOGPS, cfg=cfg, ops=ops)
         self._closed = Event()
         self._reusable_file: WeightFile | None = None
+        self._weights_dir: WeightsDirectory | None = None
         self._pool = ServerPool([], [], self.incidents.append)
+
+    def open_weights_directory(self) -> None:
+        """Reserve the folder of weight files, which close() or the end of the process removes."""
+        if self._weights_dir is None:
+            self._weights_dir = WeightsDirectory(self._weights_path, self._run)
 
     def serve(self, replicas: Sequence[Replica], unavailable: Sequence[Backend] = ()) -> None:
         """Sample from these from now on; `unavailable` are waited for."""
@@ -106,6 +113,7 @@ class PooledEngine:
         Unavailable replicas get them when they reconnect. Raises EngineError if a replica holds
         other weights, or if none is left.
         """
+        self.open_weights_directory()
         reuse, self._reusable_file = self._reusable_file, None
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
         file = write_files(params, self._cfg, self._weights_path, **named, reuse=reuse)
@@ -236,9 +244,11 @@ class PooledEngine:
         )
 
     def close(self) -> None:
-        """Stop the servers that were started; may be called twice."""
+        """Stop the servers that were started, remove the weight files; may be called twice."""
         self._closed.set()
         with ExitStack() as closing:  # closes all, even if one raises
+            if self._weights_dir is not None:
+                closing.callback(self._weights_dir.close)
             for replica in self._pool.replicas:
                 closing.callback(replica.close)
             closing.callback(self._pool.close)

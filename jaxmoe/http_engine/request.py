@@ -6,6 +6,7 @@ keeps the log-probs and weight labels it was sampled with. Next: jaxmoe/http_eng
 checks the responses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,7 @@ def sample_completions(
     # Greedy samples are identical, and some servers accept only one of them.
     count = 1 if sampling.temperature <= 0.0 else request.count
     sample = SampleRequest(prompt, count, sampling.max_new_tokens, start, sampling)
-    completions = backend.sample(sample, cfg)
+    completions = _sample_checked(backend, sample, cfg)
     finished = [
         _continue_completion(
             backend, prompt, x, sampling, (seed, *request.seed_numbers(request.first + i)), cfg
@@ -70,6 +71,20 @@ def sample_completions(
         for i, x in enumerate(completions)
     ]
     return finished * request.count if count < request.count else finished
+
+
+def _sample_checked(
+    backend: Backend, sample: SampleRequest, cfg: ModelConfig
+) -> Sequence[Completion]:
+    """Return a backend's completions. Raises RequestFailed for another number, or lengths."""
+    completions = backend.sample(sample, cfg)
+    sizes = [(len(x.tokens), len(x.logp)) for x in completions]
+    if len(completions) != sample.count or any(tokens != logps for tokens, logps in sizes):
+        raise RequestFailed(
+            f"a response must have {sample.count} samples with a log-prob for each token; got "
+            f"(tokens, log-probs) {sizes[:8]}"
+        )
+    return completions
 
 
 def _continue_completion(
@@ -91,7 +106,7 @@ def _continue_completion(
         # With the seed of the first part, the continuation would repeat its random numbers.
         seed = request_seed(*numbers, part)
         continued = SampleRequest(tokens, 1, n_remaining, seed, sampling)
-        (continuation,) = backend.sample(continued, cfg)
+        (continuation,) = _sample_checked(backend, continued, cfg)
         completion = _join_completions(completion, continuation, len(prompt))
     raise RequestFailed(f"a sample was aborted {MAX_COMPLETIONS} times: are syncs too frequent?")
 

@@ -2,8 +2,9 @@
 """Advantages by turn, for episodes in which the policy speaks several times.
 
 A turn is a run of tokens that the policy chose. Its reward r_j is the sum of its tokens' rewards,
-and all of its tokens have one advantage. The environment's tokens have none, and no time passes at
-them. With one turn in each answer every function here is its namesake of advantages.py.
+and all of its tokens have one advantage, except with a critic. The environment's tokens have none,
+and no time passes at them. With one turn in each answer the estimators without a critic are those
+of advantages.py, and `turn_gae` is `bootstrapped_gae` with γ = 1.
 """
 
 import jax.numpy as jnp
@@ -99,8 +100,8 @@ def gigpo(
     A_j = A^episode + ω·A^step_j,   A^step_j = (G_j − mean_state(G)) / (std_state(G) + ε)
 
     The episode's part is `group_advantages` of rewards_PR. The state's group has every turn of the
-    prompt's samples that began in the same state, also two of one episode. A turn whose state
-    nobody else was in gets 0, as do turns of state −1, which is unknown.
+    prompt's samples that began in the same state, also two of one episode. A turn that is alone in
+    its state has A^step = 0, as have turns of state −1, which is unknown.
     Args:
         state_ids_BJ: equal for equal states within a prompt; the state is the one before the turn.
         step_weight: ω.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One view of a run's weights: those that train, those that are frozen, and the form that is read.
+"""Shapes and facts of a run's weights, with or without adapters and rounded experts.
 
-The trainer, the engine's memory, checkpoints and plans read it, and need not ask whether the run
-has adapters or rounded experts. Next: jaxmoe/model/lora.py and jaxmoe/model/rounded.py.
+No array is made here: jaxmoe/run/engine_weights.py makes what an engine loads, and
+jaxmoe/rl/scorer.py what the trainer reads. Next: jaxmoe/model/lora.py and jaxmoe/model/rounded.py.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from jaxmoe.shapes import Params
 
 
 class Weights(NamedTuple):
-    """Trees of Spec of the weights in RL."""
+    """What a run trains, freezes and rounds, as trees of Spec."""
 
     trained: Params  # of the policy in RL's state: adapters, or all weights
     base: Params  # frozen, with experts in four bits; {} without adapters
@@ -50,12 +50,16 @@ def trained_shapes(cfg: Config) -> Params:
 
 
 def keeps_reference(cfg: Config) -> bool:
-    """Return True if the state has a copy of the weights before RL; new adapters have a base."""
+    """Return True if RL keeps a copy of the weights before it, for the KL.
+
+    New adapters need none: their base is the reference.
+    """
     return cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
 
 
 def expert_products(cfg: Config) -> tuple[str, ...]:
-    """Return the products that may read the experts, by the ends of their names in bench.ops.OPS.
+    """Return the products that may read the experts, by the ends of their names in the table
+    pallas_kernels.bench.ops.OPS.
 
     A frozen base has four bits if its checkpoint has them, which is not known here.
     """

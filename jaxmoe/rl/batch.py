@@ -12,13 +12,14 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError
-from jaxmoe.parallel.sharding import replicate_arrays, shard_batch
+from jaxmoe.parallel.sharding import TRAINING, replicate_arrays, shard_batch
 from jaxmoe.records import Prompt, Rollout, find_mask_problem, find_reward_problem
 from jaxmoe.rl.engine_experts import stack_engine_experts
 from jaxmoe.shapes import Leaf
 
 # Bounds of a sampled token's log-prob, in nats, at any temperature. A token of a lower log-prob
 # cannot have been sampled: exp(−104) is 0 in float32.
+TURN_ARRAYS = ("turn_ends_BJ", "state_ids_BJ")
 MIN_LOGP_NATS, MAX_LOGP_NATS = -100.0, 1e-3
 
 
@@ -76,8 +77,15 @@ def map_rows(fn: Callable[[Any], Any], batch: Batch) -> Batch:
 
 def shard_rows(batch: Batch, mesh: Mesh | None) -> Batch:
     """Put a batch on the devices of a mesh: rows by `shard_batch`, shared arrays on all devices."""
-    placed = shard_batch(replace(batch, shared={}), mesh)
-    return replace(placed, shared=replicate_arrays(batch.shared, mesh))
+    rows, turns = split_turn_arrays(replace(batch, shared={}))
+    turns = shard_batch(turns, mesh, replace(TRAINING, time=()))
+    return replace(shard_batch(rows, mesh), shared=replicate_arrays(batch.shared, mesh), **turns)
+
+
+def split_turn_arrays(batch: Batch) -> tuple[Batch, dict[str, Leaf]]:
+    """Return the batch without the arrays of turns, and these: their second axis is not time."""
+    turns = {name: getattr(batch, name) for name in TURN_ARRAYS}
+    return replace(batch, **dict.fromkeys(turns)), turns
 
 
 def rollout_batch(

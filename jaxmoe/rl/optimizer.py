@@ -77,8 +77,8 @@ def make_named_optimizer(
     )
     require(
         cfg.moments == "device" or ":" not in cfg.name.partition("(")[0],
-        "optim.moments=host updates the layers pair by pair, which adamw and muon allow, and "
-        f"optim.name is {cfg.name}. Try --set optim.moments=device.",
+        "optim.moments=host updates one layer of each stack at a time, which adamw and muon allow, "
+        f"and optim.name is {cfg.name}. Try --set optim.moments=device.",
     )
     tx = function(schedule)
     require(

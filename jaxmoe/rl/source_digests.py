@@ -55,7 +55,7 @@ def named_modules(texts: Iterable[str]) -> Iterator[str]:
             path = path.rpartition("*")[2].strip()
             if ":" in path:
                 yield path.partition(":")[0]
-            yield from re.findall(r"['\"]([\w.]+):[A-Za-z_]\w*['\"]", options)
+            yield from re.findall(r"['\"]([\w.]+):[A-Za-z_][\w.]*['\"]", options)
 
 
 def _find_source(module: str) -> Path | None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmoe.config import ConfigError, require
 from jaxmoe.records import Rollout
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.batch import TURN_ARRAYS, Batch
 
 
 def add_turns(batch: Batch, rollouts: Sequence[Rollout], a: Algorithm, max_turns: int) -> Batch:
@@ -22,7 +22,7 @@ def add_turns(batch: Batch, rollouts: Sequence[Rollout], a: Algorithm, max_turns
     Raises ConfigError if they take states, and the environment named none.
     """
     names = a.array_names.advantages
-    if "turn_ends_BJ" not in names:
+    if not {*TURN_ARRAYS} & {*names}:
         return batch
     ends_BJ = find_turn_ends(np.asarray(batch.loss_mask_BT), max_turns)
     batch = replace(batch, turn_ends_BJ=ends_BJ)

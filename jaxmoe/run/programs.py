@@ -22,7 +22,7 @@ from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.batch import TURN_ARRAYS, Batch, split_turn_arrays
 from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.microbatches import Packing, SharedTokens
 from jaxmoe.rl.minibatches import Minibatches
@@ -161,6 +161,11 @@ def batch_shapes(
         rewards_BT=array(jnp.float32, B, T),
         samples_per_prompt=cfg.rollout.samples_per_prompt,
         truncated_B=array(jnp.bool_, B),
+        **{
+            name: array(jnp.int32, B, cfg.rollout.max_turns)
+            for name in TURN_ARRAYS
+            if name in a.array_names.advantages
+        },
         routed_experts_BTLA=routed,
         packing=packing(B),
         shared={"step": array(jnp.int32)},
@@ -184,10 +189,10 @@ def sharded_batch_shapes(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     replicated = NamedSharding(mesh, PartitionSpec())
-    rows = jax.tree.map(
-        lambda x: with_sharding(x, batch_sharding(mesh, x.ndim)), replace(batch, shared={})
-    )
+    rows, turns = split_turn_arrays(replace(batch, shared={}))
+    rows = jax.tree.map(lambda x: with_sharding(x, batch_sharding(mesh, x.ndim)), rows)
+    turns = jax.tree.map(lambda x: with_sharding(x, batch_sharding(mesh, 1)), turns)
     shared, minibatches = jax.tree.map(
         lambda x: with_sharding(x, replicated), (batch.shared, minibatches)
     )
-    return replace(rows, shared=shared), minibatches
+    return replace(rows, shared=shared, **turns), minibatches

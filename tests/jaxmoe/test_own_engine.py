@@ -14,6 +14,7 @@ import pytest
 from jaxmoe import train
 from jaxmoe.checkpoint.same_run import check_resume
 from jaxmoe.config import ConfigError, describe_engine, to_json
+from jaxmoe.config.engine import may_change_at_resume
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.parallel.limits import check_mesh
@@ -180,6 +181,8 @@ def test_a_resume_may_change_what_the_engine_says(own_engine, peer, tmp_path):
     assert resume("own_engine:describe_own") and resume("own_engine:describe_own(rows=32)")
     with pytest.raises(ConfigError, match="cannot continue with native"):
         resume("native")
+    # an option of the engine is no setting of the run, whatever its name
+    assert not may_change_at_resume(override(load_config("tiny.py"), OWN), "rows", 7)
     saved["rollout"]["engine"] = "peer_engine:describe(runs_episodes=True)"
     with pytest.raises(ConfigError, match="cannot continue with peer_engine:describe"):
         resume("peer_engine:describe")

@@ -58,10 +58,7 @@ def test_every_walk_needs_two_steps_and_few_turns():
 
 @pytest.mark.slow  # a command, most of it compiling
 def test_a_run_has_credit_by_turn(tmp_path):
-    args = commands.command(tmp_path / "run")
-    args[args.index("tiny.py")] = "tiny_turns.py"
-    args = args[: args.index("--set")]
-    args += [word for k, v in QUICK.items() for word in ("--set", f"{k}={v}")]
+    args = commands.command(tmp_path / "run", config="tiny_turns.py", sizes=QUICK)
     code, out, err = commands.finish(args)
     assert code == 0, out + err
     rows = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["stage"] == "rl"]

@@ -35,22 +35,30 @@ class GymnasiumEnvironment:
         self._instance = self._make()
         options = copy.deepcopy(row_columns(row))
         result = wait_for_result(self._instance.reset(seed=seed, options=options))
-        observation = _unpack(result, 2, "reset", "(observation, info)")[0]
+        observation, info = _unpack(result, 2, "reset", "(observation, info)")
         messages = prompt_messages(row, self._system)
-        return replace_question(messages, _check_text(observation)), {}
+        return replace_question(messages, _check_text(observation)), _keep_state_key(info)
 
     def step(self, messages: list[Message]) -> Unchecked:
         result = wait_for_result(self._instance.step(turn_text(messages)))
         form = "(observation, reward, terminated, truncated, info)"
-        observation, reward, terminated, truncated, _ = _unpack(result, 5, "step", form)
+        observation, reward, terminated, truncated, info = _unpack(result, 5, "step", form)
         text = _check_text(observation)
-        return [Message("user", text)] if text else [], reward, terminated, truncated, {}
+        replies = [Message("user", text)] if text else []
+        return replies, reward, terminated, truncated, _keep_state_key(info)
 
     def close(self) -> Unchecked:
         instance, self._instance = self._instance, None
         if instance is not None and hasattr(instance, "close"):
             wait_for_result(instance.close())
         return None
+
+
+def _keep_state_key(info: Any) -> dict[str, Any]:
+    """What GiGPO compares; the rest of Gymnasium's info has other meanings."""
+    return (
+        {"state_key": info["state_key"]} if isinstance(info, dict) and "state_key" in info else {}
+    )
 
 
 def _unpack(result: Any, length: int, method: str, form: str) -> Sequence[Any]:

@@ -4,7 +4,8 @@
     data.environment=openenv_environment:OpenEnvEnvironment(url='http://127.0.0.1:8000')
 
 The client is that of the package openenv, which the user installs. An action is {field: text of
-the turn}; an observation's text is appended to the row's question, and unbound a user message.
+the turn}; the first observation's text is appended to the row's question, later ones are user
+messages.
 """
 
 import importlib

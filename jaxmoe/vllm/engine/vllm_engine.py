@@ -5,7 +5,7 @@ Next: jaxmoe/http_engine/pooled_engine.py samples; multi_process_engine.py is th
 processes.
 """
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -27,7 +27,6 @@ from jaxmoe.vllm.engine.in_process_backend import InProcessBackend
 from jaxmoe.vllm.engine.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.transport import Transport
-from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest
 
@@ -66,12 +65,11 @@ class VllmEngine(PooledEngine):
             dtype=vllm.dtype,
             run=run,
         )
-        self._weights_dir: WeightsDirectory | None = None
         in_process = not vllm.url and vllm.launch == 0
         self._transport = "in_process" if in_process else vllm.transport
         # Fails on an unusable folder before servers start, which takes minutes.
         if self._transport == "files" or sent.are_adapters:
-            self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
+            self.open_weights_directory()
         try:
             opened = open_backends(cfg, vllm, work, context, max_rows, sent)
         except BaseException:
@@ -170,13 +168,6 @@ class VllmEngine(PooledEngine):
         except RequestFailed as error:
             raise EngineError(str(error)) from error
         return logp, workers
-
-    def close(self) -> None:
-        """Stop the servers that were started, remove the weight files; may be called twice."""
-        with ExitStack() as closing:  # both, even if one raises
-            if self._weights_dir is not None:
-                closing.callback(self._weights_dir.close)
-            closing.callback(super().close)
 
 
 def name_setting(name: str, value: Any) -> str:

@@ -37,6 +37,20 @@ def test_another_task_may_be_evaluated_by_other_columns():
     check_resume(WORK, json.loads(to_json(NAMED)), NAMED)
 
 
+def test_another_start_is_another_model_for_adapters_alone():
+    other_start = ContentDigests({"init.checkpoint": "1"}, {"init.checkpoint": "2"})
+    for lora in (False, True):
+        sizes = ("model.d_model=64", "model.d_expert=64")
+        changes = ("lora.attention_rank=2", "mesh.fsdp=1", *sizes) if lora else ()
+        cfg = override(PLAIN, "init.checkpoint=folder", "warmup.steps=0", *changes)
+        saved = json.loads(to_json(cfg))
+        if not lora:
+            check_use(WORK, saved, cfg, other_start)
+            continue
+        with pytest.raises(ConfigError, match="had other contents"):
+            check_use(WORK, saved, cfg, other_start)
+
+
 def test_checkpoints_from_before_the_setting_go_on():
     saved = json.loads(to_json(PLAIN))
     del saved["data"]["columns"]

@@ -122,6 +122,7 @@ def engine(two, tmp_path):
     )
     yield engine
     engine.close()
+    assert not list(tmp_path.iterdir())  # weight files are gone
 
 
 def sample(engine, version, samples=2):

@@ -14,6 +14,7 @@ from jaxmoe.rl.batch import rollout_batch, shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.sharing_from_config import sharing_from_config
+from jaxmoe.rl.turns import add_turns
 from jaxmoe.run.programs import batch_shapes, sharded_batch_shapes
 from pallas_kernels import sink_attention
 
@@ -42,6 +43,7 @@ def called_with(cfg, a, sharing):
             StopReason.MAX_TOKENS,
             np.zeros(3, np.int32),
             routed_experts=routed,
+            state_keys=("a",),
         )
         for i in range(r.sequences_per_step)
     ]
@@ -53,6 +55,7 @@ def called_with(cfg, a, sharing):
         pad_id=0,
         n_experts=m.n_experts if cfg.router.replay == "R3" else None,
     )
+    batch = add_turns(batch, rollouts, a, r.max_turns)
     batch = replace(batch, shared={"step": np.int32(0)})
     return split_minibatches(
         batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch, sharing=sharing
@@ -81,7 +84,16 @@ def shapes_of(tree):
     ],
 )
 def test_planned_shapes_are_those_of_train(changes):
-    cfg = override(load_config("tiny.py"), *SMALL, *changes)
+    check_shapes(override(load_config("tiny.py"), *SMALL, *changes))
+
+
+def test_turns_are_not_cut_as_time_is():
+    """Six turns over a sequence axis of four devices."""
+    mesh = ("mesh.fsdp=2", "mesh.sequence=4", "optim.share_prompts=off")
+    check_shapes(override(load_config("tiny_turns.py"), *mesh, "optim.tokens_per_microbatch=0"))
+
+
+def check_shapes(cfg):
     a = algorithm_from_config(cfg)
     sharing = sharing_from_config(cfg, sink_attention)
     batch, minibatches = called_with(cfg, a, sharing)
