@@ -151,6 +151,8 @@ def batch_shapes(
     if cfg.records_experts:
         dtype = expert_dtype(m.n_experts)
         routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
+    turns = array(jnp.int32, B, cfg.rollout.max_turns)
+    takes_turns = not {*TURN_ARRAYS}.isdisjoint(a.array_names.advantages)
     batch = Batch(
         tokens_BT=array(jnp.int32, B, T),
         positions_BT=array(jnp.int32, B, T),
@@ -161,11 +163,8 @@ def batch_shapes(
         rewards_BT=array(jnp.float32, B, T),
         samples_per_prompt=cfg.rollout.samples_per_prompt,
         truncated_B=array(jnp.bool_, B),
-        **{
-            name: array(jnp.int32, B, cfg.rollout.max_turns)
-            for name in TURN_ARRAYS
-            if name in a.array_names.advantages
-        },
+        turn_ends_BJ=turns if takes_turns else None,
+        state_ids_BJ=turns if "state_ids_BJ" in a.array_names.advantages else None,
         routed_experts_BTLA=routed,
         packing=packing(B),
         shared={"step": array(jnp.int32)},
