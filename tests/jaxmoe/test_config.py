@@ -31,7 +31,6 @@ SHIPPED = [
     "tiny_lora.py",
     "tiny_mxfp4.py",
     "tiny_tool.py",
-    "tiny_turns.py",
     "tiny_vllm.py",
 ]
 

@@ -88,9 +88,10 @@ def test_planned_shapes_are_those_of_train(changes):
 
 
 def test_turns_are_not_cut_as_time_is():
-    """Six turns over a sequence axis of four devices."""
+    """Three turns over a sequence axis of four devices."""
     mesh = ("mesh.fsdp=2", "mesh.sequence=4", "optim.share_prompts=off")
-    check_shapes(override(load_config("tiny_turns.py"), *mesh, "optim.tokens_per_microbatch=0"))
+    turns = ("loss.advantages=turn_return_advantages", "optim.tokens_per_microbatch=0")
+    check_shapes(override(load_config("tiny_tool.py"), *mesh, *turns))
 
 
 def check_shapes(cfg):

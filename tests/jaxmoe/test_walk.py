@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk of tiny_turns.py: its rooms, and a run whose turns have their own credit."""
+"""A walk through rooms: what it pays, and a run whose turns have their own credit."""
 
 import json
 
 import numpy as np
 import pytest
 
-from jaxmoe.config_file import load_config
-from jaxmoe.configs import tiny_turns
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.environments.step_check import check_step
 from jaxmoe.observe.metrics import read_metrics
-from tests.jaxmoe import commands
+from tests.jaxmoe import commands, walk
 
 QUICK = {
     "data.train_rows": 64,
@@ -32,7 +30,7 @@ QUICK = {
 
 
 def test_a_walk_pays_in_the_goal_alone():
-    environment = tiny_turns.Walk()
+    environment = walk.Walk()
     _, info = environment.reset(Row("0 2", "2"), seed=0)
     assert info["state_key"] == 0
     results = [
@@ -47,18 +45,17 @@ def test_a_walk_pays_in_the_goal_alone():
 
 def test_every_walk_needs_two_steps_and_few_turns():
     for number in range(200):
-        row = tiny_turns.ask_for_walk(Row(f"{number}", "x"))
+        row = walk.ask_for_walk(Row(f"{number}", "x"))
         start, goal = map(int, row.question.split())
         distance = abs(start % 3 - goal % 3) + abs(start // 3 - goal // 3)
         assert 2 <= distance <= 4 and row.answer == str(goal)
-        messages = tiny_turns.demonstrate_steps(row)
-        assert messages == tiny_turns.demonstrate_steps(row) and len(messages) == 5
-    assert load_config("tiny_turns.py").rollout.max_turns == 6
+        messages = walk.demonstrate_steps(row)
+        assert messages == walk.demonstrate_steps(row) and len(messages) == 5
 
 
 @pytest.mark.slow  # a command, most of it compiling
 def test_a_run_has_credit_by_turn(tmp_path):
-    args = commands.command(tmp_path / "run", config="tiny_turns.py", sizes=QUICK)
+    args = commands.command(tmp_path / "run", config="tests/jaxmoe/walk.py", sizes=QUICK)
     code, out, err = commands.finish(args)
     assert code == 0, out + err
     rows = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["stage"] == "rl"]

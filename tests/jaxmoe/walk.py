@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A 0.96 M parameter GPT-OSS learns to walk through rooms: up to six turns, of which one earns.
-
-COMMAND  python -m jaxmoe.train --config tiny_turns.py
-EXPECT   Not measured yet. One credit for the episode:
-         python -m jaxmoe.train --config tiny_turns.py --set loss.advantages=group_advantages
-SOURCE   Nine rooms in three rows, as in grid worlds; each room is a state for gigpo
-         (arXiv:2505.10978). Sizes and rates as in tiny_tool.py.
-"""
+"""A config whose episodes walk through nine rooms, of which one pays: up to six turns."""
 
 import random
 from collections.abc import Sequence
@@ -86,8 +79,8 @@ def get_config() -> Config:
             task="reasoning_gym:products",
             options={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
             template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
-            map_rows="jaxmoe.configs.tiny_turns:ask_for_walk",
-            environment="jaxmoe.configs.tiny_turns:Walk",
+            map_rows="tests.jaxmoe.walk:ask_for_walk",
+            environment="tests.jaxmoe.walk:Walk",
             train_rows=8_192,
             held_out_rows=128,
             max_prompt_tokens=24,
@@ -96,7 +89,7 @@ def get_config() -> Config:
             steps=100,
             sequences_per_step=64,
             lr=1e-3,
-            demonstrations="jaxmoe.configs.tiny_turns:demonstrate_steps",
+            demonstrations="tests.jaxmoe.walk:demonstrate_steps",
         ),
         rollout=RolloutConfig(
             sequences_per_step=128,
@@ -112,5 +105,5 @@ def get_config() -> Config:
         steps=60,
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=60),
-        workdir="runs/tiny_turns",
+        workdir="runs/walk",
     )
