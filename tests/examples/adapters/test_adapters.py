@@ -127,6 +127,7 @@ def test_a_gymnasium_environment_asks_by_its_observation():
     assert messages == (Message("system", "Be short."), Message("user", "Guess 3."))
     assert results[0].messages == (Message("user", "Again."),)
     assert results[1].terminated and results[1].reward == 1
+    assert len({result.state_key for result in results}) == 2  # what GiGPO compares
     assert run_episode(make("GymGuess", "silent=True"))[0] == (Message("user", "6 * 7 ="),)
 
 

@@ -103,7 +103,7 @@ class GymGuess:
             float(is_right),
             is_right,
             False,
-            {"anything": object()},
+            {"anything": object(), "state_key": action},
         )
 
     def render(self):
