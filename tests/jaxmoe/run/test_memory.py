@@ -2,6 +2,7 @@
 """The dry run: sizes from shapes alone."""
 
 import dataclasses
+import gc
 import math
 import re
 from contextlib import closing
@@ -319,6 +320,7 @@ def test_what_the_plan_holds_is_what_is_alive(tmp_path):
         "rollout.samples_per_prompt=8",
         "loss.kl_coef=0.1",
     )
+    gc.collect()  # or arrays of earlier tests go meanwhile
     before, mem = sum(x.nbytes for x in jax.live_arrays()), plan_memory(cfg)
     state = jax.jit(partial(init_rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
     with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:
