@@ -7,6 +7,9 @@ and no time passes at them. With one turn in each answer the estimators without 
 of advantages.py, and `turn_gae` is `bootstrapped_gae` with γ = 1.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -34,9 +37,9 @@ def turn_return_advantages(
     Source: arXiv:2402.03300 §4.1.3 (process supervision), where the baseline is over all steps.
     """
     returns_BJ = turn_returns(rewards_BT, mask_BT, turn_ends_BJ, discount=discount)
-    groups_NR = _group_turns(returns_BJ, turn_ends_BJ, rewards_PR)
-    advantages_NR = group_advantages(groups_NR, scale_by_std=scale_by_std)
-    return spread_turns(_ungroup_turns(advantages_NR, rewards_PR), mask_BT, turn_ends_BJ)
+    estimate = partial(group_advantages, scale_by_std=scale_by_std)
+    advantages_BJ = _compare_turns(estimate, returns_BJ, turn_ends_BJ, rewards_PR)
+    return spread_turns(advantages_BJ, mask_BT, turn_ends_BJ)
 
 
 def turn_rloo_advantages(
@@ -52,8 +55,8 @@ def turn_rloo_advantages(
     See `turn_return_advantages`. Source: arXiv:2402.14740, applied to each turn.
     """
     returns_BJ = turn_returns(rewards_BT, mask_BT, turn_ends_BJ, discount=discount)
-    advantages_NR = rloo_advantages(_group_turns(returns_BJ, turn_ends_BJ, rewards_PR))
-    return spread_turns(_ungroup_turns(advantages_NR, rewards_PR), mask_BT, turn_ends_BJ)
+    advantages_BJ = _compare_turns(rloo_advantages, returns_BJ, turn_ends_BJ, rewards_PR)
+    return spread_turns(advantages_BJ, mask_BT, turn_ends_BJ)
 
 
 def turn_group_advantages(
@@ -77,9 +80,9 @@ def turn_group_advantages(
     """
     check_option("discount", discount, SHARE)
     rewards_BJ = turn_rewards(rewards_BT, mask_BT, turn_ends_BJ)
-    groups_NR = _group_turns(rewards_BJ, turn_ends_BJ, rewards_PR)
-    advantages_NR = group_advantages(groups_NR, scale_by_std=scale_by_std)
-    advantages_BJ = _add_later(_ungroup_turns(advantages_NR, rewards_PR), discount)
+    estimate = partial(group_advantages, scale_by_std=scale_by_std)
+    advantages_BJ = _compare_turns(estimate, rewards_BJ, turn_ends_BJ, rewards_PR)
+    advantages_BJ = _add_later(advantages_BJ, discount)
     return spread_turns(advantages_BJ, mask_BT, turn_ends_BJ)
 
 
@@ -256,21 +259,20 @@ def _add_later(x_BJ: Float[Array, "B J"], discount: float) -> Float[Array, "B J"
     return lax.scan(step_back, jnp.zeros_like(x_BJ[:, 0]), x_BJ.T, reverse=True)[1].T
 
 
-def _group_turns(
-    x_BJ: Float[Array, "B J"], turn_ends_BJ: Int[Array, "B J"], rewards_PR: Float[Array, "P R"]
-) -> Float[Array, "_ R"]:
-    """Return rows of one prompt and turn, [P·J, R]; NaN for turns that do not exist."""
+def _compare_turns(
+    estimate: Callable[[Array], Array],
+    x_BJ: Float[Array, "B J"],
+    turn_ends_BJ: Int[Array, "B J"],
+    rewards_PR: Float[Array, "P R"],
+) -> Float[Array, "B J"]:
+    """Return an estimator's advantages of groups of one prompt and turn, [P·J, R].
+
+    A turn that does not exist is a missing reward, NaN.
+    """
     (p, r), j = rewards_PR.shape, x_BJ.shape[1]
     x_BJ = jnp.where(turn_ends_BJ >= 0, x_BJ, jnp.nan)
-    return x_BJ.reshape(p, r, j).swapaxes(1, 2).reshape(p * j, r)
-
-
-def _ungroup_turns(
-    x_NR: Float[Array, "_ R"], rewards_PR: Float[Array, "P R"]
-) -> Float[Array, "B J"]:
-    """Invert `_group_turns`."""
-    p, r = rewards_PR.shape
-    return x_NR.reshape(p, -1, r).swapaxes(1, 2).reshape(p * r, -1)
+    groups_NR = x_BJ.reshape(p, r, j).swapaxes(1, 2).reshape(p * j, r)
+    return estimate(groups_NR).reshape(p, j, r).swapaxes(1, 2).reshape(p * r, j)
 
 
 def _centre_by_state(

@@ -17,7 +17,7 @@ from jaxmoe.shapes import Params
 
 
 class Weights(NamedTuple):
-    """What a run trains, freezes and rounds, as trees of Spec."""
+    """The weights that a run trains, freezes and rounds, as trees of Spec."""
 
     trained: Params  # of the policy in RL's state: adapters, or all weights
     base: Params  # frozen, with experts in four bits; {} without adapters

@@ -133,8 +133,8 @@ def update_minibatch(
     """Make one optimizer update on a scored minibatch, unless the gate is closed.
 
     `gap` has metrics of the engine relative to the trainer before the step; if it is None they are
-    computed from this update's forward. Returns state, metrics, and
-    the rows of which the step measures more: logp_BT, and those of `router_rows`.
+    computed from this update's forward. Returns state, metrics, and arrays of each row: logp_BT,
+    and those of `router_rows` if the router is measured.
     """
     # The base is not part of the state, which is the carry of a scan and would be copied with it.
     frozen = replace(state.frozen, base=base)

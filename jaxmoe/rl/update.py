@@ -203,9 +203,8 @@ def scan_minibatches(
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
         logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, logp_UBT.shape[-1]))
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows_U)
-    if (
-        len(rows) > 1
-    ):  # of all updates together, since no quantile is a mean of the updates' quantiles
+    # The router is measured over all updates together: no quantile is a mean of their quantiles.
+    if len(rows) > 1:
         batch = map_rows(lambda x: x[minibatches.rows_UB.reshape(-1)], batch)
     return state, reduce_updates(metrics), rows, logp_BT, batch
 

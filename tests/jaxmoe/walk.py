@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxmoe.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    LossConfig,
-    OptimConfig,
-    RolloutConfig,
-    SaveConfig,
-    WarmupConfig,
-)
+from jaxmoe.config import Config
+from jaxmoe.configs import tiny_tool
 from jaxmoe.data.rows import Message, Row, prompt_messages
 from jaxmoe.environments.environment import turn_text
-from jaxmoe.model.config import tiny
 
 SIDE = 3  # rooms of a row; room r is at column r % SIDE of row r // SIDE
 STEPS = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
@@ -73,37 +64,24 @@ class Walk:
 
 
 def get_config() -> Config:
-    return Config(
-        model=tiny(),
-        data=DataConfig(
-            task="reasoning_gym:products",
-            options={"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
-            template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
+    full = tiny_tool.get_config()
+    return replace(
+        full,
+        data=replace(
+            full.data,
             map_rows="tests.jaxmoe.walk:ask_for_walk",
             environment="tests.jaxmoe.walk:Walk",
-            train_rows=8_192,
-            held_out_rows=128,
+            tools="",
             max_prompt_tokens=24,
         ),
-        warmup=WarmupConfig(
-            steps=100,
-            sequences_per_step=64,
-            lr=1e-3,
-            demonstrations="tests.jaxmoe.walk:demonstrate_steps",
-        ),
-        rollout=RolloutConfig(
-            sequences_per_step=128,
+        warmup=replace(full.warmup, demonstrations="tests.jaxmoe.walk:demonstrate_steps"),
+        rollout=replace(
+            full.rollout,
             samples_per_prompt=8,
-            max_new_tokens=72,
             max_turns=6,
             max_turn_tokens=12,
             max_reply_tokens=8,
             max_context=192,
         ),
-        loss=LossConfig(advantages="gigpo", entropy_coef=0.01),
-        optim=OptimConfig(lr=3e-4, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=32 * 192),
-        steps=60,
-        eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=60),
-        workdir="runs/walk",
+        loss=replace(full.loss, advantages="gigpo"),
     )

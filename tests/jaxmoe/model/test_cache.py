@@ -8,7 +8,7 @@ import pytest
 
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
 from jaxmoe.model.cache import cache_bytes, newest_slots
-from tests.jaxmoe.model.small import SMALL as CFG
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as CFG
 
 OPS = plain_ops()
 B = 2

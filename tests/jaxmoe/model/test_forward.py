@@ -14,8 +14,8 @@ from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
-from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 from tests.pallas_kernels.jaxprs import equations
 
 OPS = plain_ops()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.model import next_token_logits, plain_ops, sequence_logprobs
-from tests.jaxmoe.model.small import SMALL
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 OPS = plain_ops()
 CFG = replace(SMALL, vocab_multiple=64)

@@ -15,7 +15,7 @@ from jaxmoe.model import make_ops, plain_ops
 from jaxmoe.model.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.router import route_top_k
-from tests.jaxmoe.model.small import SMALL
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 from tests.pallas_kernels.three_way import three_way
 
 CFG = replace(SMALL, swiglu_limit=1.5)

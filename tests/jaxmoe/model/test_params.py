@@ -21,7 +21,7 @@ from jaxmoe.model import (
     tiny,
 )
 from jaxmoe.model.params import Spec, cast_for_forward, map_specs, param_specs
-from tests.jaxmoe.model.small import SMALL
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 CFG = replace(SMALL, n_layers=6, n_q_heads=15, vocab_multiple=64, dtype="bfloat16")
 

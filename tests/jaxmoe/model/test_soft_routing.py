@@ -13,8 +13,8 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.router import RouterContext, route_top_k
 from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straight_through
-from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 B, T, D, E, A = 2, 5, 11, 7, 3
 CFG = replace(SMALL, n_experts=8, experts_per_token=3, vocab_multiple=64)

@@ -23,7 +23,6 @@ from jaxmoe.reconcile.handshake import Handshake
 from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.reconcile.staleness import GROUPS
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.reconcile.peer import (
     Peer,
     log_softmax,
@@ -32,6 +31,7 @@ from tests.jaxmoe.reconcile.peer import (
     to_half,
     to_numpy,
 )
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 OPS = plain_ops()
 CFG = replace(SMALL, vocab_multiple=64, swiglu_limit=1.5, max_context=4096)

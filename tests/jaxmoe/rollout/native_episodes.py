@@ -13,8 +13,8 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
-from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 CFG = replace(SMALL, vocab_multiple=64)
 INVARIANT = invariant_ops(plain_ops())

@@ -14,8 +14,8 @@ from jaxmoe.model.cache import KVStack, own_slots
 from jaxmoe.rollout.cache_rows import put_rows, repeat_rows, share_prompt_keys, take_rows
 from jaxmoe.rollout.decoding import prefill_prompts
 from pallas_kernels import decode_attention
-from tests.jaxmoe.model.small import SMALL
 from tests.jaxmoe.random_weights import random_weights
+from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 CFG = replace(SMALL, n_layers=4)
 OPS = plain_ops()

@@ -104,6 +104,15 @@ def test_values_and_gradients_are_those_of_float64(
         three_way(x, simple_x, expected, name, ulps=4.0)
 
 
+def test_the_real_vocabulary_has_the_values_of_float64():
+    arrays, cotangents = operands(5, 201_216, scale=2.0)
+    actual = compiled(201_088)(cotangents, *arrays, jnp.float32(1.0))
+    exact = oracle(arrays, 1.0, 201_088, cotangents)
+    simple = naive(arrays, 1.0, 201_088, cotangents, jnp.float32)
+    for name, x, simple_x, expected in zip(NAMES, actual, simple, exact, strict=True):
+        three_way(x, simple_x, expected, name, ulps=4.0)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("columns", [37, 300])
 def test_a_teacher_like_the_student_gives_exact_zeros(columns, dtype, small_blocks):
