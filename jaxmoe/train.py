@@ -119,8 +119,9 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     ):
         if first:
             record_config(work, cfg, parts.kernels.names)
-        frozen = {"base": base, "teacher": teacher}
-        yield Job(cfg, parts, engine, log, stop, position, contents=digests, **frozen)
+        job = Job(cfg, parts, engine, log, stop, position, contents=digests, base=base)
+        job.teacher = teacher
+        yield job
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")

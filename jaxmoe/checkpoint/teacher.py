@@ -7,6 +7,7 @@ the export's dtype. Next: jaxmoe/run/teacher.py.
 
 import dataclasses
 import hashlib
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.hf_placed import load_sharded_params
 from jaxmoe.checkpoint.run import STAGES
 from jaxmoe.checkpoint.same_run import weights_digest
+from jaxmoe.checkpoint.tensor_files import find_tensors
 from jaxmoe.config import Config, ConfigError, DistillConfig, ModelConfig, require
 from jaxmoe.model.config import read_config_json, read_hf_config
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.params import abstract_params, map_specs, read_dtype
+from jaxmoe.model.params import abstract_base, abstract_params, map_specs, read_dtype
 from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.model.weights import trained_shapes
 from jaxmoe.parallel.rounding import shard_rounding
@@ -65,11 +67,11 @@ def find_teacher(cfg: Config) -> TeacherFolder:
     """
     text = cfg.distill.teacher
     name, at, number = text.rpartition("@")
-    folder, step = (Path(name), number) if at and not Path(text).is_dir() else (Path(text), "")
+    folder, step = (Path(name), number) if at and not os.path.isdir(text) else (Path(text), "")
     require(
-        folder.is_dir(),
+        os.path.isdir(folder),  # False for a name that no file can have
         f"{KEY} must be base, a folder of weights, a run's folder, or a URL; there is no folder "
-        f"{str(folder)!r}. Try --set {KEY}=base.",
+        f"{str(folder)!r:.60}. Try --set {KEY}=base.",
     )
     if (folder / "checkpoints").is_dir():
         teacher = _find_checkpoint(folder, step)
@@ -84,8 +86,17 @@ def find_teacher(cfg: Config) -> TeacherFolder:
             f"{KEY} must hold complete weights; {folder} has adapters. Export them with --merge, "
             "or name the run's folder.",
         )
-        is_packed = "quantization_config" in read_config_json(folder)
-        teacher = TeacherFolder(folder, read_hf_config(folder), is_packed, str(folder))
+        require(
+            (folder / "config.json").is_file(),
+            f"{KEY} must be a run's folder, or have config.json and *.safetensors; {folder} has "
+            f"neither. Try --set {KEY}=base.",
+        )
+        model, has_blocks = (
+            read_hf_config(folder),
+            "quantization_config" in read_config_json(folder),
+        )
+        has_blocks = has_blocks or any(n.endswith("_blocks") for n in find_tensors(folder))
+        teacher = TeacherFolder(folder, model, has_blocks, str(folder))
     model, student = teacher.model, cfg.model
     require(
         model.vocab_size == student.vocab_size,
@@ -150,6 +161,20 @@ def _make_section(section: Any, record: Mapping[str, Any]) -> Any:
                 value = _make_section(types[field.name], value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return section(**values)
+
+
+def teacher_shapes(teacher: TeacherFolder, mesh: Mesh | None) -> Params:
+    """Return the shapes of the weights as `load_teacher` returns them, without adapters.
+
+    On several devices experts in four bits are decoded.
+    """
+    model = teacher.model
+    if teacher.is_packed and mesh is None:
+        return abstract_base(model)
+    shapes = map_specs(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, read_dtype(spec, model, "float32")), model
+    )
+    return sharded_shapes(shapes, model, mesh)
 
 
 def load_teacher(teacher: TeacherFolder, mesh: Mesh | None) -> Params:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import Needs, require
-from jaxmoe.config.settings import Section, above, at_least, setting
+from jaxmoe.config.settings import Section, above, at_least, is_server_url, setting
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -74,6 +74,11 @@ def check_distill(cfg: "Config") -> None:
         )
         return
     server = Needs(cfg, "distill.teacher")
+    require(
+        not d.is_url or is_server_url(d.teacher),
+        f"distill.teacher must name a server as http://HOST:PORT, got {d.teacher!r:.60}. Try --set "
+        "distill.teacher=http://127.0.0.1:8000.",
+    )
     server(
         not (d.is_url and d.compares_vocabulary),
         "distill.reverse_kl_coef=0.0 distill.forward_kl_coef=0.0 distill.advantage_coef=1.0",

@@ -83,8 +83,8 @@ def _stream_forward(
     models = (hidden_mD, w_Dv), (teacher_mU, teacher_head_Uv)
 
     def scan_chunk(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
-        operands = _gather_chunks(models, first, size, axes)
-        return None, divergence_statistics(*operands, temperature, vocab_size=words)
+        operands: Any = (*_gather_chunks(models, first, size, axes), temperature)
+        return None, divergence_statistics(*operands, vocab_size=words)
 
     parts = [
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
@@ -108,9 +108,9 @@ def _stream_backward(
 
     def scan_chunk(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
-        operands = _gather_chunks(models, first, size, axes)
         of_tokens = temperature, reverse_m, lse_m, teacher_lse_m
-        dh, dw_DC = divergence_gradients(*operands, *of_tokens, cotangents, vocab_size=words)
+        operands: Any = (*_gather_chunks(models, first, size, axes), *of_tokens)
+        dh, dw_DC = divergence_gradients(*operands, cotangents=cotangents, vocab_size=words)
         dw = lax.dynamic_update_slice_in_dim(dw, scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden + dh, dw), None
 
@@ -129,10 +129,10 @@ _stream_divergences.defvjp(_stream_forward, _stream_backward)
 def _group_chunks_of(w_Dv: Array, teacher_head_Uv: Array, vocab_size: int, axes: Names) -> Any:
     """Return chunks of the same columns of both heads, as large as those of one head."""
     (width, columns), (teacher_width, _) = w_Dv.shape, teacher_head_Uv.shape
-    return group_chunks(width + teacher_width, columns, vocab_size, axes)
+    return group_chunks((width + teacher_width, columns), vocab_size, axes)
 
 
-def _gather_chunks(models: Any, first: Array, size: int, axes: Names) -> tuple[Array, ...]:
+def _gather_chunks(models: Any, first: Array, size: int, axes: Names) -> Any:
     """Return (hidden states, a gathered chunk of the head) of the student, then of the teacher."""
     return sum(
         (

@@ -249,7 +249,7 @@ def _stream_forward(
     # token.
     parts = [
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
-        for size, words, firsts in group_chunks(*w_Dv.shape, vocab_size, axes)
+        for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes)
     ]
     logp_m, entropy_m, lse_m = merge_statistics(
         *(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True))
@@ -285,7 +285,7 @@ def _stream_backward(
 
     # Both sums run over many chunks or devices, so they are float32 and round once, at the end.
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
-    for size, words, firsts in group_chunks(*w_Dv.shape, vocab_size, axes):
+    for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes):
         carry, _ = lax.scan(partial(scan_chunk, size=size, words=words), carry, firsts)
     dhidden, dw = carry
     return dhidden.astype(hidden_mD.dtype), dw.astype(w_Dv.dtype), None, jnp.zeros_like(temperature)
@@ -295,9 +295,11 @@ _stream_logprobs.defvjp(_stream_forward, _stream_backward)
 
 
 def group_chunks(
-    width: int, columns: int, vocab_size: int, axes: Names
+    shape: tuple[int, ...], vocab_size: int, axes: Names
 ) -> list[tuple[int, int, Int[Array, " n"]]]:
-    """Group chunks that differ only in their first column: their size, words and first columns."""
+    """Group chunks of a shard of this shape that differ only in their first column: their size,
+    words and first columns."""
+    width, columns = shape
     chunks = head_chunks(width, columns, _count_devices(axes), vocab_size)
     return [
         (size, words, jnp.asarray([chunk.first for chunk in group], jnp.int32))

@@ -158,9 +158,9 @@ def check_teacher(state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer)
         f"{scorer.model.vocab_size}.",
     )
     require(
-        logp_BT is None or np.shape(logp_BT) == np.shape(batch.tokens_BT),
+        logp_BT is None or logp_BT.shape == np.shape(batch.tokens_BT),
         f"batch.teacher_logp_BT must have shape {np.shape(batch.tokens_BT)}, got "
-        f"{np.shape(logp_BT)}.",
+        f"{getattr(logp_BT, 'shape', None)}.",
     )
 
 

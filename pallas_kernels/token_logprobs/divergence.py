@@ -92,7 +92,9 @@ def _divergences_fwd(vocab_size: int, *operands: Array) -> tuple[Any, Any]:
 
 def _divergences_bwd(vocab_size: int, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     hidden_MD, w_head_DV, teacher_MU, head_UV, temperature, *_ = saved
-    dhidden_MD, dw_head_DV = divergence_gradients(*saved, cotangents, vocab_size=vocab_size)
+    dhidden_MD, dw_head_DV = divergence_gradients(
+        *saved, cotangents=cotangents, vocab_size=vocab_size
+    )
     zeros = (jnp.zeros_like(x) for x in (teacher_MU, head_UV, temperature))
     return dhidden_MD.astype(hidden_MD.dtype), dw_head_DV, *zeros
 
@@ -109,8 +111,8 @@ def divergence_gradients(
     reverse_M: PerToken,
     lse_M: PerToken,
     teacher_lse_M: PerToken,
-    cotangents: tuple[PerToken, PerToken],
     *,
+    cotangents: tuple[PerToken, PerToken],
     vocab_size: int,
 ) -> tuple[Array, Array]:
     """(dhidden in float32, dw) of both divergences over a slice of the vocabulary.
