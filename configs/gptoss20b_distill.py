@@ -3,7 +3,7 @@
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_distill.py --dry-run
          python -m jaxmoe.train --config gptoss20b_distill.py --set distill.teacher=http://HOST:8000
-EXPECT   65.4 GB of the teacher's weights, with its experts in four bits; 80.3 GB in training,
+EXPECT   65.4 GB of the teacher's weights, with its experts in four bits; 80.4 GB in training,
          80.7 GB while sampling, by the dry run's arithmetic. With the teacher on a vLLM, as in the
          second command, 65.4 GB less. It has not been trained.
 SOURCE   gptoss20b_lora.py and what it cites; arXiv:2306.13649 (GKD). Weights of the teacher and of

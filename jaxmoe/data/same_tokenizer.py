@@ -23,21 +23,22 @@ def find_encoding_difference(
     """Return the first text that `encode` turns into other ids than the tokenizer, as a sentence's
     end; "" if there is none."""
     for text in texts:
-        ids, others = tokenizer.encode(text), list(encode(text))
-        if ids != others:
-            return f"{text[:24]!r} is {others[:6]}… there, and {ids[:6]}… here"
+        ids, compared = tokenizer.encode(text), list(encode(text))
+        if ids != compared:
+            return f"{text[:24]!r} is {compared[:6]}… there, and {ids[:6]}… here"
     return ""
 
 
-def find_tokenizer_difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
-    """Return how another tokenizer differs from this one, as a sentence's end; "" if it does not.
+def find_tokenizer_difference(tokenizer: Tokenizer, compared: Tokenizer) -> str:
+    """Return how the second tokenizer differs from the first, as a sentence's end; "" if it does
+    not.
 
     Compared are the number of ids, the text of each id, and the ids of SAMPLE_TEXTS.
     """
-    if tokenizer.vocab_size != other.vocab_size:
-        return f"it has {other.vocab_size} ids there, and {tokenizer.vocab_size} here"
+    if tokenizer.vocab_size != compared.vocab_size:
+        return f"it has {compared.vocab_size} ids there, and {tokenizer.vocab_size} here"
     for i in range(tokenizer.vocab_size):
-        text, other_text = tokenizer.decode([i]), other.decode([i])
-        if text != other_text:
-            return f"id {i} is {other_text!r:.40} there, and {text!r:.40} here"
-    return find_encoding_difference(tokenizer, other.encode)
+        text, compared_text = tokenizer.decode([i]), compared.decode([i])
+        if text != compared_text:
+            return f"id {i} is {compared_text!r:.40} there, and {text!r:.40} here"
+    return find_encoding_difference(tokenizer, compared.encode)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe.checkpoint.teacher import teacher_shapes
+from jaxmoe.checkpoint.teacher_weights import teacher_shapes
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows

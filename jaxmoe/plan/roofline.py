@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.checkpoint.teacher import find_teacher
+from jaxmoe.checkpoint.teacher_weights import find_teacher
 from jaxmoe.config import Config, RouterConfig
 from jaxmoe.config_file import override
 from jaxmoe.model.params import param_specs

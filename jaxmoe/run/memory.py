@@ -89,7 +89,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What stays from step to step, without a LoRA run's base and the engine."""
+        """Bytes that stay from step to step, without a LoRA run's base and the engine."""
         return self.weights + self.optimizer + self.reference + self.teacher
 
     @property

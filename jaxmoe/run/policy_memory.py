@@ -6,7 +6,7 @@ Of a checkpoint they read neither optimizer nor reference nor critic. Back: jaxm
 
 import jax
 
-from jaxmoe.checkpoint.teacher import find_teacher
+from jaxmoe.checkpoint.teacher_weights import find_teacher
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.model.params import param_specs, read_dtype
 from jaxmoe.model.weights import weights_of

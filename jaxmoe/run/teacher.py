@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second model of a run: its forward and its weights.
 
-A run whose teacher is the policy before RL has none. Next: jaxmoe/checkpoint/teacher.py reads the
-weights; jaxmoe/rl/distillation.py has the loss.
+A run whose teacher is the policy before RL has none. Next: jaxmoe/checkpoint/teacher_weights.py
+reads the weights; jaxmoe/rl/distillation.py has the loss.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,13 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxmoe.checkpoint.teacher import KEY, TeacherFolder, find_teacher, load_teacher, teacher_digest
+from jaxmoe.checkpoint.teacher_weights import (
+    KEY,
+    TeacherFolder,
+    find_teacher,
+    load_teacher,
+    teacher_digest,
+)
 from jaxmoe.config import Config, ConfigError, RouterConfig, require
 from jaxmoe.data.same_tokenizer import find_tokenizer_difference
 from jaxmoe.data.tokenizer import load_tokenizer
@@ -81,8 +87,8 @@ def check_teacher_tokenizer(cfg: Config, teacher: TeacherFolder) -> None:
         f"{KEY} must have the policy's tokenizer, and {teacher.folder} needs one to compare: there "
         f"is no {file}. Copy the tokenizer.json of the teacher there.",
     )
-    own = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
-    if problem := find_tokenizer_difference(own, load_tokenizer(spec)):
+    tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
+    if problem := find_tokenizer_difference(tokenizer, load_tokenizer(spec)):
         raise ConfigError(
             f"{KEY} must have the policy's tokenizer, {cfg.init.tokenizer}; that of "
             f"{teacher.folder} differs: {problem}. Try another teacher."

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxmoe.checkpoint.teacher import find_teacher
+from jaxmoe.checkpoint.teacher_weights import find_teacher
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.tokenizer import write_byte_tokenizer

@@ -141,7 +141,7 @@ def test_annealing_takes_the_teacher_away():
     assert not np.asarray(last["head"]).any() and np.asarray(first["head"]).any()
 
 
-def test_a_servers_log_probs_are_taken_from_the_batch():
+def test_a_servers_log_probs_come_from_the_batch():
     fields = {"teacher_coef": 1.0, "reward_coef": 0.0}
     batch, table = all_answers(), np.asarray(log_table(TEACHER))
     tokens = np.asarray(batch.tokens_BT)

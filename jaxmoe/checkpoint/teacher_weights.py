@@ -66,8 +66,9 @@ def find_teacher(cfg: Config) -> TeacherFolder:
     Raises ConfigError if there is no such folder or checkpoint, or its model does not fit.
     """
     text = cfg.distill.teacher
-    name, at, number = text.rpartition("@")
-    folder, step = (Path(name), number) if at and not os.path.isdir(text) else (Path(text), "")
+    name, separator, number = text.rpartition("@")
+    has_step = bool(separator) and not os.path.isdir(text)
+    folder, step = (Path(name), number) if has_step else (Path(text), "")
     require(
         os.path.isdir(folder),  # False for a name that no file can have
         f"{KEY} must be base, a folder of weights, a run's folder, or a URL; there is no folder "
@@ -141,9 +142,9 @@ def read_saved_config(record: Mapping[str, Any]) -> Config:
 
     A run's own teacher is left out too, since its weights need none.
     """
-    kept = {name: x for name, x in record.items() if name != DistillConfig.key}
+    sections = {name: x for name, x in record.items() if name != DistillConfig.key}
     try:
-        return _make_section(Config, kept)
+        return _make_section(Config, sections)
     except TypeError as error:
         raise ConfigError(
             f"{KEY} must be a run of this version of jaxmoe; {error}. Export it with that version, "
