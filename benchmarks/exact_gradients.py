@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import losses
+from jaxmoe.batches.batch import Batch
 from jaxmoe.losses import rejection, sequence_icepop, sequence_is, token_icepop, token_is
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.loss import sum_terms
 
 WORDS, POLICIES = 3, 16

@@ -111,7 +111,7 @@ class CallingEngine:
     def generate(self, prompts, sampling, *, seed, samples=1, environment=None):
         import numpy as np
 
-        from jaxmoe.data.harmony_render import write_turn
+        from jaxmoe.data.harmony.render import write_turn
         from jaxmoe.data.rows import Message
         from jaxmoe.rollout.replies import PendingReplies
         from jaxmoe.rollout.turns import Episode

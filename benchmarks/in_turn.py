@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer

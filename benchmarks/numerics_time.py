@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import Ops, init_params, plain_ops, tiny
 from jaxmoe.model.invariant import xla_invariant_ops
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine

@@ -19,6 +19,7 @@ class Desk:
         import jax
         import numpy as np
 
+        from jaxmoe.batches.sharing_from_config import sharing_from_config
         from jaxmoe.checkpoint.hf import load_params
         from jaxmoe.config import Config, DataConfig, OptimConfig, RolloutConfig
         from jaxmoe.model import plain_ops
@@ -26,7 +27,6 @@ class Desk:
         from jaxmoe.rl.algorithm import Algorithm
         from jaxmoe.rl.optimizer import make_optimizer
         from jaxmoe.rl.scorer import Scorer
-        from jaxmoe.rl.sharing_from_config import sharing_from_config
         from jaxmoe.rl.state import Trained, init_state
         from jaxmoe.rl.update import jit_step
         from jaxmoe.rollout.native import NativeEngine
@@ -71,8 +71,8 @@ class Desk:
         import jax
         import numpy as np
 
+        from jaxmoe.batches.batch import rollout_batch
         from jaxmoe.records import Prompt, Sampling
-        from jaxmoe.rl.batch import rollout_batch
         from jaxmoe.rl.minibatches import split_minibatches
 
         sizes = self.sizes

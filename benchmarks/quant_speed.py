@@ -34,7 +34,7 @@ from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import forward, init_params, make_ops, sequence_logprobs
-from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.moe.experts import apply_experts
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config, with_rounded
 from jaxmoe.rl.scorer import Scorer

@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.compare_numerics import FAST, Bench, Line
 from benchmarks.compare_reads import KINDS, RATE, rounded_ops
 from benchmarks.runs import new_engine
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import make_ops
-from jaxmoe.rl.batch import rollout_batch
-from jaxmoe.rl.router_metrics import expert_switches
+from jaxmoe.rl.metrics.router_metrics import expert_switches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 

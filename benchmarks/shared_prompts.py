@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.in_turn import draw_groups, measure_in_turn, print_times, take_medians
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
@@ -31,7 +32,6 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import jit_step
 

@@ -17,6 +17,7 @@ from jaxmoe.checkpoint.run import code_version, initial_params, restore_policy
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.collection.evaluation import evaluate_held_out
 from jaxmoe.collection.scores import response_text
+from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.collection.tasks import digest_contents, open_task
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
@@ -26,7 +27,6 @@ from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.sampling_copy import move_to_engine
 from jaxmoe.parallel.sharding import make_mesh
-from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import init_run_adapters
 from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.run.dry_run import dry_run

@@ -5,7 +5,7 @@ DIR is a folder that `transformers` and vLLM load: weights, config.json, tokeniz
 generation_config.json with the tokens that end an answer. For a run that trains adapters, it has
 the adapters and the tokenizer, in PEFT's format; with --merge, complete weights. Four-bit experts
 are then compared with the run's weights.
-Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft.py, jaxmoe/run/compare_export.py.
+Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft/write.py, jaxmoe/run/compare_export.py.
 """
 
 import json
@@ -18,7 +18,7 @@ import jax
 from jaxmoe.checkpoint.base import base_digest, check_base, load_base, portable_base_name
 from jaxmoe.checkpoint.hf import check_export, save_params
 from jaxmoe.checkpoint.packed import format_packing_errors, pack_experts
-from jaxmoe.checkpoint.peft import save_adapter
+from jaxmoe.checkpoint.peft.write import save_adapter
 from jaxmoe.checkpoint.run import restore_policy
 from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, build_parser, open_command

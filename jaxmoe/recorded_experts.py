@@ -4,7 +4,7 @@
 Engines return rows that no router can have chosen: zeros where a fused kernel wrote nothing, zeros
 for the tokens of a cached prompt, a mark for unknown tokens. Replaying such a row would silently
 train the wrong experts. It is replaced by UNKNOWN_EXPERT, where the trainer's router chooses, and
-counted. Next: jaxmoe/rl/engine_experts.py puts experts into arrays.
+counted. Next: jaxmoe/batches/engine_experts.py puts experts into arrays.
 """
 
 import math

@@ -2,7 +2,7 @@
 """Host-side records that data, rollouts and training exchange: plain Python and numpy.
 
 The engine's token ids are used as they are; text is never tokenised again.
-Next: jaxmoe/rl/batch.py converts rollouts to the arrays of a training step.
+Next: jaxmoe/batches/batch.py converts rollouts to the arrays of a training step.
 """
 
 import math

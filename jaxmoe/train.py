@@ -19,8 +19,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxmoe.batches.batch import shard_rows
+from jaxmoe.batches.engine_experts import check_replayed_experts, unknown_experts_metric
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.checkpoint.base import load_stage_base, own_base_digest, pack_base
-from jaxmoe.checkpoint.peft_init import load_initial_adapters
+from jaxmoe.checkpoint.peft.init_from import load_initial_adapters
 from jaxmoe.checkpoint.run import (
     Position,
     initial_params,
@@ -41,11 +44,8 @@ from jaxmoe.config import Config
 from jaxmoe.distributed.processes import exit_process, joined_processes
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
-from jaxmoe.rl.batch import shard_rows
-from jaxmoe.rl.engine_experts import check_replayed_experts, unknown_experts_metric
 from jaxmoe.rl.minibatches import pack_batch, sharing_metrics, split_minibatches
 from jaxmoe.rl.optimizer import policy_learning_rate
-from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import (
     init_rl_state,
     init_run_adapters,

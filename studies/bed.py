@@ -18,18 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmoe.batches.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.batches.shared_prompts import PromptSharing
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import Ops, init_params, make_ops
 from jaxmoe.model.rounded import trainer_rounding
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.shared_prompts import PromptSharing
-from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, TrainState, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step

@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.model.params import init_params
-from jaxmoe.model.router import (
+from jaxmoe.model.moe.router import (
     RouterContext,
     record_experts,
     record_router_logits,
     router_logits,
 )
+from jaxmoe.model.params import init_params
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
@@ -135,7 +135,7 @@ def apply_all_experts(
     layer: Params,
     cfg: ModelConfig,
 ) -> Float[Array, "B T D"]:
-    """Return the same as `jaxmoe.model.experts.apply_experts`, computed for all experts."""
+    """Return the same as `jaxmoe.model.moe.experts.apply_experts`, computed for all experts."""
     is_expert_BTAE = indices_BTA[..., None] == jnp.arange(cfg.n_experts)[None, None, None]
     weights_BTE = jnp.sum(jnp.where(is_expert_BTAE, weights_BTA[..., None], 0.0), axis=2)
     gate_up_BTEF = jnp.einsum("btd,edf->btef", h_BTD, layer["w_gate_up"])

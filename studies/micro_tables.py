@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxmoe.model.router import replay_routing
-from jaxmoe.model.soft_routing import route_annealed, route_softly, route_straight_through
+from jaxmoe.model.moe.router import replay_routing
+from jaxmoe.model.moe.soft_routing import route_annealed, route_softly, route_straight_through
 from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.shapes import Params
 from studies.estimators import LogprobTable

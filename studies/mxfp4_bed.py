@@ -31,7 +31,7 @@ from jaxmoe.model.rounded import (
     round_experts,
     rounding_from_config,
 )
-from jaxmoe.rl.rounding_metrics import is_changed
+from jaxmoe.rl.metrics.rounding_metrics import is_changed
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.shapes import Metrics, Params
 from studies.automaton import Automaton

@@ -34,8 +34,8 @@ from jaxmoe.config import (
 )
 from jaxmoe.config_file import override
 from jaxmoe.model import Ops, make_engine_ops, make_ops
-from jaxmoe.model.router import RouterContext, replay_routing
-from jaxmoe.model.router_noise import normal_noise, route_with_noise
+from jaxmoe.model.moe.router import RouterContext, replay_routing
+from jaxmoe.model.moe.router_noise import normal_noise, route_with_noise
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rl.update import rl_step

@@ -49,7 +49,9 @@ CODE = [
 ]
 
 COMMANDS = {"train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main}
-OWN_MODULES = "my_losses my_rewards my_task my_tools my_env my_graders own_engine".split()
+OWN_MODULES = (
+    "my_losses my_rewards my_task my_tools my_env my_graders my_servers own_engine".split()
+)
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -105,6 +107,7 @@ def datasets():
 def example(tmp_path, monkeypatch, datasets):
     """A folder with the files that the pages tell the reader to make, as the current one."""
     blocks = fences((ROOT / "docs/extending.md").read_text(), "python")
+    (tmp_path / "my_servers.py").write_text(next(b for b in blocks if "MyBackend" in b))
     named_there = ("def soft_clip", "def z_loss", "def spread")
     code = [block for block in blocks if any(name in block for name in named_there)]
     assert len(code) == len(named_there)

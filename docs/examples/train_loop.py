@@ -8,11 +8,11 @@ of jaxmoe that `python -m jaxmoe.train` calls too; replace any of them by your o
 import jax
 import numpy as np
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import OptimConfig
 from jaxmoe.model import init_params, plain_ops, tiny
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state

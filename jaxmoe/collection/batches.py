@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From scored rollouts to the batch of a step. Next: jaxmoe/rl/batch.py."""
+"""From scored rollouts to the batch of a step. Next: jaxmoe/batches/batch.py."""
 
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.batches.batch import Batch, rollout_batch
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.records import Rollout
-from jaxmoe.rl.batch import Batch, rollout_batch
 
 
 def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:

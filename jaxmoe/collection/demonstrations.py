@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.batches.batch import Batch, supervised_batch
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import answer_prefix
-from jaxmoe.data.harmony_render import write_messages, write_turn
+from jaxmoe.data.harmony.parse import answer_prefix
+from jaxmoe.data.harmony.render import write_messages, write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import Batch, supervised_batch
 from jaxmoe.user_code import user_code
 
 

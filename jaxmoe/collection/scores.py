@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from jaxmoe.answers.scoring import marks_several_answers
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse, read_response
+from jaxmoe.data.harmony.parse import ParsedResponse, read_response
 from jaxmoe.data.rows import Source
-from jaxmoe.data.scoring import marks_several_answers
 from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.rewards.conventions import Sample

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxmoe.answers.scoring import answer_key
 from jaxmoe.collection.scores import make_samples, parse_answer, trainer_state
 from jaxmoe.collection.tasks import Task
 from jaxmoe.data.json_columns import CHAT_COLUMNS
 from jaxmoe.data.rows import Row, Source
-from jaxmoe.data.scoring import answer_key
 from jaxmoe.records import Rollout
 from jaxmoe.rewards.reward_specs import read_paid_alike_keys
 from jaxmoe.rewards.rewards import ReportProgress, Reward, ignore_progress, score_samples

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.collection.row_functions import read_demonstrations, read_row_map
+from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.file_split import SplitRequest
 from jaxmoe.data.files import FileSource
-from jaxmoe.data.harmony import opens_message
+from jaxmoe.data.harmony.parse import opens_message
 from jaxmoe.data.overlong import PromptLengthFilter
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.data.pipeline import make_prompt as render_row
@@ -39,7 +40,6 @@ from jaxmoe.rewards.rewards import (
     read_rewards,
 )
 from jaxmoe.rewards.sandbox_rewards import bind_sandbox
-from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.replies import ReplyThreads
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of the router. Next: jaxmoe/model/router.py."""
+"""Config of the router. Next: jaxmoe/model/moe/router.py."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json
-from jaxmoe.data.harmony_tools import tool_recipient
+from jaxmoe.data.harmony.tools import tool_recipient
 from jaxmoe.data.row_tools import drop_nulls
 from jaxmoe.data.rows import Message
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxmoe.answers import scoring
 from jaxmoe.config import ConfigError
-from jaxmoe.data import scoring
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.column_names import name_columns
 from jaxmoe.data.file_formats import format_suffix, read_records, readers_by_suffix

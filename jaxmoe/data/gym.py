@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Procedural tasks of reasoning-gym, by name, and their scorers. Next: jaxmoe/data/scoring.py."""
+"""Procedural tasks of reasoning-gym, by name, and their scorers.
+
+Next: jaxmoe/answers/scoring.py.
+"""
 
 import contextlib
 import dataclasses
@@ -11,9 +14,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from jaxmoe.answers import scoring
 from jaxmoe.config import ConfigError
 from jaxmoe.config.errors import suggest_name
-from jaxmoe.data import scoring
 from jaxmoe.data.rows import Row
 
 _CACHED_ROWS = 1024

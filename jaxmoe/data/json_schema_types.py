@@ -3,7 +3,7 @@
 
 The text equals that of oss-harmony, including its formatting. What that form does not express
 (`anyOf`, `$ref`, `const`, bounds) is `any`, or is left out.
-Next: jaxmoe/data/harmony_tools.py puts the types into prompts.
+Next: jaxmoe/data/harmony/tools.py puts the types into prompts.
 """
 
 import json

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json
-from jaxmoe.data.harmony_tools import check_tools
+from jaxmoe.data.harmony.tools import check_tools
 from jaxmoe.data.rows import ToolDescription
 
 _EXAMPLE = (

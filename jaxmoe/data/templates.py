@@ -3,7 +3,7 @@
 
 Markup becomes special ids. The content of a row always becomes plain ids, even if it contains
 the text of a special token.
-Next: jaxmoe/data/harmony.py parses the policy's response.
+Next: jaxmoe/data/harmony/parse.py parses the policy's response.
 """
 
 import re
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_template import ChatTemplate
-from jaxmoe.data.harmony_render import ASSISTANT_OPENING, encode_pieces, message_pieces
-from jaxmoe.data.harmony_tools import write_developer_text, write_system_text
+from jaxmoe.data.harmony.render import ASSISTANT_OPENING, encode_pieces, message_pieces
+from jaxmoe.data.harmony.tools import write_developer_text, write_system_text
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.data.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 
 Both have the same special tokens, so one code path serves a toy model and a real one. Text is
 untrusted (prompts, tool output): a special string inside it stays plain text unless the caller
-passes specials=True. Next: jaxmoe/data/scoring.py.
+passes specials=True. Next: jaxmoe/answers/scoring.py.
 """
 
 import hashlib

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import read_turn
-from jaxmoe.data.harmony_render import write_messages
+from jaxmoe.data.harmony.parse import read_turn
+from jaxmoe.data.harmony.render import write_messages
 from jaxmoe.data.rows import Message, Row, Source, prompt_messages
 from jaxmoe.data.templates import HARMONY, Template, add_tools
 from jaxmoe.data.tokenizer import Tokenizer

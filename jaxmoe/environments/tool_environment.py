@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony_tools import called_tool, tool_recipient
+from jaxmoe.data.harmony.tools import called_tool, tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Environment, Unchecked

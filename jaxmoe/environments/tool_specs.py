@@ -16,7 +16,7 @@ from jaxmoe.config.calls import check_option_names, import_attribute, parse_call
 from jaxmoe.config.errors import suggest_name
 from jaxmoe.config.function_specs import split_calls
 from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
-from jaxmoe.data.harmony_tools import check_tools
+from jaxmoe.data.harmony.tools import check_tools
 from jaxmoe.data.rows import ToolDescription
 from jaxmoe.environments.arithmetic import evaluate_arithmetic
 from jaxmoe.environments.sandbox_tool import make_sandbox_tool

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.data.harmony_tools import tool_recipient
+from jaxmoe.data.harmony.tools import tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.step_check import EnvironmentFault, clean_text, describe_value

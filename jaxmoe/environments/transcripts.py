@@ -9,7 +9,7 @@ Next: jaxmoe/observe/samples_page.py displays them.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmoe.data.harmony import CALL, ParsedTurn, opens_message, read_reply, read_turn
+from jaxmoe.data.harmony.parse import CALL, ParsedTurn, opens_message, read_reply, read_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.records import Rollout

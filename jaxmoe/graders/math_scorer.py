@@ -5,7 +5,7 @@ Numbers are compared exactly, without a library. Other answers (expressions, set
 matrices) are compared by math-verify, which parses LaTeX and computes with sympy. An answer is
 hostile text: some take for ever, so the functions run in a process that is killed after
 `call_limit_s`; and what could be much work is refused before sympy sees it.
-Next: jaxmoe/data/scoring.py finds the marked answer; jaxmoe/rewards/reward_process.py runs this.
+Next: jaxmoe/answers/scoring.py finds the marked answer; jaxmoe/rewards/reward_process.py runs this.
 """
 
 import importlib
@@ -14,11 +14,11 @@ import re
 from math import comb
 from typing import Any
 
-from jaxmoe.data.exact_number import read_number
-from jaxmoe.data.marked_answer import find_marked_answer, find_stated_answer
-from jaxmoe.data.number_words import SCALES
-from jaxmoe.data.scoring import score_text, strip_gold
-from jaxmoe.data.units import is_same_unit, spell_unit
+from jaxmoe.answers.exact_number import read_number
+from jaxmoe.answers.marked_answer import find_marked_answer, find_stated_answer
+from jaxmoe.answers.number_words import SCALES
+from jaxmoe.answers.scoring import score_text, strip_gold
+from jaxmoe.answers.units import is_same_unit, spell_unit
 
 try:
     # By name, so that type checks do not need the optional package.

@@ -5,7 +5,7 @@ Token t is predicted at position t − 1, so its experts and router logits are t
 named *_switched_BT are moved already. The old arrays are those of the forward before the first
 update of the batch. Numerics and masks as in objectives.py: float32, only `logp` has a gradient,
 and values at tokens that do not train are ignored, NaN included.
-Next: jaxmoe/rl/switches.py computes which tokens switched.
+Next: jaxmoe/rl/metrics/switches.py computes which tokens switched.
 """
 
 import jax

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attention block: norm, q/k/v, RoPE, sink attention, output; with or without a cache.
 
-Next: jaxmoe/model/moe.py, the block that follows it in a layer.
+Next: jaxmoe/model/moe/block.py, the block that follows it in a layer.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 """Checks that refuse functions of an `Ops` which would compute something else without an error.
 
 Shapes and dtypes are checked whenever a forward is traced. Values of a router are checked on a
-small input before a long run. Next: jaxmoe/model/moe.py, jaxmoe/model/attention.py.
+small input before a long run. Next: jaxmoe/model/moe/block.py, jaxmoe/model/attention.py.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model.router import (
+from jaxmoe.model.moe.router import (
     RouterContext,
     WrappedOp,
     innermost_op,

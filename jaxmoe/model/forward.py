@@ -26,10 +26,10 @@ from jaxmoe.model.attention import (
 from jaxmoe.model.cache import KVCache
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.layers import is_in_vocabulary
-from jaxmoe.model.moe import moe_block
+from jaxmoe.model.moe.block import moe_block
+from jaxmoe.model.moe.router import RouterContext, takes_parameter
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import check_param_shapes, fill_layer
-from jaxmoe.model.router import RouterContext, takes_parameter
 from jaxmoe.model.stacks import remove_packed, restore_packed
 from jaxmoe.shapes import Params
 
@@ -53,7 +53,7 @@ def forward(
     Those are what `ops.record` returns for each layer, stacked along a first axis of layers; by
     default {"experts_BTA": [L, B, T, A]}.
     `routed_experts_BTLA` is passed, layer by layer, to a router such as
-    jaxmoe.model.router.replay_routing. `step` is the number of RL steps behind the params, and
+    jaxmoe.model.moe.router.replay_routing. `step` is the number of RL steps behind the params, and
     `exploration` the scale of its noise (None: 0), for a router that takes a `RouterContext`.
 
     Segment 0 is padding. Tokens attend to earlier positions of their own segment, in the cache too.

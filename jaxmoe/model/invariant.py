@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
+from jaxmoe.model.moe.experts import apply_experts
+from jaxmoe.model.moe.router import RouterContext, WrappedOp
 from jaxmoe.model.rope import apply_rope, rope_tables
-from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels import (
     decode_attention,

@@ -22,7 +22,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.model import invariant
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.lora import split_adapter
-from jaxmoe.model.router import WrappedOp, router_dot_as_sum, takes_parameter
+from jaxmoe.model.moe.router import WrappedOp, router_dot_as_sum, takes_parameter
 from jaxmoe.shapes import Leaf
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul

@@ -21,7 +21,6 @@ from jaxtyping import Array
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import invariant, invariant_on_chip
 from jaxmoe.model.check_ops import check_router
-from jaxmoe.model.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.layers import (
     add_residual,
     embed_tokens,
@@ -32,13 +31,14 @@ from jaxmoe.model.layers import (
     target_logprobs,
     token_divergences,
 )
-from jaxmoe.model.rope import apply_rope, rope_tables
-from jaxmoe.model.router import record_experts, route_top_k
-from jaxmoe.model.routers_from_config import (
+from jaxmoe.model.moe.experts import apply_experts, make_chunked_experts
+from jaxmoe.model.moe.router import record_experts, route_top_k
+from jaxmoe.model.moe.routers_from_config import (
     engine_router_from_config,
     record_from_config,
     router_from_config,
 )
+from jaxmoe.model.rope import apply_rope, rope_tables
 from pallas_kernels import (
     decode_attention,
     grouped_matmul,
@@ -68,13 +68,13 @@ class Ops:
     # pallas_kernels.decode_attention: `attend` for a few queries and a cache, without a gradient.
     # Replace both or neither.
     decode: Callable[..., ArrayPair]
-    # jaxmoe.model.router.route_top_k, or replay_routing, or one of soft_routing that returns all
-    # experts. It also gets `indices_BTA` if experts are replayed, and `context` (RouterContext) if
-    # it has such a parameter.
+    # moe.router.route_top_k, or replay_routing, or one of soft_routing that returns all experts.
+    # It also gets `indices_BTA` if experts are replayed, and `context` (RouterContext) if it has
+    # such a parameter.
     router: Callable[..., ArrayPair]
-    experts: Callable[..., Array]  # jaxmoe.model.experts.apply_experts
-    # jaxmoe.model.router.record_experts: arrays [B, T, …] of each layer that a forward returns, by
-    # names that end in their axes
+    experts: Callable[..., Array]  # jaxmoe.model.moe.experts.apply_experts
+    # moe.router.record_experts: arrays [B, T, …] of each layer that a forward returns, by names
+    # that end in their axes
     record: Callable[..., dict[str, Array]]
     add: Callable[..., Array]  # layers.add_residual
     logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token

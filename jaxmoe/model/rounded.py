@@ -6,7 +6,7 @@
 
 The optimizer's weights are the masters. Every forward of a run reads the packed values of them, so
 that the weights that are sampled, trained and shipped are the same.
-Next: jaxmoe/model/experts.py, whose matmuls take such matrices.
+Next: jaxmoe/model/moe/experts.py, whose matmuls take such matrices.
 """
 
 from collections.abc import Callable

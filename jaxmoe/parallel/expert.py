@@ -2,8 +2,8 @@
 """Experts sharded over devices: each holds some, and every token reaches its own, dropless.
 
 There are two dispatches of the same sum. Both are local functions for `jax.shard_map` with the
-arguments of jaxmoe.model.experts.apply_experts, and run that function on the rows of this device: a
-row is passed as a token with one active expert, of weight 1.
+arguments of `apply_experts` (jaxmoe/model/moe/experts.py), and run that function on the rows of
+this device: a row is passed as a token with one active expert, of weight 1.
 
     experts_all_gather  every device sees all tokens and sums its own experts' outputs
     experts_all_to_all  a row travels to the device of its expert and back
@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.moe.experts import apply_experts
 from jaxmoe.parallel.exchange import (
     Counts,
     Exchange,

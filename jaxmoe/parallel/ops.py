@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import layers
+from jaxmoe.model.moe.router import RouterContext, WrappedOp
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, block_specs, param_specs
-from jaxmoe.model.router import RouterContext, WrappedOp
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
 from jaxmoe.parallel.divergence import divergences_sharded

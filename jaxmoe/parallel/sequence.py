@@ -7,7 +7,7 @@ mesh axis:
     ulysses  all-to-all: each device gets full rows of some heads; at most as many devices as heads
     ring     keys and values go from device to device; any number of devices
     halo     for a layer with a window: each device gets the tokens that it sees before its own;
-             not where segments share keys (jaxmoe/rl/shared_prompts.py)
+             not where segments share keys (jaxmoe/batches/shared_prompts.py)
 
 Under a causal mask the first device of a ring has little work and the last one most. `zigzag` gives
 each an early and a late part of the row, hence the same work; windowed layers then use rings too.

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxmoe.batches.computed_tokens import describe_sharing, shared_at_full_lengths
 from jaxmoe.cli import ExitStatus, build_parser, config_from_args
 from jaxmoe.config import Config, ConfigError, describe_engine, require
 from jaxmoe.model import make_ops
@@ -28,7 +29,6 @@ from jaxmoe.plan.kernels import choose_mesh_kernels
 from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler, compile_sampler
 from jaxmoe.plan.schedules import libtpu_dump_folder, time_kernels
-from jaxmoe.rl.computed_tokens import describe_sharing, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.run.memory import format_bytes, plan_memory
 from pallas_kernels.ahead_of_time import parse_topology

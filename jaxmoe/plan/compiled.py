@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmoe.batches.computed_tokens import count_full_lengths, shared_at_full_lengths
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.checkpoint.teacher_weights import teacher_shapes
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
@@ -24,10 +26,8 @@ from jaxmoe.model.weights import base_shapes, trained_shapes
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
 from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, count_tpu_kernels
-from jaxmoe.rl.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.memory import microbatch_rows, plan_memory

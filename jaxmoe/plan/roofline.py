@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jaxmoe.batches.computed_tokens import ComputedTokens, count_full_lengths
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.checkpoint.teacher_weights import find_teacher
 from jaxmoe.config import Config, RouterConfig
 from jaxmoe.config_file import override
@@ -23,9 +25,7 @@ from jaxmoe.plan.collectives import Collective, sent_bytes
 from jaxmoe.plan.compiled import microbatch_tokens
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.computed_tokens import ComputedTokens, count_full_lengths
 from jaxmoe.rl.muon import muon_flops
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rollout.native_memory import rows_cache_bytes
 from jaxmoe.run.memory import (
     LayerFlops,

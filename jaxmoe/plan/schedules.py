@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.config import Config
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import TpuKernel
 from jaxmoe.plan.compiled import microbatch_tokens
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.run.memory import microbatch_rows
 from pallas_kernels.bench import loop_counts
 from pallas_kernels.bench.schedule_tpu import FLAGS, LoopCounts, read_tpu_schedules

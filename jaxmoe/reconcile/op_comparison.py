@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, sequence_logprobs
+from jaxmoe.model.moe.router import router_logits
 from jaxmoe.model.params import fill_layer
-from jaxmoe.model.router import router_logits
 from jaxmoe.shapes import Params
 
 _PLACES_OF_OP = {  # recorded tensors of each op, without the layer's number

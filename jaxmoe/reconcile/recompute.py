@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
+from jaxmoe.model.moe.router import router_logits
 from jaxmoe.model.rope import yarn_frequencies
-from jaxmoe.model.router import router_logits
 from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -208,7 +208,7 @@ def _apply_experts(
     layer: Params,
     cfg: ModelConfig,
 ) -> Array:
-    """Compute jaxmoe.model.experts.apply_experts with a limit and an alpha that are arrays."""
+    """Compute jaxmoe.model.moe.experts.apply_experts with a limit and an alpha that are arrays."""
     active, dtype = indices_BTA.shape[-1], h_BTD.dtype
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)

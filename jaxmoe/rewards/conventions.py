@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.cells import stored_answer
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.json_columns import CHAT_COLUMNS
 from jaxmoe.data.rows import Row
 

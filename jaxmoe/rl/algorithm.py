@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxmoe import losses
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses import group_advantages, ppo_clip, token_mean
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.terms import OLD_ROUTING, TERM_ARRAYS, Function, Term
 
 # The arrays that a function of each kind may take, by name; in addition to those in `Batch.extra`

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.engine_experts import check_engine_experts
+from jaxmoe.batches.sharing_from_config import check_shared_unit
 from jaxmoe.config import require
 from jaxmoe.model.check_ops import check_router, function_name
-from jaxmoe.model.router import takes_parameter
+from jaxmoe.model.moe.router import takes_parameter
 from jaxmoe.rl.algorithm import ARRAYS, Algorithm
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.engine_experts import check_engine_experts
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.sharing_from_config import check_shared_unit
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.turns import check_turns
 from jaxmoe.rl.validate import check_algorithm

@@ -10,10 +10,10 @@ from functools import partial
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config.distill import DistillConfig
 from jaxmoe.losses.distillation import annealed_share, teacher_advantages
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.terms import Term
 
 

@@ -18,7 +18,7 @@ from jaxmoe.config.function_specs import (
 )
 from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.model.routers_from_config import record_from_config
+from jaxmoe.model.moe.routers_from_config import record_from_config
 from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm, list_functions
 from jaxmoe.rl.distillation import teacher_terms
 from jaxmoe.rl.presets import apply_preset

@@ -18,31 +18,31 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, GateConfig, require
-from jaxmoe.losses import masked_sum, token_rewards
-from jaxmoe.losses.ratios import log_ratios, sequence_sum
-from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.model.check_ops import function_name
-from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.distillation import total_advantages
-from jaxmoe.rl.metrics import (
-    engine_gap,
-    find_tokens_without_gradient,
-    is_gate_closed,
-    update_metrics,
-)
-from jaxmoe.rl.microbatches import (
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.microbatches import (
     GRADIENTS,
     LossAux,
     map_microbatches,
     mean_metrics,
     share_scalars,
 )
-from jaxmoe.rl.router_metrics import expert_switches, replay_agreement, router_rows
+from jaxmoe.config import ConfigError, GateConfig, require
+from jaxmoe.losses import masked_sum, token_rewards
+from jaxmoe.losses.ratios import log_ratios, sequence_sum
+from jaxmoe.losses.rollout_correction import Correction
+from jaxmoe.model.check_ops import function_name
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.distillation import total_advantages
+from jaxmoe.rl.metrics.router_metrics import expert_switches, replay_agreement, router_rows
+from jaxmoe.rl.metrics.switches import find_switched_tokens, find_switches_of_loss
+from jaxmoe.rl.metrics.update_metrics import (
+    engine_gap,
+    find_tokens_without_gradient,
+    is_gate_closed,
+    update_metrics,
+)
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
-from jaxmoe.rl.switches import find_switched_tokens, find_switches_of_loss
 from jaxmoe.rl.terms import Function, add_terms, check_new_names, check_token_shape
 from jaxmoe.shapes import Leaf, Metrics, Params
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from flax import struct
 
+from jaxmoe.batches.batch import Batch, computed_tokens, map_rows
+from jaxmoe.batches.microbatches import pack_sequences
+from jaxmoe.batches.shared_prompts import PromptSharing, share_prompts
 from jaxmoe.config import require
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch, computed_tokens, map_rows
-from jaxmoe.rl.microbatches import pack_sequences
-from jaxmoe.rl.shared_prompts import PromptSharing, share_prompts
 from jaxmoe.shapes import Leaf, Metrics
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.check_ops import check_recorded
@@ -21,7 +22,6 @@ from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import with_rounded
 from jaxmoe.model.trainable import merge_params
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
 from jaxmoe.shapes import Params
 

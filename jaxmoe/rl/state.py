@@ -16,7 +16,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxmoe.checkpoint.peft_init import load_initial_adapters
+from jaxmoe.checkpoint.peft.init_from import load_initial_adapters
 from jaxmoe.config import Config, require
 from jaxmoe.model.critic import init_critic
 from jaxmoe.model.lora import init_adapters

@@ -16,16 +16,16 @@ import jax
 import optax
 from jaxtyping import Array
 
-from jaxmoe.losses import cross_entropy
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.loss import apply_gradients
-from jaxmoe.rl.microbatches import (
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.microbatches import (
     GRADIENTS,
     LossAux,
     map_microbatches,
     mean_metrics,
     share_scalars,
 )
+from jaxmoe.losses import cross_entropy
+from jaxmoe.rl.loss import apply_gradients
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.shapes import Metrics

@@ -16,11 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.batches.microbatches import LossAux
 from jaxmoe.config import ConfigError
 from jaxmoe.config.function_specs import array_parameters
 from jaxmoe.losses import clipped_value_loss, kl_k3, masked_mean, masked_sum
 from jaxmoe.model.check_ops import function_name
-from jaxmoe.rl.microbatches import LossAux
 
 Function = Callable[..., Any]
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxmoe.batches.batch import TURN_ARRAYS, Batch
 from jaxmoe.config import ConfigError, require
 from jaxmoe.records import Rollout
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import TURN_ARRAYS, Batch
 
 
 def add_turns(batch: Batch, rollouts: Sequence[Rollout], a: Algorithm, max_turns: int) -> Batch:

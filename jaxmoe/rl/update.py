@@ -20,27 +20,27 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmoe.batches.batch import Batch, map_rows
+from jaxmoe.batches.microbatches import ROWS, map_microbatches
 from jaxmoe.config import GateConfig
 from jaxmoe.losses.rewards import last_token_mask
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch, map_rows
 from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.distillation import total_advantages
 from jaxmoe.rl.loss import (
     estimate_advantages,
     update_minibatch,
 )
-from jaxmoe.rl.metrics import engine_gap, reduce_updates
-from jaxmoe.rl.microbatches import ROWS, map_microbatches
-from jaxmoe.rl.minibatches import Minibatches
-from jaxmoe.rl.rounding_metrics import rounding_metrics
-from jaxmoe.rl.router_metrics import (
+from jaxmoe.rl.metrics.rounding_metrics import rounding_metrics
+from jaxmoe.rl.metrics.router_metrics import (
     count_expert_tokens,
     expert_load,
     measure_router,
     router_rows,
 )
+from jaxmoe.rl.metrics.update_metrics import engine_gap, reduce_updates
+from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.microbatches import share_scalars
 from jaxmoe.config import ConfigError, require
 from jaxmoe.losses import kl_k1
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import ARRAYS, Algorithm, list_functions
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.loss import (
     collect_arrays,
     collect_known_arrays,
@@ -24,7 +25,6 @@ from jaxmoe.rl.loss import (
     estimate_advantages,
     sum_terms,
 )
-from jaxmoe.rl.microbatches import share_scalars
 from jaxmoe.rl.terms import OLD_ROUTING, Term, missing_array, reference_kl
 
 # Trailing sizes of arrays that have more axes than [B, T]; all differ, so that a swap is found.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of rollouts of any engine, before they are scored or trained on. Plain numpy.
 
-jaxmoe/rl/batch.py refuses impossible log-probs when it makes a batch.
+jaxmoe/batches/batch.py refuses impossible log-probs when it makes a batch.
 Next: jaxmoe/rollout/staleness.py checks which weights sampled them.
 """
 

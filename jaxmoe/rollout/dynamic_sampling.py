@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling: prompts whose samples all have the same reward are replaced by others.
 
-Next: jaxmoe/rl/batch.py lays the rollouts out as arrays.
+Next: jaxmoe/batches/batch.py lays the rollouts out as arrays.
 """
 
 import math

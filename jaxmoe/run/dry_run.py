@@ -7,21 +7,21 @@ Nothing is written, started or trained. Next: jaxmoe/train.py.
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxmoe.batches.computed_tokens import describe_sharing
 from jaxmoe.checkpoint.base import initial_experts
 from jaxmoe.checkpoint.headers import read_headers
-from jaxmoe.checkpoint.peft_init import load_initial_adapters
+from jaxmoe.checkpoint.peft.init_from import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.collection.demonstrations import check_targets
 from jaxmoe.collection.reward_checks import describe_checks
 from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
+from jaxmoe.model.moe.routers_from_config import router_from_config
 from jaxmoe.model.ops import make_ops
 from jaxmoe.model.params import count_params
-from jaxmoe.model.routers_from_config import router_from_config
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rewards.sandbox_rewards import describe_run_sandbox
-from jaxmoe.rl.computed_tokens import describe_sharing
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.run.kernels import describe_kernels
@@ -60,7 +60,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     # All checks run, so that one dry run shows every mistake.
     for check in (
         _check_checkpoint,
-        _check_teacher,
+        lambda cfg: _check_teacher(cfg) if "training" in stages else "",
         _check_task,
         lambda cfg: describe_sharing(cfg, make_ops(cfg).attend),
         lambda cfg: check_memory(cfg, *stages),

@@ -3,11 +3,11 @@
 
 import numpy as np
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import Config, ConfigError, ModelConfig
 from jaxmoe.model import Ops
 from jaxmoe.parallel.finite import find_not_finite
 from jaxmoe.reconcile.first_difference import find_first_difference
-from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Metrics, Params
 
 

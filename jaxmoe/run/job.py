@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.batches.batch import Batch, padding_frac
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.checkpoint.store import CheckpointError
 from jaxmoe.cli import Stopped, StopRequest
@@ -37,8 +38,7 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.records import Prompt
-from jaxmoe.rl.batch import Batch, padding_frac
-from jaxmoe.rl.metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
 from jaxmoe.distributed.host import count_free_bytes
+from jaxmoe.model.moe.routers_from_config import record_from_config
 from jaxmoe.model.params import param_specs, value_head_specs
-from jaxmoe.model.routers_from_config import record_from_config
 from jaxmoe.model.trainable import split_params
 from jaxmoe.model.weights import keeps_reference, weights_of
 from jaxmoe.parallel.limits import check_host

@@ -15,9 +15,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.checkpoint.run import code_version
 from jaxmoe.collection.batches import make_batch
 from jaxmoe.collection.rollouts import ScoredRollouts, open_rollouts
+from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config, to_json
 from jaxmoe.distributed.processes import check_same_everywhere
@@ -30,11 +33,8 @@ from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.records import Rollout
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.sharing_from_config import sharing_from_config
-from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.engine import Engine, open_engine
 from jaxmoe.run.kernels import Decision, choose_run_kernels

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmoe.batches.batch import TURN_ARRAYS, Batch, split_turn_arrays
+from jaxmoe.batches.microbatches import Packing, SharedTokens
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
 from jaxmoe.model.rounded import trainer_rounding
@@ -22,13 +25,10 @@ from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import TURN_ARRAYS, Batch, split_turn_arrays
 from jaxmoe.rl.check_rl_step import check_rl_step
-from jaxmoe.rl.microbatches import Packing, SharedTokens
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step

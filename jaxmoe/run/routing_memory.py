@@ -9,7 +9,7 @@ import math
 from jaxmoe.config import Config
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.router_metrics import STATISTICS
+from jaxmoe.rl.metrics.router_metrics import STATISTICS
 
 
 def routing_bytes(cfg: Config) -> int:

@@ -3,7 +3,7 @@
 
 A sample of the start's codes is kept in start_codes.npz of the run folder, so that a resumed run
 compares with the same start. The rules of rounding are kept with them: other rules give other codes
-of the same weights. Next: jaxmoe/rl/rounding_metrics.py.
+of the same weights. Next: jaxmoe/rl/metrics/rounding_metrics.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
 from jaxmoe.model.rounded import encoder_from_config
-from jaxmoe.rl.rounding_metrics import moved_share, sample_codes
+from jaxmoe.rl.metrics.rounding_metrics import moved_share, sample_codes
 from jaxmoe.run_files import replace_file
 from jaxmoe.shapes import Metrics, Params
 

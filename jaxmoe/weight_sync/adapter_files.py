@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.checkpoint.peft import FILE, save_adapter
+from jaxmoe.checkpoint.peft.write import FILE, save_adapter
 from jaxmoe.checkpoint.tensor_files import read_header, read_tensor_rows
 from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model.lora import Adapted, Pair

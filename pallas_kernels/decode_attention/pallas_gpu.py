@@ -24,7 +24,7 @@ from pallas_kernels import hopper
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.pallas_gpu_blocks import arrays_unsupported
+from pallas_kernels.sink_attention.hopper.pallas_gpu_blocks import arrays_unsupported
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 

@@ -3,7 +3,7 @@
 
 A scatter is a scalar loop on a CPU and needs atomics on a GPU, and the transpose of a gather is
 a scatter. A permutation can be gathered in both directions, so the gradients are written by hand
-as gathers. Next: `jaxmoe/model/moe.py`, the block that uses these functions.
+as gathers. Next: `jaxmoe/model/moe/block.py`, the block that uses these functions.
 """
 
 import jax

@@ -27,11 +27,11 @@ from jaxtyping import Array
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention import pallas_gpu_backward
-from pallas_kernels.sink_attention import pallas_gpu_blocks as shared
 from pallas_kernels.sink_attention import signature as sig
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
-from pallas_kernels.sink_attention.pallas_gpu_blocks import LOG2E, MosaicTiles
+from pallas_kernels.sink_attention.hopper import pallas_gpu_backward
+from pallas_kernels.sink_attention.hopper import pallas_gpu_blocks as shared
+from pallas_kernels.sink_attention.hopper.pallas_gpu_blocks import LOG2E, MosaicTiles
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 ROWS = hopper.WARPGROUP_ROWS

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state

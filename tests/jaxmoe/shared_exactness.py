@@ -6,7 +6,7 @@ python tests/jaxmoe/shared_exactness.py CASE float64|float32
 Prints one line of JSON: the largest difference of any gradient array, relative to its largest
 entry; of the loss; of trained log-probs; of any metric. In float32 it is also that of packed rows.
 The optimizer stores the gradient. Four-bit weights have the codes that they have in float32, and
-are multiplied in float64. Next: tests/jaxmoe/rl/test_shared_prompts_exact.py.
+are multiplied in float64. Next: tests/jaxmoe/batches/test_shared_prompts_exact.py.
 """
 
 import json
@@ -39,6 +39,8 @@ from typing import Any, NamedTuple  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
+from jaxmoe.batches.batch import Batch  # noqa: E402
+from jaxmoe.batches.shared_prompts import PromptSharing  # noqa: E402
 from jaxmoe.config import LoraConfig, ModelConfig  # noqa: E402
 from jaxmoe.losses import (  # noqa: E402
     cispo,
@@ -60,14 +62,12 @@ from jaxmoe.losses import (  # noqa: E402
 )
 from jaxmoe.model import init_critic, init_params, plain_ops  # noqa: E402
 from jaxmoe.model.lora import init_adapters  # noqa: E402
+from jaxmoe.model.moe.router import record_router_logits, replay_routing  # noqa: E402
+from jaxmoe.model.moe.routers_from_config import record_all  # noqa: E402
 from jaxmoe.model.rounded import round_experts  # noqa: E402
-from jaxmoe.model.router import record_router_logits, replay_routing  # noqa: E402
-from jaxmoe.model.routers_from_config import record_all  # noqa: E402
 from jaxmoe.rl.algorithm import Algorithm  # noqa: E402
-from jaxmoe.rl.batch import Batch  # noqa: E402
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches  # noqa: E402
 from jaxmoe.rl.scorer import Scorer  # noqa: E402
-from jaxmoe.rl.shared_prompts import PromptSharing  # noqa: E402
 from jaxmoe.rl.state import Frozen, Trained, init_state  # noqa: E402
 from jaxmoe.rl.terms import Term, entropy_term, kl_term, value_term  # noqa: E402
 from jaxmoe.rl.update import jit_step  # noqa: E402

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.model import abstract_params, plain_ops, tiny
 from jaxmoe.model.ops import invariant_ops, with_kernels
 from jaxmoe.records import Sampling
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine

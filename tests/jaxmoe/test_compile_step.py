@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import Config, DataConfig, OptimConfig, RolloutConfig
 from jaxmoe.config_file import override
 from jaxmoe.model import abstract_params, forward, make_ops, tiny
 from jaxmoe.model.config import gpt_oss_20b
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer

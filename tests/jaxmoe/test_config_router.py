@@ -9,7 +9,7 @@ import pytest
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_engine_ops
-from jaxmoe.model.router import route_top_k
+from jaxmoe.model.moe.router import route_top_k
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.rl.from_config import algorithm_from_config
 

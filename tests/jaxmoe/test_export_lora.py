@@ -14,7 +14,7 @@ from jaxmoe import export
 from jaxmoe.checkpoint.base import base_digest, load_base, portable_base_name
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.checkpoint.peft.read import read_adapter
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import load_tokenizer

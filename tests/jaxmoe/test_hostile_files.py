@@ -19,8 +19,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmoe import samples, train
-from jaxmoe.checkpoint.peft import CONFIG, save_adapter
-from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.checkpoint.peft.read import read_adapter
+from jaxmoe.checkpoint.peft.write import CONFIG, save_adapter
 from jaxmoe.checkpoint.tensor_files import INDEX_FILE, find_tensors
 from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.data.files import FileSource, read_task_rows

@@ -14,8 +14,8 @@ from jaxmoe import train
 from jaxmoe.checkpoint.base import load_base
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.checkpoint.peft import CONFIG, save_adapter
-from jaxmoe.checkpoint.peft_init import load_initial_adapters
+from jaxmoe.checkpoint.peft.init_from import load_initial_adapters
+from jaxmoe.checkpoint.peft.write import CONFIG, save_adapter
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import plain_ops

@@ -13,13 +13,13 @@ import pytest
 
 from jaxmoe import train
 from jaxmoe.checkpoint.same_run import check_resume
+from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.config import ConfigError, describe_engine, to_json
 from jaxmoe.config.engine import may_change_at_resume
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.engine import open_engine
 from tests.jaxmoe.commands import arguments, lines, train_here
 from tests.jaxmoe.rollout.scripted_environment import ScriptedEnvironment

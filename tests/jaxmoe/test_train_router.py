@@ -17,14 +17,14 @@ from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops
-from jaxmoe.model.router import RouterContext
+from jaxmoe.model.moe.router import RouterContext
 from jaxmoe.rl.from_config import algorithm_from_config
 from tests.jaxmoe.commands import TINIEST, arguments, train_here
 
 CODE = '''
 import jax
 import jax.numpy as jnp
-from jaxmoe.model.router import router_logits
+from jaxmoe.model.moe.router import router_logits
 
 
 def scheduled(h_BTD, layer, *, active, context, indices_BTA=None, product=None, scale=1.0):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import train
+from jaxmoe.batches.batch import Batch
 from jaxmoe.collection.batches import make_batch
 from jaxmoe.losses import ppo_clip
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
 from jaxmoe.rl import scorer
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rollout import decoding
 from jaxmoe.rollout.engine import open_engine
 from tests.jaxmoe.commands import TINIEST, arguments, train_here

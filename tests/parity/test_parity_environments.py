@@ -16,7 +16,7 @@ import typing
 
 import pytest
 
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.environments.environment import check_rows
 from jaxmoe.environments.environment_specs import read_environment

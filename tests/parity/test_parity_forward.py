@@ -20,9 +20,9 @@ import pytest
 from jaxmoe.checkpoint.hf import iter_hf, load_params
 from jaxmoe.model import forward, next_token_logits, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
+from jaxmoe.model.moe.router import route_top_k
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.rope import yarn_frequencies
-from jaxmoe.model.router import route_top_k
 
 pytestmark = pytest.mark.parity
 

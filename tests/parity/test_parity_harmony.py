@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from jaxmoe.data.harmony import read_response, read_turn
+from jaxmoe.data.harmony.parse import read_response, read_turn
 
 pytestmark = pytest.mark.parity
 

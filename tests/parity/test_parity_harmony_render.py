@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.data.harmony import read_turn
-from jaxmoe.data.harmony_render import write_messages, write_turn
-from jaxmoe.data.harmony_tools import write_developer_text, write_system_text
+from jaxmoe.data.harmony.parse import read_turn
+from jaxmoe.data.harmony.render import write_messages, write_turn
+from jaxmoe.data.harmony.tools import write_developer_text, write_system_text
 from jaxmoe.data.rows import Message, ToolDescription
 from jaxmoe.data.templates import Template
 

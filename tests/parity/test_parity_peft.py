@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxmoe.checkpoint import peft_config
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.peft import CONFIG, save_adapter
-from jaxmoe.checkpoint.peft_layout import TARGETS
-from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.checkpoint.peft import config as peft_config
+from jaxmoe.checkpoint.peft.layout import TARGETS
+from jaxmoe.checkpoint.peft.read import read_adapter
+from jaxmoe.checkpoint.peft.write import CONFIG, save_adapter
 from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import forward, plain_ops, sequence_logprobs

@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.model import init_params, make_ops
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.state import init_rl_state
 from studies.automaton import Automaton
 from studies.bed import make_bed_step, make_rate_optimizer, take_step

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.model import init_params, plain_ops
-from jaxmoe.model.router import RouterContext, replay_routing, route_top_k
+from jaxmoe.model.moe.router import RouterContext, replay_routing, route_top_k
 from jaxmoe.rl.from_config import algorithm_from_config
 from studies import router_costs, router_trained
 from studies.router_bed import (

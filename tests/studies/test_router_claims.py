@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.model.router import route_top_k, router_dot
-from jaxmoe.model.soft_routing import route_softly, route_straight_through
+from jaxmoe.model.moe.router import route_top_k, router_dot
+from jaxmoe.model.moe.soft_routing import route_softly, route_straight_through
 from studies.float64 import in_float64
 from studies.micro_model import (
     Answers,

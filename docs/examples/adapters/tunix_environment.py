@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config.calls import import_attribute
-from jaxmoe.data.harmony_tools import called_tool
+from jaxmoe.data.harmony.tools import called_tool
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked, replace_question, row_columns, turn_text

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.same_tokenizer import find_encoding_difference
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.http_engine.json_client import MAX_BODY_BYTES, JsonClient
 from jaxmoe.http_engine.strict_json import format_value
-from jaxmoe.rl.batch import Batch
 from jaxmoe.vllm.client.responses import parse_prompt_logps
 
 KEY_VARIABLE = "JAXMOE_TEACHER_API_KEY"

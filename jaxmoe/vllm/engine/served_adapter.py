@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxmoe.checkpoint.base import base_folder
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.peft import save_adapter
-from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
+from jaxmoe.checkpoint.peft.layout import AdaptedMatrix, adapted_matrices
+from jaxmoe.checkpoint.peft.write import save_adapter
 from jaxmoe.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
 from jaxmoe.http_engine.probe import WeightSyncError

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxmoe.answers.scoring import strip_gold
 from jaxmoe.collection.reward_checks import plan_checks, score_and_check
 from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import DataConfig
 from jaxmoe.config_file import load_config
-from jaxmoe.data.scoring import strip_gold
 from jaxmoe.observe.alerts import count_bad_steps, find_alerts
 from jaxmoe.rewards.rewards import mean_part_metrics
 from tests.jaxmoe.text_rollouts import make_rollouts

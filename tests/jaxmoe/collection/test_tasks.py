@@ -23,7 +23,7 @@ from jaxmoe.config import (
     RolloutConfig,
 )
 from jaxmoe.config_file import load_config
-from jaxmoe.data.harmony import read_response
+from jaxmoe.data.harmony.parse import read_response
 from jaxmoe.data.rows import Row
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import ByteTokenizer, tokenizer_digest, write_byte_tokenizer

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from jaxmoe.data.harmony_render import write_turn
+from jaxmoe.data.harmony.render import write_turn
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import ByteTokenizer

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony_render import write_turn
+from jaxmoe.data.harmony.render import write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.environments.episodes import shorten_message
 from jaxmoe.records import StopReason

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony_render import message_pieces
+from jaxmoe.data.harmony.render import message_pieces
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.environments.step_check import EnvironmentFault, check_step
 from jaxmoe.environments.tool_environment import ToolEnvironment

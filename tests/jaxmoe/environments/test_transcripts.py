@@ -7,7 +7,7 @@ from scripted import CFG
 
 from jaxmoe.collection.recorded import held_out_rows
 from jaxmoe.collection.tasks import open_task
-from jaxmoe.data.harmony_render import write_messages, write_turn
+from jaxmoe.data.harmony.render import write_messages, write_turn
 from jaxmoe.data.rows import Message
 from jaxmoe.environments.transcripts import make_transcript
 from jaxmoe.records import Prompt, Rollout, StopReason

@@ -12,7 +12,7 @@ from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.config_file import load_config, override
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.graders import code_scorer
 from jaxmoe.graders.code_scorer import check_tests, extract_code, score_code

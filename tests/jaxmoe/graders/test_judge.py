@@ -11,7 +11,7 @@ from judge_server import run_judge
 from jaxmoe import train
 from jaxmoe.collection import tasks
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.graders import judge, judge_client
 from jaxmoe.graders.judge import (

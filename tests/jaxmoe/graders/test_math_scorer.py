@@ -15,7 +15,7 @@ from graders_table import ROWS
 from jaxmoe.collection.tasks import open_task
 from jaxmoe.config import ConfigError, DataConfig
 from jaxmoe.config_file import load_config
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.rewards.conventions import Sample
 from jaxmoe.rewards.reward_process import RewardProcess

@@ -13,7 +13,7 @@ from bigram import CFG, MODEL, OPS, SGD, make_batch, start
 from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.model.check_ops import check_router
-from jaxmoe.model.router import replay_routing, route_top_k
+from jaxmoe.model.moe.router import replay_routing, route_top_k
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.model.layers import dot_in_float32, linear, rms_norm
-from jaxmoe.model.router import FEW_ROWS, SUMMANDS, _dot_in_parts, router_dot
+from jaxmoe.model.moe.router import FEW_ROWS, SUMMANDS, _dot_in_parts, router_dot
 
 EPS = float(np.finfo(np.float32).eps)
 B, T, D, F = 2, 24, 48, 40

@@ -12,7 +12,7 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.model.lora import Pair, init_adapters, lora_specs, with_adapters
-from jaxmoe.model.router import replay_routing
+from jaxmoe.model.moe.router import replay_routing
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.jaxmoe.checkpoint.random_adapters import merge_adapters
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.model import forward, plain_ops
+from jaxmoe.model.moe.router import record_experts, replay_routing, route_top_k, router_logits
 from jaxmoe.model.params import map_specs
-from jaxmoe.model.router import record_experts, replay_routing, route_top_k, router_logits
 from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 OPS = plain_ops()

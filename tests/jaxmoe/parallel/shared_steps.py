@@ -11,6 +11,8 @@ import json
 import jax
 
 from benchmarks.in_turn import draw_groups
+from jaxmoe.batches.batch import shard_rows
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.processes import join_processes
@@ -18,11 +20,9 @@ from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
-from jaxmoe.rl.batch import shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.run.programs import out_shardings_option, rl_program
 

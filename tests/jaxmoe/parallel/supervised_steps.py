@@ -12,6 +12,7 @@ import sys
 
 import jax
 
+from jaxmoe.batches.batch import supervised_batch
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.collection.demonstrations import answer_tokens
 from jaxmoe.collection.tasks import open_task
@@ -21,7 +22,6 @@ from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
-from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.run.programs import out_shardings_option, supervised_program, warmup_optimizer
 

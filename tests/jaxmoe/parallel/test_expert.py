@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model import plain_ops
-from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.moe.experts import apply_experts
 from jaxmoe.parallel import exchange, expert, pairs
 from jaxmoe.parallel.expert import choose_dispatch, experts_all_gather, experts_all_to_all
 from jaxmoe.parallel.ops import sharded_ops

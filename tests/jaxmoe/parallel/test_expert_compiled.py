@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.moe.experts import apply_experts
 from jaxmoe.parallel import expert
 from jaxmoe.parallel.expert import experts_all_gather, experts_all_to_all
 from jaxmoe.parallel.sharding import AXES

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.losses import gae
 from jaxmoe.model import init_critic, init_params, plain_ops
-from jaxmoe.model.router import replay_routing, route_top_k
+from jaxmoe.model.moe.router import replay_routing, route_top_k
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import AXES, make_mesh, shard_batch, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state

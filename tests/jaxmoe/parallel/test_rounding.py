@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
 from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
@@ -15,7 +16,6 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import make_mesh, param_shardings, shard_batch, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state

@@ -10,6 +10,8 @@ import pytest
 
 import jaxmoe.plan.__main__ as command
 import jaxmoe.plan.nearest as search
+from jaxmoe.batches.computed_tokens import count_full_lengths, shared_at_full_lengths
+from jaxmoe.batches.sharing_from_config import row_sharing
 from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops
@@ -30,9 +32,7 @@ from jaxmoe.plan.compiled import (
 )
 from jaxmoe.plan.roofline import layer_traffic, sampling_work, step_bounds, step_work
 from jaxmoe.plan.sampler import CompiledSampler
-from jaxmoe.rl.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.sharing_from_config import row_sharing
 from jaxmoe.run.memory import layer_flops, plan_memory
 from jaxmoe.run.policy_memory import base_bytes
 from pallas_kernels import ahead_of_time

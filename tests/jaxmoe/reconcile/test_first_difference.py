@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.model import init_params, plain_ops, tiny
+from jaxmoe.model.moe.router import route_top_k
 from jaxmoe.model.ops import invariant_ops
-from jaxmoe.model.router import route_top_k
 from jaxmoe.reconcile.first_difference import find_first_difference
 
 CFG = tiny(

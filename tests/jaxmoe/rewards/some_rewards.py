@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.data.cells import read_row
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.rewards.conventions import Sample
 from jaxmoe.rewards.rewards import read_rewards, score_samples
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.rewards.conventions import Sample
 from jaxmoe.rewards.reward_process import RewardProcess, run_inline

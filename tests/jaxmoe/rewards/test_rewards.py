@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.rewards.conventions import Sample, detect_convention
 from jaxmoe.rewards.rewards import mean_part_metrics, read_rewards, score_samples

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.rewards.conventions import TRL_CONVENTION, Sample
 from jaxmoe.rewards.rewards import Reward, score_samples

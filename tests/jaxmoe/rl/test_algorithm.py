@@ -13,10 +13,10 @@ import pytest
 from algorithm_configs import CORR, config, refusal
 
 from jaxmoe import losses
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.loss import compute_correction, sum_terms
 from jaxmoe.rl.terms import entropy_term, value_term

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe import losses
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.loss import estimate_advantages
 from jaxmoe.rl.terms import Term
 from jaxmoe.rl.validate import check_algorithm

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from bigram import CFG, MODEL, OPS, SGD, Bigram, T, algorithm, make_batch, start, step_of
 
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.config import ConfigError, DistillConfig
 from jaxmoe.losses import reinforce
 from jaxmoe.model import init_params
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.distillation import teacher_terms
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.terms import Term
 
 WORDS, ANSWER = 4, 3  # a vocabulary whose answers can all be listed

@@ -12,10 +12,10 @@ from episodes import EXPERTS, VOCAB, draw_episode, draw_groups, put_garbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import EngineError
 from jaxmoe.losses import whitened_bootstrapped_gae
 from jaxmoe.records import StopReason
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.terms import value_term
 from jaxmoe.rl.update import bootstrap_values

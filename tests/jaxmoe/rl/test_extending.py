@@ -15,7 +15,7 @@ import pytest
 from bigram import CFG, MODEL, make_batch, routed_batch
 
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import replay_routing, route_top_k, router_logits
+from jaxmoe.model.moe.router import replay_routing, route_top_k, router_logits
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from adapted import CFG, LORA, OPS, base_of
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import OptimConfig
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state

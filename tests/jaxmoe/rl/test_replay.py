@@ -15,8 +15,8 @@ from expert_switches import SWITCHES
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae
 from jaxmoe.model import forward, plain_ops
-from jaxmoe.model.router import record_chosen_experts, replay_routing
-from jaxmoe.model.routers_from_config import record_all
+from jaxmoe.model.moe.router import record_chosen_experts, replay_routing
+from jaxmoe.model.moe.routers_from_config import record_all
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches

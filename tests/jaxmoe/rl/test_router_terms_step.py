@@ -12,12 +12,12 @@ from bigram import CFG, EPS, MODEL, routed_batch, start, step_of
 from jaxmoe.config_file import load_config, override
 from jaxmoe.losses.router_terms import load_balance, router_entropy, z_loss
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import record_router_logits
-from jaxmoe.model.routers_from_config import record_all
+from jaxmoe.model.moe.router import record_router_logits
+from jaxmoe.model.moe.routers_from_config import record_all
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.metrics.router_metrics import count_expert_tokens
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.router_metrics import count_expert_tokens
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.terms import Term

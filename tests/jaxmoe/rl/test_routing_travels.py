@@ -20,15 +20,15 @@ from bigram import (
     step_of,
 )
 
+from jaxmoe.batches.batch import Batch, rollout_batch
+from jaxmoe.batches.engine_experts import unknown_experts_metric
+from jaxmoe.batches.microbatches import _pack_microbatch
 from jaxmoe.model import forward, init_critic, plain_ops
-from jaxmoe.model.router import replay_routing, route_top_k
+from jaxmoe.model.moe.router import replay_routing, route_top_k
 from jaxmoe.recorded_experts import mark_unknown_experts
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
-from jaxmoe.rl.batch import Batch, rollout_batch
-from jaxmoe.rl.engine_experts import unknown_experts_metric
-from jaxmoe.rl.microbatches import _pack_microbatch
+from jaxmoe.rl.metrics.router_metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.router_metrics import count_expert_tokens, expert_load, expert_switches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.update import bootstrap_values

@@ -11,9 +11,9 @@ import optax
 import pytest
 from bigram import CFG, PARAMS, Bigram
 
+from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.microbatches import LossAux, pack_sequences
 from jaxmoe.model import init_params, plain_ops
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import LossAux, pack_sequences
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from bigram import CFG, MODEL, PARAMS, Bigram, R, make_batch, routed_batch, start, step_of
 
+from jaxmoe.batches.batch import map_rows
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae, kept_token_mean, masked_sum, rejection
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import record_router_logits
-from jaxmoe.model.routers_from_config import record_all
+from jaxmoe.model.moe.router import record_router_logits
+from jaxmoe.model.moe.routers_from_config import record_all
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import map_rows
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import Term, entropy_term, kl_term

@@ -11,9 +11,9 @@ import optax
 import pytest
 from bigram import CFG, MODEL, OPS, PARAMS, algorithm, make_batch, start, step_of
 
+from jaxmoe.batches.microbatches import pack_sequences
 from jaxmoe.config import OptimConfig
 from jaxmoe.losses import gae
-from jaxmoe.rl.microbatches import pack_sequences
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer

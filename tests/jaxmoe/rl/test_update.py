@@ -28,6 +28,8 @@ from bigram import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.batches.batch import map_rows
+from jaxmoe.batches.shared_prompts import PromptSharing
 from jaxmoe.losses import (
     cispo,
     gae,
@@ -51,12 +53,10 @@ from jaxmoe.losses import (
 )
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import map_rows
 from jaxmoe.rl.loss import estimate_advantages, update_minibatch
-from jaxmoe.rl.metrics import engine_gap
+from jaxmoe.rl.metrics.update_metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.shared_prompts import PromptSharing
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
 from jaxmoe.rl.update import NO_GATE, score_batch
 

@@ -14,7 +14,7 @@ from bigram import CFG, MODEL, OPS, PARAMS, B, Bigram, R, T, algorithm, make_bat
 from jaxmoe.config import Config, CriticConfig, DataConfig, GateConfig, OptimConfig, RolloutConfig
 from jaxmoe.losses import bootstrapped_gae, gae, kept_token_mean, rejection
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.metrics import is_gate_closed, update_metrics
+from jaxmoe.rl.metrics.update_metrics import is_gate_closed, update_metrics
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.model import init_params, plain_ops, tiny
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.params import cast_for_forward
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine

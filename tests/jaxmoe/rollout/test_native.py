@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import ConfigError, EngineError, MeshConfig
 from jaxmoe.model import abstract_params, forward, plain_ops
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.model import plain_ops
+from jaxmoe.model.moe.router import replay_routing
+from jaxmoe.model.moe.router_noise import normal_noise, route_with_noise
 from jaxmoe.model.ops import invariant_ops
-from jaxmoe.model.router import replay_routing
-from jaxmoe.model.router_noise import normal_noise, route_with_noise
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import rollout_batch, shard_rows
+from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.batch import rollout_batch, shard_rows
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.minibatches import split_minibatches
-from jaxmoe.rl.sharing_from_config import sharing_from_config
 from jaxmoe.rl.turns import add_turns
 from jaxmoe.run.programs import batch_shapes, sharded_batch_shapes
 from pallas_kernels import sink_attention

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint.hf import load_params
-from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.checkpoint.peft.read import read_adapter
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.weight_sync.checksum import digest_array

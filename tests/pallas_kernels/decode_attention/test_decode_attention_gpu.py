@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.decode_attention import cases, pallas_gpu
 from pallas_kernels.decode_attention.xla import decode_attention_xla
 from pallas_kernels.dispatch import Target
-from pallas_kernels.sink_attention import pallas_gpu_blocks
+from pallas_kernels.sink_attention.hopper import pallas_gpu_blocks
 from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.three_way import three_way
 

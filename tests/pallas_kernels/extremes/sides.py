@@ -20,13 +20,13 @@ from pallas_kernels.grouped_matmul import xla as matmul_xla
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
     pallas_gpu,
-    pallas_gpu_backward,
     pallas_tpu,
     pallas_tpu_blocks,
     reference,
     xla,
 )
-from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
+from pallas_kernels.sink_attention.hopper import pallas_gpu_backward
+from pallas_kernels.sink_attention.hopper.pallas_gpu_blocks import MosaicTiles
 from pallas_kernels.token_logprobs import pallas_gpu as logprobs_gpu
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 from pallas_kernels.token_logprobs import reference as logprobs_reference

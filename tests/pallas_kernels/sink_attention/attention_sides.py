@@ -16,14 +16,13 @@ from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
     cases,
     pallas_gpu,
-    pallas_gpu_backward,
-    pallas_gpu_blocks,
     pallas_tpu,
     pallas_tpu_blocks,
     reference,
     xla,
 )
-from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
+from pallas_kernels.sink_attention.hopper import pallas_gpu_backward, pallas_gpu_blocks
+from pallas_kernels.sink_attention.hopper.pallas_gpu_blocks import MosaicTiles
 from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
 from tests.pallas_kernels.sink_attention import attention_oracle as oracle
 from tests.pallas_kernels.sink_attention import triton_interpreted

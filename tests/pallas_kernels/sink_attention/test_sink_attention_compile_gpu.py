@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time, hopper
-from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward
+from pallas_kernels.sink_attention import cases, pallas_gpu
+from pallas_kernels.sink_attention.hopper import pallas_gpu_backward
 from tests.compilers import skip_without_compiler
 from tests.pallas_kernels.sink_attention.attention_oracle import public
 

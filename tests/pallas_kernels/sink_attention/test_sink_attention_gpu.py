@@ -15,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward, pallas_gpu_blocks
+from pallas_kernels.sink_attention import cases, pallas_gpu
 from pallas_kernels.sink_attention.cases import AttentionCase
-from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
+from pallas_kernels.sink_attention.hopper import pallas_gpu_backward, pallas_gpu_blocks
+from pallas_kernels.sink_attention.hopper.pallas_gpu_blocks import MosaicTiles
 from tests.pallas_kernels.sink_attention import attention_oracle as oracle
 
 OLD = jax.__version_info__ < (0, 11)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, sink_attention
-from pallas_kernels.sink_attention import mosaic_invariant, pallas_gpu, pallas_gpu_blocks
+from pallas_kernels.sink_attention import mosaic_invariant, pallas_gpu
+from pallas_kernels.sink_attention.hopper import pallas_gpu_blocks
 from tests.pallas_kernels.interpreted import INVARIANT, OLD, TPU, interpreted
 from tests.pallas_kernels.sink_attention.attention_oracle import public
 

@@ -9,7 +9,7 @@ from scripted import Run, Scripted, lines
 from jaxmoe import train
 from jaxmoe.collection import tasks
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import ParsedResponse
+from jaxmoe.data.harmony.parse import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.graders.instructions import score_instructions
 from jaxmoe.graders.instructions.reward import check_reward, read_instructions

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.config_file import load_config, override
-from jaxmoe.rl.batch import Batch
 from jaxmoe.vllm.client.teacher import TeacherServer, open_teacher_server
 from tests.jaxmoe.commands import TINIEST, arguments, lines, train_here
 from tests.jaxmoe.vllm.teacher_server import FAULTS, MODEL, completion, formula, run_teacher

@@ -16,11 +16,11 @@ from stand_in import StandIn
 from turn_replies import Replies
 from vllm_cases import CFG, NEW, OPS, PROMPT, open_engine, open_shared, prompts, weights
 
+from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
-from jaxmoe.model.router import replay_routing
+from jaxmoe.model.moe.router import replay_routing
 from jaxmoe.records import Sampling, StopReason
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state

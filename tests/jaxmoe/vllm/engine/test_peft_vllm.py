@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.hf import save_params
-from jaxmoe.checkpoint.peft import save_adapter
+from jaxmoe.checkpoint.peft.write import save_adapter
 from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.lora import Pair

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jaxmoe.checkpoint.hf import list_entries
-from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
+from jaxmoe.checkpoint.peft.write import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.tensor_files import read_header
 from jaxmoe.config import LoraConfig
 from jaxmoe.model.config import tiny, to_hf

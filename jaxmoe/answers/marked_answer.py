@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer that a response marks: after "####", in \\boxed{}, or after "the answer is".
+
+A box that is a part of a larger formula, such as \\boxed{7}^{2}, marks that formula and not 7.
+Next: jaxmoe/answers/scoring.py compares it with the stored answer.
+"""
+
+import re
+
+from jaxmoe.answers.boxed_formula import join_formula
+
+_BOX = "\\boxed{"
+_MAX_SENTENCE_CHARS = 10_000  # of a stated answer
+# "the answer is …", "Answer: …", in bold or not
+_ANSWER_PHRASE = re.compile(
+    r"\banswer[*_]*\s*(?:[:=]|is\b(?:\s+(?:therefore|thus|then|simply|just|indeed|equal to)\b)?"
+    r"\s*:?)[\s*_]*",
+    re.IGNORECASE,
+)
+_CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
+_SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
+
+
+def text_after_hashes(text: str) -> str:
+    return text.rpartition("####")[2].strip().partition("\n")[0].strip()
+
+
+def find_marked_answer(response: str) -> str | None:
+    """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked."""
+    if "####" in response:
+        return text_after_hashes(response)
+    marked, position, bounds = None, 0, (0, 0)
+    while (start := response.find(_BOX, position)) >= 0:
+        end = _find_box_end(response, start + len(_BOX))
+        if end is None:  # an unclosed box marks nothing, and a closed one inside it does
+            return read_box(response, response.rfind(_BOX) + len(_BOX))
+        marked, position = response[start + len(_BOX) : end].strip(), end + 1
+        bounds = start, position
+    if marked is None:
+        return None
+    # A box around another one and nothing else marks the same answer.
+    if marked.startswith(_BOX) and marked.endswith("}") and marked.count(_BOX) == 1:
+        marked = find_marked_answer(marked) or ""
+    return join_formula(response[: bounds[0]], marked, response[bounds[1] :])
+
+
+def read_box(response: str, start: int) -> str | None:
+    """The text from `start` to the brace that closes the box; None for an unclosed one."""
+    end = _find_box_end(response, start)
+    return None if end is None else response[start:end].strip()
+
+
+def _find_box_end(response: str, start: int) -> int | None:
+    depth = 1
+    for end in range(start, len(response)):
+        depth += {"{": 1, "}": -1}.get(response[end], 0)
+        if depth == 0:
+            return end
+    return None
+
+
+def find_stated_answer(response: str) -> str | None:
+    """The text after the last "the answer is", to the end of its sentence; None without it."""
+    ends = [match.end() for match in _ANSWER_PHRASE.finditer(response)]
+    if not ends:
+        return None
+    sentence = _CALCULATOR_NOTE.sub("", response[ends[-1] : ends[-1] + _MAX_SENTENCE_CHARS])
+    return _SENTENCE_END.split(sentence, maxsplit=1)[0].strip().removesuffix("**").strip()
