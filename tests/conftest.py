@@ -3,10 +3,12 @@
 
 import atexit
 import gc
+import inspect
 import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -55,7 +57,24 @@ if (
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 import jax
+import jaxtyping
 from hypothesis import settings
+
+# pyproject.toml has every call checked, for shapes and dtypes. Functions without arrays are left
+# as they are: their checks were four fifths of what configs and plans took.
+check_types = jaxtyping.jaxtyped
+
+
+def check_arrays(*fn, typechecker):
+    """Check calls of what names arrays: a function, a method, a property or a dataclass."""
+    if not fn:
+        return partial(check_arrays, typechecker=typechecker)
+    function = getattr(fn[0], "fget", None) or getattr(fn[0], "__func__", fn[0])
+    names_arrays = "jaxtyping." in str(inspect.get_annotations(function))
+    return check_types(*fn, typechecker=typechecker) if names_arrays else fn[0]
+
+
+jaxtyping.jaxtyped = check_arrays
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_option_names, import_function, parse_call
+from jaxmoe.config.function_specs import check_option_names, import_function, parse_call
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.user_code import user_code
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxmoe.config.calls import import_function, parse_call
 from jaxmoe.config.errors import ConfigError, require
+from jaxmoe.config.function_specs import import_function, parse_call
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from jaxmoe.config.calls import parse_call
 from jaxmoe.config.errors import ConfigError
-from jaxmoe.config.function_specs import split_calls
+from jaxmoe.config.function_specs import parse_call, split_calls
 
 KEY, GPT_OSS = "model.layer_types", "sliding+full"
 
@@ -112,7 +111,7 @@ def parse_layer_types(text: str, n_layers: int, window: int) -> LayerPlan:
     A kind is sliding or full, perhaps with options, as in "sliding(window=64)+full(sinks=False)".
     `window` is that of sliding layers without the option. Raises ConfigError.
     """
-    kinds = [_parse_kind(call, window) for call in split_calls(text)]
+    kinds = [_parse_kind(call, window) for call in split_calls(text) or [text]]
     return LayerPlan(tuple(kinds[i % len(kinds)] for i in range(n_layers)))
 
 

@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxmoe.config.calls import parse_call
 from jaxmoe.config.engine import describe_engine
 from jaxmoe.config.errors import Needs, require
+from jaxmoe.config.function_specs import parse_call
 from jaxmoe.config.model import CHECKPOINT_MODEL
 from jaxmoe.config.settings import Section, above, one_of, setting
 from jaxmoe.config.weighted_names import parse_weighted_names

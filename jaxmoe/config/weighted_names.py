@@ -19,7 +19,7 @@ def parse_weighted_names(text: str, key: str, names: Sequence[str]) -> dict[str,
     """
     example = f'--set "{key}={names[0]}(0.01)"'
     weights: dict[str, float] = {}
-    for call in split_calls(text) if text.strip() else []:
+    for call in split_calls(text):
         match = re.fullmatch(r"\s*(\w+)\s*\(\s*([^()]*?)\s*\)\s*", call)
         require(
             match is not None,

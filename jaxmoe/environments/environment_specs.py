@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_option_names, import_attribute, parse_call
+from jaxmoe.config.function_specs import check_option_names, import_attribute, parse_call
 from jaxmoe.environments.environment import EnvironmentFactory
 from jaxmoe.environments.native_environment import NativeEnvironment
 from jaxmoe.environments.tool_environment import ToolEnvironment

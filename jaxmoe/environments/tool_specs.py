@@ -12,9 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_option_names, import_attribute, parse_call
 from jaxmoe.config.errors import suggest_name
-from jaxmoe.config.function_specs import split_calls
+from jaxmoe.config.function_specs import (
+    check_option_names,
+    import_attribute,
+    parse_call,
+    split_calls,
+)
 from jaxmoe.config.sandbox import TOOL_NAME, SandboxConfig
 from jaxmoe.data.harmony.tools import check_tools
 from jaxmoe.data.rows import ToolDescription
@@ -50,8 +54,7 @@ def read_tools(text: str, sandbox: SandboxConfig | None = None) -> tuple[Tool, .
     Raises: ConfigError for a tool that cannot be imported or described, or that occurs twice.
     """
     builtin = builtin_tools(sandbox or SandboxConfig())
-    calls = split_calls(text) if text.strip() else []
-    tools = [_read_tool(call, builtin) for call in calls]
+    tools = [_read_tool(call, builtin) for call in split_calls(text)]
     addresses = [tool.address for tool in tools]
     repeated = [address for address in addresses if addresses.count(address) > 1]
     if repeated:

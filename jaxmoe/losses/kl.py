@@ -8,18 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp
 from jaxmoe.losses.same_shape import require_same_shape
 
-# exp(20) is 5e8, and its square is still finite in float32. A clamped estimate is wrong, but
-# finite.
-LOG_RATIO_BOUND = 20.0
 # In nats. Without it k3 grows like the ratio, and one token could outweigh a batch.
 K3_BOUND = 10.0
-
-
-def clamp_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Clamp log ratios to ±20, as is done before every exponential."""
-    return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_k1(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -71,7 +64,7 @@ def kl_k3_importance(
     """
     require_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
-    return jnp.exp(clamp_log_ratio(gap_BT)) * kl_k3(logp_BT, logq_BT)
+    return clamped_exp(gap_BT) * kl_k3(logp_BT, logq_BT)
 
 
 def kl_k3_with_k2_gradient(

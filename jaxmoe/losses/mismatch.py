@@ -8,8 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
-from jaxmoe.losses.kl import clamp_log_ratio, k3_from_log_ratio
-from jaxmoe.losses.ratios import log_ratios, sequence_mean, sequence_ratio, token_ratio
+from jaxmoe.losses.kl import k3_from_log_ratio
+from jaxmoe.losses.ratios import (
+    clamped_exp,
+    log_ratios,
+    sequence_mean,
+    sequence_sum,
+)
 from jaxmoe.shapes import Metrics
 
 
@@ -36,15 +41,13 @@ def mismatch_metrics(
     """
     log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
     gap_BT = jnp.abs(log_ratio_BT)
-    ratio_BT = token_ratio(log_ratio_BT)
+    ratio_BT = clamped_exp(log_ratio_BT)
     nonempty_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
     old_B1, rollout_B1 = (
         sequence_mean(jnp.where(mask_BT, x.astype(jnp.float32), 0.0), mask_BT)
         for x in (old_logp_BT, rollout_logp_BT)
     )
-    # The ratio of a sequence is repeated at each of its tokens. One column counts every sequence
-    # once.
-    chi2_seq_B1 = jnp.square(sequence_ratio(log_ratio_BT, mask_BT)[:, :1]) - 1.0
+    chi2_seq_B1 = jnp.square(clamped_exp(sequence_sum(log_ratio_BT, mask_BT))) - 1.0
     p_BT, q_BT = (
         jnp.where(mask_BT, jnp.exp(jnp.where(mask_BT, x.astype(jnp.float32), 0.0)), 0.0)
         for x in (old_logp_BT, rollout_logp_BT)
@@ -55,11 +58,9 @@ def mismatch_metrics(
         "rollout_corr/k3_kl": masked_mean(k3_from_log_ratio(log_ratio_BT), mask_BT),
         "rollout_corr/chi2_token": masked_mean(jnp.square(ratio_BT) - 1.0, mask_BT),
         "rollout_corr/chi2_seq": masked_mean(chi2_seq_B1, nonempty_B1),
-        "rollout_corr/training_ppl": masked_mean(jnp.exp(clamp_log_ratio(-old_B1)), nonempty_B1),
-        "rollout_corr/rollout_ppl": masked_mean(jnp.exp(clamp_log_ratio(-rollout_B1)), nonempty_B1),
-        "rollout_corr/ppl_ratio": masked_mean(
-            jnp.exp(clamp_log_ratio(rollout_B1 - old_B1)), nonempty_B1
-        ),
+        "rollout_corr/training_ppl": masked_mean(clamped_exp(-old_B1), nonempty_B1),
+        "rollout_corr/rollout_ppl": masked_mean(clamped_exp(-rollout_B1), nonempty_B1),
+        "rollout_corr/ppl_ratio": masked_mean(clamped_exp(rollout_B1 - old_B1), nonempty_B1),
         "rollout_corr/ess": effective_sample_size(ratio_BT, mask_BT),
         "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
         "rollout_actor_probs_pearson_corr": _pearson_correlation(p_BT, q_BT, mask_BT),
@@ -86,7 +87,7 @@ def ratio_quantiles(
 
     def ratio_at_quantile(q: float) -> Array:
         rank = jnp.round(q * last).astype(jnp.int32)
-        return jnp.where(jnp.any(mask_BT), jnp.exp(clamp_log_ratio(ranked_M[rank])), 1.0)
+        return jnp.where(jnp.any(mask_BT), clamped_exp(ranked_M[rank]), 1.0)
 
     return {
         f"rollout_corr/ratio_p{round(100 * q):02d}": ratio_at_quantile(q) for q in (0.01, 0.5, 0.99)

@@ -17,9 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
-from jaxmoe.losses.kl import clamp_log_ratio
 from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, check_option, check_options
-from jaxmoe.losses.ratios import log_ratios, sequence_mean, token_ratio
+from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, log_ratios, sequence_mean
 from jaxmoe.losses.same_shape import require_same_shape
 from jaxmoe.shapes import Metrics
 
@@ -184,7 +183,7 @@ def grpo_loss(
     terms_BT = ppo_clip(
         logp_BT, old_logp_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
-    ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
+    ratio_BT = clamped_exp(log_ratios(logp_BT, old_logp_BT, mask_BT))
     # The clipped loss is the larger of two, so it exceeds the unclipped one exactly where the clip
     # acts.
     is_clipped_BT = (terms_BT > -ratio_BT * masked_advantages(advantages_BT, mask_BT)).astype(

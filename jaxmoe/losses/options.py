@@ -31,3 +31,9 @@ def check_options(rule: Range, **values: Any) -> None:
     """Call `check_option` for several options by name."""
     for name, value in values.items():
         check_option(name, value, rule)
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Raise ValueError unless 0 ≤ low ≤ high and high is above 0: weights are never negative."""
+    check_option("high", high, POSITIVE)
+    check_option("low", low, (f"0 <= low <= high, which is {high}", lambda x: 0 <= x <= high, 0.0))

@@ -4,7 +4,7 @@
 A config joins them with " + ", in order: "rejection(statistic='seq_mean_k1', low=0.999,
 high=1.001) + token_is(high=2.0)". Weights multiply a token's loss; a dropped token has no loss.
 Arguments are arrays by name; options are keywords. All bounds are bounds of r = π_old/π_rollout,
-except those of k2 and k3, which are in nats. Built from ratios.py. Next:
+except those of k2 and k3, which are in nats. Next:
 `compute_correction` in jaxmoe/rl/loss.py calls them in order.
 """
 
@@ -13,8 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses import ratios as c
+from jaxmoe.losses.aggregation import masked_mean
 from jaxmoe.losses.kl import k3_from_log_ratio
+from jaxmoe.losses.options import NOT_NEGATIVE, check_bounds, check_option
+from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, sequence_mean, sequence_sum
 
 
 class Correction(NamedTuple):
@@ -37,7 +39,7 @@ def token_is(
 
     Source: verl's rollout_is="token"; `low` is slime's tis_clip_low, 0 is off.
     """
-    return _truncated(c.token_ratio(log_ratio_BT), low, high)
+    return _truncated(log_ratio_BT, log_ratio_BT.shape, low, high)
 
 
 def sequence_is(
@@ -51,7 +53,7 @@ def sequence_is(
 
     Source: verl's rollout_is="sequence".
     """
-    return _truncated(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
+    return _truncated(sequence_sum(log_ratio_BT, mask_BT), mask_BT.shape, low, high)
 
 
 def geometric_is(
@@ -65,7 +67,7 @@ def geometric_is(
 
     Source: AReaL's sequence level.
     """
-    return _truncated(c.geometric_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
+    return _truncated(sequence_mean(log_ratio_BT, mask_BT), mask_BT.shape, low, high)
 
 
 def token_icepop(
@@ -75,7 +77,7 @@ def token_icepop(
 
     Source: IcePop, as verl's rollout_is_threshold="0.5_5.0".
     """
-    return _icepop(c.token_ratio(log_ratio_BT), low, high)
+    return _icepop(log_ratio_BT, log_ratio_BT.shape, low, high)
 
 
 def sequence_icepop(
@@ -86,7 +88,7 @@ def sequence_icepop(
     high: float = 3.0,
 ) -> Correction:
     """Return w = Π r_t inside [low, high], else 0. Source: TRL's default, "sequence_mask" at 3."""
-    return _icepop(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
+    return _icepop(sequence_sum(log_ratio_BT, mask_BT), mask_BT.shape, low, high)
 
 
 def normalize(
@@ -101,9 +103,10 @@ def normalize(
     """
     x_BT, mask_BT = weights_BT, batch_mask_BT
     if ratio_BT.shape[1] == 1:
-        x_BT = c.sequence_mean(weights_BT, batch_mask_BT)
+        x_BT = sequence_mean(weights_BT, batch_mask_BT)
         mask_BT = jnp.any(batch_mask_BT, axis=1, keepdims=True)
-    return Correction(weights_BT * c.unit_mean_scale(x_BT, mask_BT))
+    mean = masked_mean(x_BT, mask_BT)
+    return Correction(weights_BT * (1.0 / jnp.where(mean > 0, mean, 1.0)))
 
 
 def rejection(
@@ -131,7 +134,7 @@ def rejection(
     if estimator != "k1" and low != 0:
         raise ValueError(f"rejection: {statistic} is never negative: low must be 0, got {low}.")
     x_BT = STATISTICS[level, estimator](log_ratio_BT, mask_BT)
-    return Correction(keep_BT=c.within_bounds(x_BT, low=low, high=high))
+    return Correction(keep_BT=_within_bounds(x_BT, low, high))
 
 
 def veto(
@@ -145,7 +148,8 @@ def veto(
 
     Source: SkyRL's outlier_token_is_threshold, slime's rs_veto_threshold.
     """
-    return Correction(keep_BT=c.outlier_keep_mask(log_ratio_BT, mask_BT, low=low, high=high))
+    inside_BT = _within_bounds(clamped_exp(log_ratio_BT), low, high)
+    return Correction(keep_BT=jnp.all(inside_BT | ~mask_BT, axis=1, keepdims=True))
 
 
 def drift_mask(
@@ -160,39 +164,50 @@ def drift_mask(
     Source: DeepSeek-V3.2 report, eq. 9. Departs: the drift is measured with old_logp, which equals
     the current policy only at the first update of a batch.
     """
-    # `drift_keep_mask` reads only the difference of its two log-probs, which is the log ratio.
-    zero_BT = jnp.zeros_like(log_ratio_BT)
-    keep_BT = c.drift_keep_mask(log_ratio_BT, zero_BT, advantages_BT, mask_BT, max_drift=max_drift)
-    return Correction(keep_BT=keep_BT)
+    check_option("max_drift", max_drift, NOT_NEGATIVE)
+    drift_B1 = sequence_mean(-log_ratio_BT, mask_BT)
+    return Correction(keep_BT=~((advantages_BT < 0) & (drift_B1 > max_drift) & mask_BT))
 
 
 STATISTICS = {
-    ("token", "k1"): lambda x, mask: c.token_ratio(x),
-    ("token", "k2"): lambda x, mask: c.k2_from_log_ratio(x),
+    ("token", "k1"): lambda x, mask: clamped_exp(x),
+    ("token", "k2"): lambda x, mask: _k2(x),
     ("token", "k3"): lambda x, mask: k3_from_log_ratio(x),
-    ("seq_sum", "k1"): c.sequence_ratio,
-    ("seq_sum", "k2"): lambda x, mask: c.sequence_sum(c.k2_from_log_ratio(x), mask),
-    ("seq_sum", "k3"): lambda x, mask: c.sequence_sum(k3_from_log_ratio(x), mask),
-    ("seq_mean", "k1"): c.geometric_ratio,
-    ("seq_mean", "k2"): lambda x, mask: c.sequence_mean(c.k2_from_log_ratio(x), mask),
-    ("seq_mean", "k3"): lambda x, mask: c.sequence_mean(k3_from_log_ratio(x), mask),
-    ("seq_max", "k2"): lambda x, mask: c.sequence_max(c.k2_from_log_ratio(x), mask),
-    ("seq_max", "k3"): lambda x, mask: c.sequence_max(k3_from_log_ratio(x), mask),
+    ("seq_sum", "k1"): lambda x, mask: clamped_exp(sequence_sum(x, mask)),
+    ("seq_sum", "k2"): lambda x, mask: sequence_sum(_k2(x), mask),
+    ("seq_sum", "k3"): lambda x, mask: sequence_sum(k3_from_log_ratio(x), mask),
+    ("seq_mean", "k1"): lambda x, mask: clamped_exp(sequence_mean(x, mask)),
+    ("seq_mean", "k2"): lambda x, mask: sequence_mean(_k2(x), mask),
+    ("seq_mean", "k3"): lambda x, mask: sequence_mean(k3_from_log_ratio(x), mask),
+    ("seq_max", "k2"): lambda x, mask: _sequence_max(_k2(x), mask),
+    ("seq_max", "k3"): lambda x, mask: _sequence_max(k3_from_log_ratio(x), mask),
 }
 
 
-def _truncated(
-    ratio_BT: Float[Array, "B T"], low: float, high: float, *, per_sequence: bool = False
-) -> Correction:
-    weights_BT = c.truncate_ratio(ratio_BT, low=low, high=high)
-    ratio_BT = ratio_BT[:, :1] if per_sequence else ratio_BT
-    return Correction(weights_BT, None, ratio_BT, ratio_BT > high)
+def _truncated(log_ratio: Array, shape: tuple[int, ...], low: float, high: float) -> Correction:
+    # The product of a sequence's ratios is the exp of a clamped sum: multiplied one by one, they
+    # overflow or vanish on the way.
+    check_bounds(low, high)
+    ratio = clamped_exp(log_ratio)
+    weights_BT = jnp.broadcast_to(jnp.clip(ratio, low, high), shape)
+    return Correction(weights_BT, None, ratio, ratio > high)
 
 
-def _icepop(
-    ratio_BT: Float[Array, "B T"], low: float, high: float, *, per_sequence: bool = False
-) -> Correction:
-    inside_BT = c.within_bounds(ratio_BT, low=low, high=high)
-    weights_BT = ratio_BT * inside_BT.astype(ratio_BT.dtype)
-    ratio_BT = ratio_BT[:, :1] if per_sequence else ratio_BT
-    return Correction(weights_BT, None, ratio_BT, ratio_BT > high)
+def _icepop(log_ratio: Array, shape: tuple[int, ...], low: float, high: float) -> Correction:
+    ratio = clamped_exp(log_ratio)
+    weights = ratio * _within_bounds(ratio, low, high).astype(ratio.dtype)
+    return Correction(jnp.broadcast_to(weights, shape), None, ratio, ratio > high)
+
+
+def _within_bounds(x: Array, low: float, high: float) -> Array:
+    check_bounds(low, high)
+    return (x >= low) & (x <= high)
+
+
+def _k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    return 0.5 * jnp.square(clamp_log_ratio(log_ratio_BT))
+
+
+def _sequence_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    # Quantities of k2 and k3 are never negative.
+    return jnp.max(jnp.where(mask_BT, x_BT, 0.0), axis=1, keepdims=True, initial=0.0)

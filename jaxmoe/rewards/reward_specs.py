@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import check_option_names, import_attribute
+from jaxmoe.config.function_specs import check_option_names, import_attribute
 from jaxmoe.data.rows import Row
 
 F = TypeVar("F", bound=Callable[..., Any])

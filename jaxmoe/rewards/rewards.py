@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import parse_call
-from jaxmoe.config.function_specs import split_calls
+from jaxmoe.config.function_specs import parse_call, split_calls
 from jaxmoe.records import add_token_rewards
 from jaxmoe.rewards.conventions import (
     TRL_CONVENTION,
@@ -88,7 +87,7 @@ def read_rewards(
     """
     rewards: list[Reward] = []
     names: list[str] = []
-    for part in split_calls(text) if text.strip() else []:
+    for part in split_calls(text):
         match = _WEIGHTED.fullmatch(part)
         weight, spec = (float(match[1]), match[2]) if match else (1.0, part)
         path, options = "", {}

@@ -138,7 +138,7 @@ def parse_terms(text: str, recorded: Iterable[str] = ()) -> tuple[Term, ...]:
     `recorded` are the arrays that `Ops.record` returns. Raises ConfigError for anything else.
     """
     key, terms = "loss.terms", []
-    for call in split_calls(text) if text.strip() else []:
+    for call in split_calls(text):
         name, options = parse_call(call, key)
         weight = options.pop("weight", 1.0)
         require(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_attribute
+from jaxmoe.config.function_specs import import_attribute
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Unchecked, append_to_question, row_columns

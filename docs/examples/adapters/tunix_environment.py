@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmoe.config.calls import import_attribute
+from jaxmoe.config.function_specs import import_attribute
 from jaxmoe.data.harmony.tools import called_tool
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import import_attribute
+from jaxmoe.config.function_specs import import_attribute
 from jaxmoe.data.rows import Row, ToolDescription
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.step_check import check_number, check_numbers

@@ -16,7 +16,7 @@ from jaxmoe.batches.batch import Batch
 from jaxmoe.config import GateConfig
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
-from jaxmoe.losses.ratios import log_ratios, token_ratio
+from jaxmoe.losses.ratios import clamped_exp, log_ratios
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.shapes import Metrics
 
@@ -50,7 +50,7 @@ def update_metrics(batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array,
     rollout correction. critic/…: values and returns.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
+    ratio_BT = clamped_exp(log_ratios(logp_BT, old_logp_BT, mask_BT))
     metrics = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),

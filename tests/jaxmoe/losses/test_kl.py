@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from jaxmoe.losses import (
     explained_variance,
@@ -125,3 +126,9 @@ def test_ratio_weighted_k3_has_the_divergences_gradient():
         np.testing.assert_allclose(actual[1], want[1], atol=1e-6)
         bare = jax.grad(lambda x, o=old: drawn(x, lambda p, q, _: kl_k3(p, q), o))(logits)
         assert np.abs(bare - want[1]).max() > 0.01
+
+
+def test_misshaped_arrays_are_errors_in_tests():
+    """By tests/conftest.py; users have the messages of test_same_shape.py."""
+    with pytest.raises(TypeCheckError):
+        kl_k1(jnp.ones((3, 5)), jnp.ones((3, 4)))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe.collection.swapped_rewards import NO_ROW, find_other_rows
 from jaxmoe.config import ConfigError
-from jaxmoe.config.calls import parse_call
+from jaxmoe.config.function_specs import parse_call
 from jaxmoe.config_file import load_config
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.rows import Row
