@@ -89,7 +89,7 @@ FAULTS = {
 @contextmanager
 def run_teacher(answer=completion, *, tokenize=None, context=100) -> Iterator[str]:
     """Yield the URL of a server whose answer(tokens) is a response's JSON, or a status."""
-    tokenize = tokenize or ByteTokenizer().encode
+    encode = tokenize or ByteTokenizer().encode
 
     class Handler(QuietHandler):
         def reply(self, body):
@@ -107,7 +107,7 @@ def run_teacher(answer=completion, *, tokenize=None, context=100) -> Iterator[st
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/tokenize":
                 assert body["add_special_tokens"] is False
-                self.reply({"tokens": tokenize(body["prompt"]), "count": 1})
+                self.reply({"tokens": encode(body["prompt"]), "count": 1})
                 return
             assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
             self.reply(answer(body["prompt"]))
