@@ -61,6 +61,7 @@ from jaxmoe.run.job import Job
 from jaxmoe.run.parts import STAGES, Parts, make_parts
 from jaxmoe.run.programs import out_shardings_option, warmup_optimizer
 from jaxmoe.run.start_codes import StartCodes
+from jaxmoe.run.teacher import Teacher
 from jaxmoe.shapes import Params
 
 
@@ -93,6 +94,7 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     """
     work, task = Path(cfg.workdir), parts.task
     position, base, digests = load_position(cfg, parts)
+    teacher = parts.teacher.load() if isinstance(parts.teacher, Teacher) else None
     task.check_prompts()
     first = jax.process_index() == 0
     if first:
@@ -117,7 +119,9 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     ):
         if first:
             record_config(work, cfg, parts.kernels.names)
-        yield Job(cfg, parts, engine, log, stop, position, contents=digests, base=base)
+        job = Job(cfg, parts, engine, log, stop, position, contents=digests, base=base)
+        job.teacher = teacher
+        yield job
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
@@ -131,6 +135,7 @@ def load_position(cfg: Config, parts: Parts) -> tuple[Position, Params | None, d
     """
     mesh, tx, supervised = parts.mesh, parts.tx, warmup_optimizer(cfg)
     digests, base_digests = digest_contents(cfg, parts.task), own_base_digest(cfg)
+    digests |= {} if parts.teacher is None else parts.teacher.digest()
     shapes = stage_shapes(cfg, supervised, tx, mesh)
     position = restore_run(Path(cfg.workdir), cfg, shapes, contents=digests | base_digests)
     if position is None:
@@ -201,7 +206,8 @@ def train_rl(job: Job) -> None:
     """Run the RL loop."""
     cfg, parts, engine, state = job.cfg, job.parts, job.engine, job.position.state
     a = parts.algorithm
-    program = parts.rl_program(cfg, job.ops, parts.mesh, a, parts.tx, state)
+    teacher = {"teacher": parts.teacher.scorer} if isinstance(parts.teacher, Teacher) else {}
+    program = parts.rl_program(cfg, job.ops, parts.mesh, a, parts.tx, state, **teacher)
     step_fn = CheckedStep(program.fn, program.check, **program.options)
     sharing = sharing_from_config(cfg, parts.ops.attend)
     # With "auto" each batch is shared or not, and each of the two ways has a program.
@@ -233,6 +239,7 @@ def train_rl(job: Job) -> None:
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
                 batch = parts.make_batch(cfg, parts.task, collected.rollouts, collected.rewards)
+                batch, scored = job.score_by_server(batch)
                 batch, minibatches = split_minibatches(
                     add_turns(batch, collected.rollouts, a, cfg.rollout.max_turns),
                     a,
@@ -245,9 +252,8 @@ def train_rl(job: Job) -> None:
                 with job.time_phase("train"):
                     batch = replace(batch, shared=batch.shared | {"step": np.int32(step - 1)})
                     placed = shard_rows(batch, parts.mesh)
-                    state, metrics, stats = step_fn(
-                        state, placed, minibatches, job.base_for_batch(batch)
-                    )
+                    frozen = job.frozen_for_batch(batch)
+                    state, metrics, stats = step_fn(state, placed, minibatches, *frozen)
                     metrics = job.fetch_metrics(
                         step_fn,
                         metrics,
@@ -260,7 +266,9 @@ def train_rl(job: Job) -> None:
                 job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)
                 metrics["optim/lr"] = policy_learning_rate(cfg, step)
-                metrics |= collected.metrics | (staleness if cfg.rollout.max_staleness else {})
+                metrics |= (
+                    scored | collected.metrics | (staleness if cfg.rollout.max_staleness else {})
+                )
                 if cfg.rollout.overlong_buffer:
                     paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config
 from jaxmoe.data import gym
+from jaxmoe.data.tokenizer import write_byte_tokenizer
 from jaxmoe.graders.instructions.checkers import INSTALL
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm.plugin.compat import BACKENDS
@@ -210,7 +212,19 @@ def dry(args: list[str]) -> None:
             pytest.skip("needs math-verify: pip install math-verify")
         with tempfile.TemporaryDirectory() as folder:
             released = at_hand(cfg, Path(folder)) if cfg.init.checkpoint else []
+            released += teacher_at_hand(cfg, rest, Path(folder) / "teacher")
             assert main([*rest, *released, "--dry-run"]) == 0
+
+
+def teacher_at_hand(cfg: Config, words: list[str], folder: Path) -> list[str]:
+    """A teacher without data in the place of a folder that is not here."""
+    typed = [w.partition("=")[2] for w in words if w.startswith("distill.teacher=")]
+    if not replace(cfg.distill, teacher=[cfg.distill.teacher, *typed][-1]).has_folder:
+        return []
+    folder.mkdir()
+    write_sparse_checkpoint(folder, cfg.model, "bfloat16")
+    write_byte_tokenizer(folder)
+    return ["--set", f"distill.teacher={folder}"]
 
 
 def at_hand(cfg: Config, folder: Path) -> list[str]:

@@ -61,6 +61,7 @@ class Batch:
     # Arrays of `Ops.record` in the forward before the first update, if functions take them by then.
     recorded: dict[str, Leaf] = field(default_factory=dict)
     ref_logp_BT: Leaf = None  # float32; the frozen reference
+    teacher_logp_BT: Leaf = None  # float32; a teacher; of a server from the start
     old_values_BT: Leaf = None  # float32; the critic's values before the update
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
     advantages_BT: Leaf = None  # float32

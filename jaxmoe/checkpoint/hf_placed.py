@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmoe.checkpoint.entries import Entry, leaf_of
 from jaxmoe.checkpoint.hf import Progress, read_entries
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.params import abstract_params
+from jaxmoe.model.params import abstract_params, param_specs, read_dtype
 from jaxmoe.parallel.sharding import param_shardings
 from jaxmoe.shapes import Params
 
@@ -28,16 +28,17 @@ def load_sharded_params(
     *,
     progress: Progress | None = None,
 ) -> Params:
-    """Load parameters as `load_params`, sharded over a mesh.
+    """Load parameters as `load_params`, sharded over a mesh; `dtype` may be "as_read".
 
     Memory: on the host, one tensor of the checkpoint; on a device, its shards and a second copy of
     the largest shard. Raises: ConfigError as `load_params` does.
     """
-    shardings = param_shardings(cfg, mesh)
+    shardings, specs = param_shardings(cfg, mesh), param_specs(cfg)
     parts: dict[tuple[str, ...], dict[Any, list[jax.Array]]] = {}
 
     def init_leaf(entry: Entry) -> np.ndarray:
-        return np.zeros(entry.param_shape, jnp.dtype(dtype))
+        read = read_dtype(leaf_of(specs, entry), cfg, "float32") if dtype == "as_read" else dtype
+        return np.zeros(entry.param_shape, jnp.dtype(read))
 
     for entry, tensor in read_entries(Path(directory), cfg, init_leaf, progress=progress):
         sharding, stacked = leaf_of(shardings, entry), entry.index is not None

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
+from jaxmoe.config.distill import DistillConfig, check_distill
 from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
 from jaxmoe.config.episodes import check_episodes, context_name
 from jaxmoe.config.errors import ConfigError, EngineError, require
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "CriticConfig",
     "DataConfig",
+    "DistillConfig",
     "EngineDescription",
     "EngineError",
     "EngineMemory",
@@ -205,6 +207,7 @@ class Config(Section, key=""):
     lora: LoraConfig = LoraConfig()
     router: RouterConfig = RouterConfig()
     quant: QuantConfig = QuantConfig()
+    distill: DistillConfig = DistillConfig()
     sandbox: SandboxConfig = SandboxConfig()
     kernels: str = setting(
         "auto", "auto: those that pass this device's check", _KERNELS, resume=True
@@ -250,6 +253,7 @@ class Config(Section, key=""):
         check_numerics(self)
         check_router_config(self)
         check_sandbox(self)
+        check_distill(self)
 
     @property
     def requires_equal_logp(self) -> bool:

@@ -3,7 +3,6 @@
 
 import shlex
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from jaxmoe.config.engine import check_engine_name
 from jaxmoe.config.errors import ConfigError, require
@@ -14,6 +13,7 @@ from jaxmoe.config.settings import (
     at_least,
     between,
     check_no_password,
+    is_server_url,
     one_of,
     setting,
 )
@@ -57,7 +57,7 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
                 "Type export VLLM_API_KEY=… for the server and for this command.",
             )
             require(
-                _is_url(url),
+                is_server_url(url),
                 f"rollout.vllm.url must name servers as http://HOST:PORT, got {url!r}. "
                 "Try --set rollout.vllm.url=http://127.0.0.1:8000.",
             )
@@ -75,14 +75,6 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
             "the server, export VLLM_API_KEY for it and for this command.",
         )
         super().__post_init__()
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or too large
-        return False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import shlex
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxmoe.config.errors import require
 
@@ -148,6 +149,15 @@ def _find_example(value: Any, fact: Setting) -> Any:
     names = {str(name).lower(): name for name in fact.rule.accepted}
     close = difflib.get_close_matches(value.lower(), names, 1)
     return names[close[0]] if close else fact.example
+
+
+def is_server_url(text: str) -> bool:
+    """True if a text is http://HOST or http://HOST:PORT, with or without a path."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number, or too large
+        return False
 
 
 def check_no_password(text: str, key: str, hint: str = _JUDGE_KEY) -> None:

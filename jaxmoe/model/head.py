@@ -49,6 +49,30 @@ def sequence_logprobs(
     return tuple(shift_right(x_BT) for x_BT in (logp_BT, *values_BT))
 
 
+def sequence_divergences(
+    params: Params,
+    hidden_BTD: Float[Array, "B T D"],
+    teacher: Params,
+    teacher_hidden_BTU: Float[Array, "B T U"],
+    cfg: ModelConfig,
+    ops: Ops,
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return the reverse and the forward divergence from a teacher of the distribution of each
+    token, in nats; 0 in column 0, as in `sequence_logprobs`."""
+    with jax.named_scope("divergences"):
+        reverse_BT, forward_BT = ops.divergences(
+            hidden_BTD,
+            params["head"],
+            teacher_hidden_BTU,
+            teacher["head"],
+            temperature=forbid_derivative("temperature", temperature),
+            vocab_size=cfg.vocab_size,
+        )
+    return shift_right(reverse_BT), shift_right(forward_BT)
+
+
 def shift_right(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """Move column t to t + 1, the position of the token that it describes; column 0 becomes 0."""
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))

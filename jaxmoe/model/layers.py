@@ -15,6 +15,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import Adapted, split_adapter
 from pallas_kernels import token_logprobs
+from pallas_kernels.token_logprobs import vocabulary_divergences
 
 
 def embed_tokens(
@@ -128,6 +129,31 @@ def target_logprobs(
         for x_M in per_token_M
     )
     return logp_BT, entropy_BT
+
+
+def token_divergences(
+    hidden_BTD: Float[Array, "B T D"],
+    w_DV: Float[Array, "D V"],
+    teacher_hidden_BTU: Float[Array, "B T U"],
+    teacher_head_UV: Float[Array, "U V"],
+    *,
+    temperature: float | Float[Array, ""],
+    vocab_size: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return `vocabulary_divergences` of the distribution after each token.
+
+    Numerics: float32; [tokens, vocabulary] is never materialized, forward or backward.
+    """
+    per_token_M = vocabulary_divergences(
+        hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+        w_DV.astype(hidden_BTD.dtype),
+        teacher_hidden_BTU.reshape(-1, teacher_hidden_BTU.shape[-1]),
+        teacher_head_UV.astype(teacher_hidden_BTU.dtype),
+        temperature=temperature,
+        vocab_size=vocab_size,
+    )
+    reverse_BT, forward_BT = (x_M.reshape(hidden_BTD.shape[:2]) for x_M in per_token_M)
+    return reverse_BT, forward_BT
 
 
 def keep_sampled_logprobs(

@@ -29,6 +29,7 @@ from jaxmoe.model.layers import (
     linear,
     rms_norm,
     target_logprobs,
+    token_divergences,
 )
 from jaxmoe.model.moe.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.moe.router import record_experts, route_top_k
@@ -78,6 +79,7 @@ class Ops:
     add: Callable[..., Array]  # layers.add_residual
     logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
+    divergences: Callable[..., ArrayPair]  # layers.token_divergences: from a teacher
     # layers.keep_sampled_logprobs: the log-prob and log of the kept mass that a rollout stores
     sampled_logprobs: Callable[..., Any]
     # Rematerialization of a period of layers: no_remat; jax.checkpoint, which saves its input and
@@ -103,6 +105,7 @@ def plain_ops() -> Ops:
         add=add_residual,
         logits=head_logits,
         logprobs=target_logprobs,
+        divergences=token_divergences,
         sampled_logprobs=keep_sampled_logprobs,
         remat=no_remat,
     )

@@ -50,11 +50,12 @@ def trained_shapes(cfg: Config) -> Params:
 
 
 def keeps_reference(cfg: Config) -> bool:
-    """Return True if RL keeps a copy of the weights before it, for the KL.
+    """Return True if RL keeps a copy of the weights before it, for the KL or as the teacher.
 
     New adapters need none: their base is the reference.
     """
-    return cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
+    is_read = cfg.loss.kl_coef > 0 or cfg.distill.teacher == "base"
+    return is_read and not cfg.lora.starts_at_base
 
 
 def expert_products(cfg: Config) -> tuple[str, ...]:

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model import layers
 from jaxmoe.model.moe.router import RouterContext, WrappedOp
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, block_specs, param_specs
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
+from jaxmoe.parallel.divergence import divergences_sharded
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
 from jaxmoe.parallel.rounding import gather_packed, matrix_specs
@@ -87,6 +89,7 @@ def sharded_ops(
         experts=WrappedOp(mesh_ops.experts, ops.experts),
         logits=WrappedOp(mesh_ops.logits, ops.logits),
         logprobs=WrappedOp(mesh_ops.logprobs, ops.logprobs),
+        divergences=WrappedOp(mesh_ops.divergences, ops.divergences),
     )
 
 
@@ -333,6 +336,43 @@ class MeshOps:
         ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
         run = self.run_sharded(run_streamed if impl else run_full, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
+
+    def divergences(
+        self,
+        inner: Callable[..., Any],
+        hidden_BTD: Array,
+        w_DV: Array,
+        teacher_hidden_BTU: Array,
+        teacher_head_UV: Array,
+        *,
+        temperature: Any,
+        vocab_size: int,
+    ) -> tuple[Array, Array]:
+        """Compute divergences over two streamed heads; a custom `inner` receives both unsharded."""
+        spec, tokens = self.specs["head"], mesh_spec(*self.tokens)
+        heads = tuple(
+            partition_axes(spec.axes, w.shape, self.mesh.shape, self.rules.rules)
+            for w in (w_DV, teacher_head_UV)
+        )
+
+        def run_full(h_btD: Array, w_dv: Array, h_btU: Array, w_uv: Array, tau: Array) -> Any:
+            w_DV, w_UV = (
+                gather_param(w, cut, h.dtype)
+                for w, cut, h in zip((w_dv, w_uv), heads, (h_btD, h_btU), strict=True)
+            )
+            return inner(h_btD, w_DV, h_btU, w_UV, temperature=tau, vocab_size=vocab_size)
+
+        streamed = partial(
+            divergences_sharded,
+            vocab_size=vocab_size,
+            axes=heads[0][1],
+            copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
+        )
+        is_default = inner is layers.token_divergences
+        ins = tokens, mesh_spec(*heads[0]), tokens, mesh_spec(*heads[1]), mesh_spec()
+        run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
+        temperature = jnp.asarray(temperature, jnp.float32)
+        return run(hidden_BTD, w_DV, teacher_hidden_BTU, teacher_head_UV, temperature)
 
     def sampled_logprobs(
         self,

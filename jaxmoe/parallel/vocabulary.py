@@ -108,11 +108,10 @@ def target_logprobs_sharded(
     hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
     # Devices along `copies` have the same tokens and would otherwise all compute the same
     # log-probs.
-    take_share = partial(_take_share, copies=copies)
     per_token: Any = _stream_logprobs(
-        take_share(hidden_mD),
+        take_share(hidden_mD, copies),
         w_Dv,
-        take_share(targets_m),
+        take_share(targets_m, copies),
         jnp.asarray(temperature, jnp.float32),
         vocab_size,
         axes,
@@ -123,16 +122,12 @@ def target_logprobs_sharded(
     )
     is_last_t = (jnp.arange(time) + 1 == time) & last
 
-    def gather_tokens(x_m: Array) -> Array:
-        if copies:
-            # shard_map divides the gradient of a replicated result among `copies`, and the backward
-            # pass of gather_param adds the parts again.
-            full: Any = gather_param(x_m, (copies,), x_m.dtype)
-            x_m = full[: batch * time]
-        return jnp.where(is_last_t[None, :], jnp.nan, x_m.reshape(batch, time))
+    def finish_tokens(x_m: Array) -> Array:
+        x_bt = gather_tokens(x_m, batch * time, copies).reshape(batch, time)
+        return jnp.where(is_last_t[None, :], jnp.nan, x_bt)
 
     logp_m, entropy_m = per_token
-    return gather_tokens(logp_m), gather_tokens(entropy_m)
+    return finish_tokens(logp_m), finish_tokens(entropy_m)
 
 
 def logprobs_impl(logprobs: Callable[..., Any]) -> Impl | None:
@@ -201,7 +196,7 @@ def _count_devices(names: Names) -> int:
     return lax.axis_size(names) if names else 1
 
 
-def _take_share(x: Array, copies: Names) -> Array:
+def take_share(x: Array, copies: Names) -> Array:
     """Return this device's equal share of rows that all devices along `copies` have. The last
     shares are padded with zeros."""
     if not copies:
@@ -209,6 +204,16 @@ def _take_share(x: Array, copies: Names) -> Array:
     rows = -(-x.shape[0] // _count_devices(copies))
     x = jnp.pad(x, ((0, rows * _count_devices(copies) - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
     return lax.dynamic_slice_in_dim(x, lax.axis_index(copies) * rows, rows)
+
+
+def gather_tokens(x_m: Array, tokens: int, copies: Names) -> Array:
+    """Return the values of all tokens from the shares of the devices along `copies`."""
+    if not copies:
+        return x_m
+    # shard_map divides the gradient of a replicated result among `copies`, and the backward pass of
+    # gather_param adds the parts again.
+    full: Any = gather_param(x_m, (copies,), x_m.dtype)
+    return full[:tokens]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -244,7 +249,7 @@ def _stream_forward(
     # token.
     parts = [
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
-        for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes)
+        for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes)
     ]
     logp_m, entropy_m, lse_m = merge_statistics(
         *(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True))
@@ -275,12 +280,12 @@ def _stream_backward(
             vocab_size=words,
             impl=impl,
         )
-        dw = lax.dynamic_update_slice_in_dim(dw, _scatter_columns(dw_DC, axes), first, axis=1)
+        dw = lax.dynamic_update_slice_in_dim(dw, scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
 
     # Both sums run over many chunks or devices, so they are float32 and round once, at the end.
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
-    for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes):
+    for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes):
         carry, _ = lax.scan(partial(scan_chunk, size=size, words=words), carry, firsts)
     dhidden, dw = carry
     return dhidden.astype(hidden_mD.dtype), dw.astype(w_Dv.dtype), None, jnp.zeros_like(temperature)
@@ -289,11 +294,12 @@ def _stream_backward(
 _stream_logprobs.defvjp(_stream_forward, _stream_backward)
 
 
-def _group_chunks(
-    w_Dv: Array, vocab_size: int, axes: Names
+def group_chunks(
+    shape: tuple[int, ...], vocab_size: int, axes: Names
 ) -> list[tuple[int, int, Int[Array, " n"]]]:
-    """Group chunks that differ only in their first column: their size, words and first columns."""
-    width, columns = w_Dv.shape
+    """Group chunks of a shard of this shape that differ only in their first column: their size,
+    words and first columns."""
+    width, columns = shape
     chunks = head_chunks(width, columns, _count_devices(axes), vocab_size)
     return [
         (size, words, jnp.asarray([chunk.first for chunk in group], jnp.int32))
@@ -310,21 +316,21 @@ def _gather_chunk(
     shard_m, column_m = targets_m // w_Dv.shape[1], targets_m % w_Dv.shape[1] - first
     is_in_chunk_m = (column_m >= 0) & (column_m < size)
     gathered_column_m = jnp.where(is_in_chunk_m, shard_m * size + column_m, -1)
-    return _gather_columns(w_Dc.astype(dtype), axes), gathered_column_m
+    return gather_columns(w_Dc.astype(dtype), axes), gathered_column_m
 
 
 # Both functions stack shards on a new first axis, as collectives lay them out. Stacking along
 # columns would make compilers transpose the full parameter and keep the copy.
 
 
-def _gather_columns(w_Dc: Array, axes: Names) -> Array:
+def gather_columns(w_Dc: Array, axes: Names) -> Array:
     """Return the columns of all devices."""
     if not axes:
         return w_Dc
     return jnp.moveaxis(lax.all_gather(w_Dc, axes), 0, 1).reshape(w_Dc.shape[0], -1)
 
 
-def _scatter_columns(dw_DC: Array, axes: Names) -> Array:
+def scatter_columns(dw_DC: Array, axes: Names) -> Array:
     """Return this device's columns, summed over devices in float32."""
     dw_DC = dw_DC.astype(jnp.float32)
     if not axes:

@@ -109,7 +109,7 @@ def compile_plan(
     attend = make_ops(cfg, kernels.impls).attend
     if shared_line := describe_sharing(cfg, attend):
         print_text(shared_line.strip())
-    state = mem.weights + mem.optimizer + mem.reference
+    state = mem.state
     # Arithmetic answers in seconds what the compiler would take minutes to say.
     if (state_fit := report.Fit(state, mem.engine_copy, capacity)).missing > 0:
         print_text(

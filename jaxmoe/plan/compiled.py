@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.batches.computed_tokens import count_full_lengths, shared_at_full_lengths
 from jaxmoe.batches.shared_prompts import PromptSharing
+from jaxmoe.checkpoint.teacher_weights import teacher_shapes
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
@@ -31,6 +32,7 @@ from jaxmoe.rl.state import stage_shapes
 from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.memory import microbatch_rows, plan_memory
 from jaxmoe.run.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
+from jaxmoe.run.teacher import make_teacher
 from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
 from pallas_kernels.dispatch import Impl
@@ -78,7 +80,11 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
     sharing = shared_at_full_lengths(cfg, make_ops(cfg, impls).attend)
     shapes = batch_shapes(cfg, a, sharing)
     arguments = (state, *sharded_batch_shapes(*shapes, mesh), step_base_shapes(cfg))
-    program = rl_program(cfg, ops, mesh, a, tx, state)
+    teacher = make_teacher(cfg, impls, run_mesh)
+    if teacher is not None:
+        arguments = (*arguments, teacher_shapes(teacher.folder, run_mesh))
+    scorer = None if teacher is None else teacher.scorer
+    program = rl_program(cfg, ops, mesh, a, tx, state, teacher=scorer)
     program.check(*arguments)
     start = time.perf_counter()
     try:
@@ -86,7 +92,7 @@ def compile_rl_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Compi
         compiled = compile_on(shard_map_mesh, program.fn, *arguments, **program.options)
     except jax.errors.JaxRuntimeError as error:
         mem, seconds = plan_memory(cfg), time.perf_counter() - start
-        state = mem.weights + mem.optimizer + mem.reference
+        state = mem.state
         # A TPU's compiler refuses a program that does not fit. A GPU's compiles it, and its bytes
         # are compared with the chip's later.
         if (compiled := parse_too_large(str(error), state, seconds)) is None:

@@ -44,7 +44,7 @@ def step_fit(cfg: Config, compiled: CompiledStep | TooLarge, chip: Chip) -> Fit:
 
 def dry_run_bytes(mem: Memory) -> dict[str, int]:
     """The dry run's bytes in the compiler's categories."""
-    stored = mem.weights + mem.optimizer + mem.reference
+    stored = mem.state
     temporaries = mem.gathered + mem.gradients + mem.update + mem.activations + mem.rounded
     return {"arguments": stored, "temporaries": temporaries, "step": stored + temporaries}
 
@@ -73,7 +73,7 @@ def memory_lines(cfg: Config, program: CompiledStep | TooLarge, fit: Fit) -> Ite
 def sampler_fit(cfg: Config, compiled: CompiledSampler | TooLarge, chip: Chip) -> Fit:
     """Memory while the engine samples, and the trainer's state."""
     mem = plan_memory(cfg)
-    state = mem.weights + mem.optimizer + mem.reference
+    state = mem.state
     if isinstance(compiled, TooLarge):
         return Fit(compiled.needs, state, compiled.capacity)
     return Fit(compiled.live, state, chip.memory)
@@ -158,6 +158,7 @@ def describe_scoring(cfg: Config, a: Algorithm) -> str:
     """Describe the scoring passes of a step's program before its first gradient."""
     scored = [" the policy"] * scores_policy(cfg, a) + [" the reference"] * a.needs_reference
     scored += [" the critic"] * (a.critic == "own")
+    scored += [" the teacher"] * (a.needs_teacher_logp and not cfg.distill.is_url)
     if not scored:
         return "it needs no scoring pass"
     return f"it includes a scoring pass of{' and'.join(scored)}"

@@ -6,14 +6,15 @@ Next: jaxmoe/plan/report.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxmoe.batches.computed_tokens import ComputedTokens, count_full_lengths
 from jaxmoe.batches.shared_prompts import PromptSharing
-from jaxmoe.config import Config
+from jaxmoe.checkpoint.teacher_weights import find_teacher
+from jaxmoe.config import Config, RouterConfig
 from jaxmoe.config_file import override
 from jaxmoe.model.params import param_specs
 from jaxmoe.model.weights import weights_of
@@ -103,12 +104,27 @@ def step_work(cfg: Config, a: Algorithm, sharing: PromptSharing | None = None) -
     traffic = n_microbatches * (
         passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * n_params
     )
+    taught, teacher_passes = teacher_work(cfg, a, full.batch)
+    traffic += n_microbatches * teacher_passes * mem.teacher
     return StepWork(
-        flops=(scored + a.epochs * trained + update) / mesh.devices,
+        flops=(scored + a.epochs * trained + update + taught) / mesh.devices,
         useful=useful / mesh.devices,
         # An update reads and writes the weights and the state, and reads the gradient.
         traffic=traffic + (3 * mem.weights + 2 * state) * a.updates,
     )
+
+
+def teacher_work(cfg: Config, a: Algorithm, computed: ComputedTokens) -> tuple[float, int]:
+    """FLOPs of a teacher's forwards in a step, and their number: one that scores the batch, and one
+    in each epoch for divergences over the vocabulary, without the gradient of the policy's logits.
+    """
+    passes = a.needs_teacher_logp + a.epochs * a.needs_divergences
+    if not cfg.distill.teacher or cfg.distill.is_url:
+        return 0.0, 0
+    if cfg.distill.has_folder:
+        cfg = replace(cfg, model=find_teacher(cfg).model, router=RouterConfig())
+    flops, head = pass_flops(cfg, computed)
+    return passes * (flops.linear + flops.attention + head), passes
 
 
 def pass_flops(cfg: Config, computed: ComputedTokens) -> tuple[LayerFlops, int]:

@@ -36,6 +36,7 @@ ARRAYS = {
         "rollout_logp_BT",
         "old_logp_BT",
         "ref_logp_BT",
+        "teacher_logp_BT",
         "step",
     ),
     "aggregation": ("mask_BT", "keep_BT"),
@@ -135,6 +136,9 @@ class Algorithm:
     terms: tuple[Term, ...] = ()  # added to the objective: kl_term, entropy_term, value_term, yours
     reward_kl: Term | None = None  # KL from the reference, subtracted from the tokens' rewards
     critic: str = "none"  # "own" or "shared" backbone
+    reward_coef: float = 1.0  # weight of the advantages that `advantages` estimates
+    teacher_coef: float = 0.0  # weight of those of a teacher, which are added to them
+    anneal_steps: int = 0  # steps in which teacher_coef falls to 0; 0: never
     array_names: ArrayNames = field(
         init=False, compare=False, repr=False
     )  # those of a term are in the term
@@ -165,6 +169,17 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """True if a function of the loss takes the log-probs of the frozen reference."""
         return "ref_logp_BT" in self.array_names.advantages or self.takes_array("ref_logp_BT")
+
+    @property
+    def needs_teacher_logp(self) -> bool:
+        """True if the loss takes a teacher's log-probs of the sampled tokens."""
+        in_advantages = "teacher_logp_BT" in self.array_names.advantages
+        return self.teacher_coef > 0 or in_advantages or self.takes_array("teacher_logp_BT")
+
+    @property
+    def needs_divergences(self) -> bool:
+        """True if a function of the loss takes a teacher's divergence over the vocabulary."""
+        return any(map(self.takes_array, ("teacher_reverse_kl_BT", "teacher_forward_kl_BT")))
 
     @property
     def needs_old_experts(self) -> bool:

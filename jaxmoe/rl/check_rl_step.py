@@ -29,6 +29,7 @@ def check_rl_step(
     batch: Batch,
     minibatches: Minibatches | None = None,
     base: Params | None = None,
+    teacher: Params | None = None,
     *,
     algorithm: Algorithm,
     scorer: Scorer,
@@ -40,7 +41,7 @@ def check_rl_step(
     Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it. Token ids
     outside the vocabulary are found only in host arrays.
     """
-    full_state = replace(state, frozen=replace(state.frozen, base=base))
+    full_state = replace(state, frozen=replace(state.frozen, base=base, teacher=teacher))
     check_inputs(full_state, batch, minibatches, algorithm, scorer, microbatches)
     m = scorer.model
     routing = (m.n_layers, m.n_experts, m.experts_per_token)
@@ -102,6 +103,7 @@ def check_inputs(
         "a loss that takes ref_logp_BT needs a reference, and the state has none. Try "
         "init_state(trained, tx, Frozen(reference=params)).",
     )
+    check_teacher(state, batch, a, scorer)
     replay, router = scorer.replay, scorer.ops.router
     require(
         not replay or takes_parameter(router, "indices_BTA"),
@@ -136,6 +138,29 @@ def check_inputs(
         a.critic == "none" or state.params.critic is not None,
         f"critic={a.critic} needs a critic's parameters, and the state has none. Try "
         "init_state(Trained(params, init_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
+    )
+
+
+def check_teacher(state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer) -> None:
+    """Raise ConfigError if the loss takes a teacher's arrays, and the step has no such teacher."""
+    frozen, logp_BT = state.frozen, batch.teacher_logp_BT
+    has_weights = any(x is not None for x in (frozen.teacher, frozen.reference, frozen.base))
+    has_model = scorer.teacher is not None and has_weights
+    require(
+        has_model or not (a.needs_divergences or (a.needs_teacher_logp and logp_BT is None)),
+        "a loss that takes a teacher's arrays needs a teacher, and the step has none. Try "
+        "Scorer(teacher=Scorer(model, ops)) and rl_step(state, batch, None, None, params, …).",
+    )
+    require(
+        scorer.teacher is None or scorer.teacher.model.vocab_size == scorer.model.vocab_size,
+        "a teacher must have the vocabulary of the policy, got "
+        f"{scorer.teacher and scorer.teacher.model.vocab_size} words for "
+        f"{scorer.model.vocab_size}.",
+    )
+    require(
+        logp_BT is None or logp_BT.shape == np.shape(batch.tokens_BT),
+        f"batch.teacher_logp_BT must have shape {np.shape(batch.tokens_BT)}, got "
+        f"{getattr(logp_BT, 'shape', None)}.",
     )
 
 

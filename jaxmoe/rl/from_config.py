@@ -20,6 +20,7 @@ from jaxmoe.losses import load_balance, router_entropy, router_kl, z_loss
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.model.moe.routers_from_config import record_from_config
 from jaxmoe.rl.algorithm import ARRAYS, CHOICES, LOSSES, Algorithm, list_functions
+from jaxmoe.rl.distillation import teacher_terms
 from jaxmoe.rl.presets import apply_preset
 from jaxmoe.rl.scorer import find_recorded_sizes
 from jaxmoe.rl.terms import Function, Term, entropy_term, kl_term, missing_array, value_term
@@ -57,6 +58,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     if cfg.critic.backbone != "none":
         terms.append(value_term(cfg.critic.loss_coef, cfg.critic.clip))
     terms += router_terms_from_config(cfg.router)
+    terms += teacher_terms(cfg.distill)
     algorithm = Algorithm(
         **functions,
         rollout_correction=parse_functions(
@@ -72,8 +74,15 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         terms=(*terms, *parse_terms(loss.terms, recorded)),
         reward_kl=reward_kl,
         critic=cfg.critic.backbone,
+        reward_coef=cfg.distill.reward_coef,
+        teacher_coef=cfg.distill.advantage_coef,
+        anneal_steps=cfg.distill.anneal_steps,
     )
-    available = {"ref_logp_BT": loss.kl_coef > 0}
+    available = {"ref_logp_BT": loss.kl_coef > 0, "teacher_logp_BT": bool(cfg.distill.teacher)}
+    available |= dict.fromkeys(
+        ("teacher_reverse_kl_BT", "teacher_forward_kl_BT"),
+        bool(cfg.distill.teacher) and not cfg.distill.is_url,
+    )
     available |= dict.fromkeys(
         ("routed_experts_BTLA", "load_LE", "switched_BT"), cfg.records_experts
     )
@@ -90,6 +99,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     routing = (m.n_layers, m.n_experts, m.experts_per_token)
     check_algorithm(algorithm, cfg.rollout.samples_per_prompt, recorded, routing)
     check_old_arrays(algorithm)
+    _check_teacher_acts(cfg, algorithm)
     check_staleness(algorithm, cfg.rollout.max_staleness)
     return algorithm
 
@@ -101,6 +111,18 @@ def _check_switches_exist(fn: Function, name: str, replay: str) -> None:
         name not in same_experts.get(replay, ()),
         f"loss: {function_name(fn)} acts where experts switch, and with router.replay={replay} "
         "none do: both forwards use the same. Try --set router.replay='', or another function.",
+    )
+
+
+def _check_teacher_acts(cfg: Config, a: Algorithm) -> None:
+    """Raise ConfigError for a teacher whose arrays no part of the loss takes."""
+    names = {*a.array_names.objective, *a.array_names.advantages}
+    names = names.union(*(term.array_names for term in a.terms if term.weight))
+    require(
+        not cfg.distill.teacher or a.teacher_coef > 0 or any("teacher_" in name for name in names),
+        f"distill.teacher={cfg.distill.teacher} needs a weight in the loss, got "
+        "distill.advantage_coef=0.0, distill.reverse_kl_coef=0.0 and distill.forward_kl_coef=0.0. "
+        "Try --set distill.advantage_coef=1.0, or --set distill.teacher=.",
     )
 
 

@@ -32,6 +32,7 @@ from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.distillation import total_advantages
 from jaxmoe.rl.metrics.router_metrics import expert_switches, replay_agreement, router_rows
 from jaxmoe.rl.metrics.switches import find_switched_tokens, find_switches_of_loss
 from jaxmoe.rl.metrics.update_metrics import (
@@ -73,7 +74,11 @@ def estimate_advantages(batch: Batch, a: Algorithm) -> Batch:
     # Both log-probs are known before the gradient only in this case. It is also the only place
     # where a correction sees the complete batch, which `normalize` needs.
     if a.corrects_before_updates:
-        early_arrays = {"advantages_BT": advantages_BT, "batch_mask_BT": mask_BT}
+        estimated = replace(batch, advantages_BT=advantages_BT)
+        early_arrays = {
+            "advantages_BT": total_advantages(a, estimated, batch.old_logp_BT),
+            "batch_mask_BT": mask_BT,
+        }
         if a.corrects_switches:
             early_arrays["switched_BT"] = find_switched_tokens(
                 batch.old_experts_BTLA, batch.routed_experts_BTLA
@@ -97,6 +102,7 @@ def collect_known_arrays(batch: Batch) -> dict[str, Any]:
         "rollout_logp_BT": batch.rollout_logp_BT,
         "old_logp_BT": batch.old_logp_BT,
         "ref_logp_BT": batch.ref_logp_BT,
+        "teacher_logp_BT": batch.teacher_logp_BT,
     }
 
 
@@ -115,7 +121,8 @@ def spread_advantages(result: Any, batch: Batch, a: Algorithm) -> tuple[Array, A
         )
     if shape != mask_BT.shape:
         advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
-    return lax.stop_gradient(jnp.where(mask_BT, advantages, 0.0)), returns
+    advantages_BT = lax.stop_gradient(jnp.where(mask_BT, advantages, 0.0))
+    return advantages_BT if a.reward_coef == 1.0 else a.reward_coef * advantages_BT, returns
 
 
 def update_minibatch(
@@ -123,6 +130,7 @@ def update_minibatch(
     batch: Batch,
     *,
     base: Params | None = None,
+    teacher: Params | None = None,
     tx: optax.GradientTransformation,
     algorithm: Algorithm,
     scorer: Scorer,
@@ -136,8 +144,9 @@ def update_minibatch(
     computed from this update's forward. Returns state, metrics, and arrays of each row: logp_BT,
     and those of `router_rows` if the router is measured.
     """
-    # The base is not part of the state, which is the carry of a scan and would be copied with it.
-    frozen = replace(state.frozen, base=base)
+    # Base and teacher are not part of the state, which is the carry of a scan and would be copied
+    # with them.
+    frozen = replace(state.frozen, base=base, teacher=teacher)
     if scorer.round_params is not None:
         frozen = scorer.pack_policy(state.params, frozen)
     batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
@@ -201,7 +210,8 @@ def policy_loss(
 ) -> tuple[Array, LossAux]:
     """Return the loss of one (micro)batch by `sum_terms`, and the arrays that its metrics need."""
     params = scorer.full_params(params, frozen)
-    out = scorer.score_policy(params, batch)
+    teacher = (scorer.full_teacher(frozen),) if algorithm.needs_divergences else ()
+    out = scorer.score_policy(params, batch, *teacher)
     if algorithm.critic == "own":
         out |= scorer.score_values(params, batch)
     loss, aux = sum_terms(algorithm, batch, out)
@@ -265,15 +275,17 @@ def collect_arrays(a: Algorithm, batch: Batch, out: Mapping[str, Array]) -> dict
     check_new_names(
         {*batch.extra, *batch.shared} & {*out}, "arrays of a batch and results of the forward"
     )
+    # With old_logp=detached the ratio is 1 at every token and has the log-prob's gradient.
+    old_logp_BT = select_old_logp(a, batch, lax.stop_gradient(out["logp_BT"]))
     return {
         **batch.extra,
         **batch.shared,
         **out,
-        # With old_logp=detached the ratio is 1 at every token and has the log-prob's gradient.
-        "old_logp_BT": select_old_logp(a, batch, lax.stop_gradient(out["logp_BT"])),
+        "old_logp_BT": old_logp_BT,
         "rollout_logp_BT": batch.rollout_logp_BT,
         "ref_logp_BT": batch.ref_logp_BT,
-        "advantages_BT": batch.advantages_BT,
+        "teacher_logp_BT": batch.teacher_logp_BT,
+        "advantages_BT": total_advantages(a, batch, old_logp_BT),
         "returns_BT": batch.returns_BT,
         "old_values_BT": batch.old_values_BT,
         "mask_BT": batch.loss_mask_BT,

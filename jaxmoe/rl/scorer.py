@@ -17,7 +17,7 @@ from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.check_ops import check_recorded
-from jaxmoe.model.head import shift_right
+from jaxmoe.model.head import sequence_divergences, shift_right
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import with_rounded
@@ -42,6 +42,7 @@ class Scorer:
     round_params: Callable[[Params], Params] | None = None
     # Returns weights with the experts placed as their rounded values are; None: they are already
     place_masters: Callable[[Params], Params] | None = None
+    teacher: "Scorer | None" = None  # of the teacher's model, at the same temperature
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
         """Return params with the policy that the forward takes."""
@@ -69,9 +70,16 @@ class Scorer:
         reference = self.full_policy(frozen.reference, replace(frozen, packed=None))
         return reference if self.round_params is None else self.round_params(reference)
 
-    def score_policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
+    def full_teacher(self, frozen: Frozen) -> Params:
+        """Return the teacher's weights; without a second model, those of the policy before RL."""
+        return self.full_reference(frozen) if frozen.teacher is None else frozen.teacher
+
+    def score_policy(
+        self, params: Trained, batch: Batch, teacher: Params | None = None
+    ) -> dict[str, Array]:
         """Return logp_BT and entropy_BT, `critic_values` of a critic that shares the layers, and
-        the arrays that `ops.record` recorded, [B, T, L, …] (`recorded_rows`)."""
+        the arrays that `ops.record` recorded, [B, T, L, …] (`recorded_rows`); of a teacher also
+        teacher_reverse_kl_BT and teacher_forward_kl_BT."""
         hidden_BTD, recorded = self.run_forward(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
@@ -85,7 +93,29 @@ class Scorer:
         out = {"logp_BT": unpack_rows(logp_BT, batch), "entropy_BT": unpack_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= critic_values(params, hidden_BTD, batch)
+        if teacher is not None:
+            out |= self.score_divergences(params.policy, hidden_BTD, teacher, batch)
         return out | {name: unpack_rows(x, batch) for name, x in recorded_rows(recorded).items()}
+
+    def score_divergences(
+        self, policy: Params, hidden_BTD: Float[Array, "_ _ D"], teacher: Params, batch: Batch
+    ) -> dict[str, Array]:
+        """Return the divergences between the policy and the teacher, which has no gradient."""
+        assert self.teacher is not None
+        teacher = lax.stop_gradient(teacher)
+        # The same rows, so that packing and shared prompts are the teacher's too.
+        teacher_hidden_BTU, _ = self.teacher.run_forward(teacher, batch)
+        names = "teacher_reverse_kl_BT", "teacher_forward_kl_BT"
+        divergences = sequence_divergences(
+            policy,
+            hidden_BTD,
+            teacher,
+            teacher_hidden_BTU,
+            self.model,
+            self.ops,
+            temperature=self.temperature,
+        )
+        return {n: unpack_rows(x, batch) for n, x in zip(names, divergences, strict=True)}
 
     def score_reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
         """Return ref_logp_BT of frozen parameters, which choose their own experts."""

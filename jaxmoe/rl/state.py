@@ -44,6 +44,7 @@ class Frozen:
     policy: Leaf = None  # Params, with None in place of trained ones; None if all are trained
     # Params of the policy with experts in four bits, only while an update runs, or None
     packed: Leaf = None
+    teacher: Leaf = None  # Params of a second model, only while a step runs, or None
 
 
 @struct.dataclass

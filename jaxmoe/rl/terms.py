@@ -33,6 +33,9 @@ TERM_ARRAYS = (
     "old_logp_BT",
     "rollout_logp_BT",
     "ref_logp_BT",
+    "teacher_logp_BT",
+    "teacher_reverse_kl_BT",
+    "teacher_forward_kl_BT",
     "entropy_BT",
     "advantages_BT",
     "mask_BT",
@@ -54,6 +57,7 @@ TERM_ARRAYS = (
 
 _HINTS = {
     "ref_logp_BT": "Try --set loss.kl_coef=0.001, which keeps a reference and adds 0.001·KL.",
+    "teacher_logp_BT": "Try --set distill.teacher=base --set distill.advantage_coef=1.0.",
     "routed_experts_BTLA": "Try --set rollout.compare_experts=True.",
     "load_LE": "Try --set rollout.compare_experts=True.",
     "switched_BT": "Try --set rollout.compare_experts=True.",
@@ -64,6 +68,10 @@ _HINTS = {
     "state_ids_BJ": 'An environment names states by info["state_key"]. Try --set '
     "loss.advantages=turn_return_advantages, or --set data.environment=module:name.",
 } | dict.fromkeys(("values_BT", "old_values_BT", "returns_BT"), "Try --set critic.backbone=own.")
+_HINTS |= dict.fromkeys(
+    ("teacher_reverse_kl_BT", "teacher_forward_kl_BT"),
+    "Try --set distill.teacher=base --set distill.reverse_kl_coef=0.1, or a folder of weights.",
+)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from jaxmoe.losses.rewards import last_token_mask
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.check_rl_step import check_rl_step
+from jaxmoe.rl.distillation import total_advantages
 from jaxmoe.rl.loss import (
     estimate_advantages,
     update_minibatch,
@@ -61,6 +62,7 @@ def rl_step(
     batch: Batch,
     minibatches: Minibatches | None = None,
     base: Params | None = None,
+    teacher: Params | None = None,
     *,
     tx: optax.GradientTransformation,
     algorithm: Algorithm,
@@ -75,6 +77,7 @@ def rl_step(
     Args:
         minibatches: None if the step has one update, on the whole batch.
         base: frozen weights of a LoRA run, whose state has only adapters; not donated.
+        teacher: weights of `scorer.teacher`, a second model; not donated.
         microbatches: number of parts of the batch, if it is not packed.
         old_scorer: another forward for the log-probs before the first update, to study a trainer
             with two programs that differ; None: `scorer`.
@@ -82,9 +85,9 @@ def rl_step(
         The state after the updates (unchanged by an update whose gate is closed), metrics reduced
         over the updates, and the token statistics.
     """
-    # The base is an argument of its own, because the state is donated and the base must outlive the
-    # step.
-    full_state = replace(state, frozen=replace(state.frozen, base=base))
+    # Base and teacher are arguments of their own, because the state is donated and they must
+    # outlive the step.
+    full_state = replace(state, frozen=replace(state.frozen, base=base, teacher=teacher))
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     counts_LE = count_expert_tokens(batch, scorer.model.n_experts)
     # Counted once over the complete batch, so that a term sees the same load in every microbatch.
@@ -103,6 +106,7 @@ def rl_step(
     update = partial(
         update_minibatch,
         base=base,
+        teacher=teacher,
         tx=tx,
         algorithm=a,
         scorer=scorer,
@@ -124,7 +128,7 @@ def rl_step(
     metrics |= expert_load(counts_LE) | measure_rounding(full_state, state, scorer)
     if len(rows) > 1:
         metrics |= measure_router(rows, measured, scorer.model.n_experts)
-    return state, metrics, TokenStats(logp_BT, batch.advantages_BT)
+    return state, metrics, TokenStats(logp_BT, total_advantages(a, batch, logp_BT))
 
 
 class CheckedStep:
@@ -251,6 +255,14 @@ def score_batch(
             )
         return scores
 
+    def score_teacher() -> Any:
+        # A server's log-probs are in the batch already.
+        if batch.teacher_logp_BT is not None:
+            return batch.teacher_logp_BT
+        assert scorer.teacher is not None
+        teacher = scorer.full_teacher(state.frozen)
+        return map_batch(partial(scorer.teacher.score_reference, teacher))
+
     old: dict[str, Any] = {}
     if policy or replays_old or a.critic == "shared":
         old = map_batch(score_policy)
@@ -265,6 +277,7 @@ def score_batch(
         ref_logp_BT=map_batch(partial(scorer.score_reference, scorer.full_reference(state.frozen)))
         if a.needs_reference
         else None,
+        teacher_logp_BT=score_teacher() if a.needs_teacher_logp else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
         bootstrap_B=bootstrap_values(batch, old["values_after_BT"]) if a.critic != "none" else None,
     )

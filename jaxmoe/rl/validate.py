@@ -214,9 +214,12 @@ def _abstract_batch(
         old_router_logits_BTLE=out.get("router_logits_BTLE"),
         old_logp_BT=x_BT if a.needs_scoring else None,
         ref_logp_BT=x_BT if a.needs_reference else None,
+        teacher_logp_BT=x_BT if a.needs_teacher_logp else None,
         old_values_BT=x_BT if has_critic else None,
         bootstrap_B=x_BT[:, 0] if has_critic else None,
     )
+    if a.needs_divergences:
+        out |= {"teacher_reverse_kl_BT": x_BT, "teacher_forward_kl_BT": x_BT}
     out |= {"logp_BT": x_BT, "entropy_BT": x_BT} | ({"values_BT": x_BT} if has_critic else {})
     if example is not None:
         rows, length = p * r, np.shape(example.tokens_BT)[1]

@@ -33,11 +33,13 @@ from jaxmoe.run.memory import (
     plan_memory,
     stage_bytes,
 )
+from jaxmoe.run.teacher import make_teacher
 
 RARE_PARTS = (
     "rounded",
     "packed",
     "frozen",
+    "teacher",
     "rows",
     "table",
     "routing",
@@ -58,6 +60,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     # All checks run, so that one dry run shows every mistake.
     for check in (
         _check_checkpoint,
+        lambda cfg: _check_teacher(cfg) if "training" in stages else "",
         _check_task,
         lambda cfg: describe_sharing(cfg, make_ops(cfg).attend),
         lambda cfg: check_memory(cfg, *stages),
@@ -192,6 +195,8 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
         lines["correction"] = (loss.rollout_correction or "none") + source
     if loss.terms:
         lines["terms"] = loss.terms
+    if cfg.distill.teacher:
+        lines["distills"] = _describe_teacher(cfg)
     if router := _describe_router(cfg):
         lines["router"] = router
     if loss.updates > 1:
@@ -207,6 +212,16 @@ def _check_checkpoint(cfg: Config) -> str:
     table, _ = read_headers(directory, cfg.model, initial_experts(cfg))
     load_initial_adapters(cfg)
     return f"  checkpoint   {directory}: config.json and {len(table)} tensors of the model above"
+
+
+def _check_teacher(cfg: Config) -> str:
+    if (teacher := make_teacher(cfg)) is None:
+        return ""
+    folder = teacher.folder
+    if folder.run is None:
+        read_headers(folder.folder, folder.model, "packed" if folder.is_packed else "dense")
+    total, active = count_params(folder.model)
+    return f"  teacher      {folder.summary}: {total:,} parameters ({active:,} active per token)"
 
 
 def _check_task(cfg: Config) -> str:
@@ -225,6 +240,21 @@ def _check_task(cfg: Config) -> str:
         + "".join(f"  {name:<13}{line}\n" for name, line in describe_checks(task).items())
         + f"  tokenizer    {text}, {tokens:,} ids"
     )
+
+
+def _describe_teacher(cfg: Config) -> str:
+    """Return the teacher and its weights in the loss."""
+    d = cfg.distill
+    parts = {
+        f"{d.advantage_coef:g} in advantages": d.advantage_coef,
+        f"{d.reverse_kl_coef:g} kl(policy, teacher)": d.reverse_kl_coef,
+        f"{d.forward_kl_coef:g} kl(teacher, policy)": d.forward_kl_coef,
+        f"{d.reward_coef:g} of the rewards": d.reward_coef != 1.0,
+        f"to 0 in {d.anneal_steps} steps": d.anneal_steps,
+    }
+    weights = ", ".join(text for text, is_set in parts.items() if is_set)
+    name = "the policy before RL" if d.teacher == "base" else d.teacher
+    return f"{name}: {weights}" if weights else name
 
 
 def _describe_router(cfg: Config) -> str:

@@ -52,6 +52,7 @@ from jaxmoe.run.guards import (
 from jaxmoe.run.parts import Parts
 from jaxmoe.run.plots import draw_plots
 from jaxmoe.shapes import Metrics, Params
+from jaxmoe.vllm.client.teacher import TeacherServer
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Job:
     layer_metrics: dict[str, list[float]] = field(default_factory=dict)  # of the last step
     progress: Progress | None = None  # the progress bar on the terminal
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
+    teacher: Params | None = None  # the weights of a second model
 
     def __post_init__(self) -> None:
         self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
@@ -99,12 +101,19 @@ class Job:
         """Return the weights after the last complete step, as an engine loads them."""
         return self.read_weights(self.base, self.position.state.policy)
 
-    def base_for_batch(self, batch: Batch) -> Params | None:
-        """Return the base with the embedding rows of this batch, as the step takes it."""
-        rows = self.cfg.lora.embedding_rows
-        if self.base is None or not rows:
-            return self.base
-        return gather_embedding_rows(self.base, np.asarray(batch.tokens_BT), rows)
+    def frozen_for_batch(self, batch: Batch) -> tuple[Params | None, ...]:
+        """Return the base, with the embedding rows of this batch, and a teacher if there is one."""
+        rows, base = self.cfg.lora.embedding_rows, self.base
+        if base is not None and rows:
+            base = gather_embedding_rows(base, np.asarray(batch.tokens_BT), rows)
+        return (base,) if self.teacher is None else (base, self.teacher)
+
+    def score_by_server(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Return the batch with the log-probs of a teacher behind a URL, if there is one."""
+        if not isinstance(self.parts.teacher, TeacherServer):
+            return batch, {}
+        with self.time_phase("teacher"):
+            return self.parts.teacher.score_batch(batch)
 
     def start_stage(self, position: Position) -> None:
         """Set the first position of a stage, which is saved or reproducible."""

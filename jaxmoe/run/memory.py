@@ -28,7 +28,12 @@ from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.scorer import find_recorded_sizes
 from jaxmoe.rl.state import Trained
 from jaxmoe.run.optimizer_memory import muon_work_bytes, optimizer_bytes
-from jaxmoe.run.policy_memory import POLICY_STAGES, base_bytes, policy_stage_bytes
+from jaxmoe.run.policy_memory import (
+    POLICY_STAGES,
+    base_bytes,
+    policy_stage_bytes,
+    teacher_bytes,
+)
 from jaxmoe.run.routing_memory import routing_bytes
 
 
@@ -43,7 +48,8 @@ class Memory:
     rows: int  # rows of an embedding in host memory: those of a step's tokens
     table: int  # all rows of it, while sampling
     optimizer: int  # what the optimizer keeps, unless it is on the host
-    reference: int  # trained weights as they were before RL, for the KL term
+    reference: int  # trained weights as they were before RL, for the KL or as the teacher
+    teacher: int  # a second model
     engine_copy: int  # the engine's copy of the policy's weights
     gathered: (
         int  # gathered weights of a period of layers, except experts; their gradients in float32
@@ -59,7 +65,7 @@ class Memory:
     def bytes_by_part(self, stage: str) -> dict[str, int]:
         """Return the parts in memory during a stage: training, sampling or syncing."""
         base = "packed", "frozen"
-        resident = ("weights", *base, "optimizer", "reference", "engine_copy")
+        resident = ("weights", *base, "optimizer", "reference", "teacher", "engine_copy")
         names = {
             "training": (
                 *resident,
@@ -80,6 +86,11 @@ class Memory:
         if stage == "syncing":
             parts["engine_copy"] *= 2
         return parts
+
+    @property
+    def state(self) -> int:
+        """Bytes that stay from step to step, without a LoRA run's base and the engine."""
+        return self.weights + self.optimizer + self.reference + self.teacher
 
     @property
     def training(self) -> int:
@@ -104,7 +115,8 @@ def plan_memory(cfg: Config) -> Memory:
     of a working set is as large. A layer's working set is its norm outputs, q, k, v, the
     attention's output and lse, and per active expert one row of input, gate, up, hidden and output;
     with optim.expert_tokens, rows of that many tokens. With frozen weights only one layer of a
-    period has gradients at a time.
+    period has gradients at a time. A teacher's forward has no gradient, and needs less than the
+    backward pass that follows it.
     A critic's own backbone saves as much for the backward pass as the policy, at the same time.
     For a CPU in float32 XLA reports up to 2 % more with remat, up to two fifths more without.
     """
@@ -163,6 +175,7 @@ def plan_memory(cfg: Config) -> Memory:
         table=table if has_host_table else 0,
         optimizer=moments - host_moments,
         reference=local_trained * weight_bytes if keeps_reference(cfg) else 0,
+        teacher=teacher_bytes(cfg),
         engine_copy=engine.weights,
         gathered=period * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),

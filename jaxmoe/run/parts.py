@@ -40,6 +40,8 @@ from jaxmoe.rollout.engine import Engine, open_engine
 from jaxmoe.run.kernels import Decision, choose_run_kernels
 from jaxmoe.run.memory import check_memory
 from jaxmoe.run.programs import JitProgram, rl_program, supervised_program
+from jaxmoe.run.teacher import Teacher, open_teacher
+from jaxmoe.vllm.client.teacher import TeacherServer
 
 STAGES = ("training", "sampling", "syncing")  # stages of the memory check
 
@@ -55,6 +57,8 @@ class Parts:
     algorithm: Algorithm
     tx: optax.GradientTransformation  # optimizer of RL
     task: Task
+    # A second model; None: there is no teacher, or it is the policy before RL.
+    teacher: Teacher | TeacherServer | None = None
     open_engine: Callable[[Config, Ops, Path, Mesh | None], Engine] = open_engine
     open_rollouts: Callable[..., SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]] = (
         open_rollouts
@@ -99,4 +103,5 @@ def make_parts(cfg: Config) -> Parts:
         algorithm_from_config(cfg),
         task=open_task(cfg),
         tx=rl_optimizer(cfg),
+        teacher=open_teacher(cfg, kernels.impls, mesh),
     )

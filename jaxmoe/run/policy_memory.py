@@ -6,7 +6,9 @@ Of a checkpoint they read neither optimizer nor reference nor critic. Back: jaxm
 
 import jax
 
+from jaxmoe.checkpoint.teacher_weights import find_teacher
 from jaxmoe.config import Config, describe_engine
+from jaxmoe.model.params import param_specs, read_dtype
 from jaxmoe.model.weights import weights_of
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, packed_bytes
 from jaxmoe.parallel.sampling_copy import peak_of_moves
@@ -22,6 +24,22 @@ def base_bytes(cfg: Config) -> tuple[int, int, int]:
     experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
     dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
     return packed_bytes(experts, cfg), copy_bytes(dense, cfg), copy_bytes(table, cfg)
+
+
+def teacher_bytes(cfg: Config) -> int:
+    """Bytes of a second model on one device; 0 if there is none, or it is on a server."""
+    if not cfg.distill.has_folder:
+        return 0
+    teacher = find_teacher(cfg)
+    packs = teacher.is_packed and cfg.mesh.devices == 1
+    total = 0
+    for spec in jax.tree.leaves(param_specs(teacher.model)):
+        if packs and spec.is_packable:
+            total += packed_bytes(spec, cfg)
+        else:
+            dtype = read_dtype(spec, teacher.model, "float32")
+            total += count_local_entries(spec, cfg) * dtype.itemsize
+    return total
 
 
 def policy_stage_bytes(cfg: Config, stage: str) -> dict[str, int]:

@@ -77,10 +77,12 @@ def rl_program(
     *,
     step: Callable[..., Any] = rl_step,
     make_scorer: Callable[..., Scorer] = Scorer,
+    teacher: Scorer | None = None,
 ) -> JitProgram:
     """Return the step of RL: (state, batch, minibatches, base) -> (state, metrics, token_stats).
 
-    `step` and `make_scorer` take the arguments of `rl_step` and `Scorer`.
+    `step` and `make_scorer` take the arguments of `rl_step` and `Scorer`. With a `teacher`, the
+    scorer of a second model, its weights are the fifth argument.
     """
     scorer = make_scorer(
         cfg.model,
@@ -94,9 +96,14 @@ def rl_program(
         if mesh is None or mesh.size == 1
         else partial(exchange_rows_for_columns, cfg=cfg.model, mesh=mesh),
     )
+    if cfg.distill.teacher == "base":
+        teacher = replace(scorer, critic="none", replay="")
+    if teacher is not None:
+        scorer = replace(scorer, teacher=teacher)
     options = {"algorithm": algorithm, "scorer": scorer, "microbatches": cfg.optim.microbatches}
     fn = partial(step, tx=tx, gate=cfg.step_gate, **options)
-    # The base of a LoRA run is the fourth argument and is not donated: it stays for all steps.
+    # The base of a LoRA run and a teacher are further arguments, and are not donated: they stay for
+    # all steps.
     jit_options = {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)}
     return JitProgram(fn, jit_options, partial(check_rl_step, **options))
 
@@ -167,6 +174,7 @@ def batch_shapes(
         state_ids_BJ=turns if "state_ids_BJ" in a.array_names.advantages else None,
         routed_experts_BTLA=routed,
         packing=packing(B),
+        teacher_logp_BT=array(jnp.float32, B, T) if cfg.distill.is_url else None,
         shared={"step": array(jnp.int32)},
     )
     if a.updates == 1:

@@ -80,34 +80,20 @@ def vocabulary_divergences(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergences(vocab_size: int, *operands: Array) -> tuple[PerToken, PerToken]:
-    reverse_M, forward_M, *_ = _stream_divergences(vocab_size, *operands)
-    return reverse_M, forward_M
+    return finish_divergences(*divergence_statistics(*operands, vocab_size=vocab_size))
 
 
 def _divergences_fwd(vocab_size: int, *operands: Array) -> tuple[Any, Any]:
-    reverse_M, forward_M, *sums = _stream_divergences(vocab_size, *operands)
-    return (reverse_M, forward_M), (*operands, reverse_M, *sums)
+    statistics = divergence_statistics(*operands, vocab_size=vocab_size)
+    divergences = finish_divergences(*statistics)
+    lse_M, _, teacher_lse_M, _ = statistics
+    return divergences, (*operands, divergences[0], lse_M, teacher_lse_M)
 
 
 def _divergences_bwd(vocab_size: int, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    hidden_MD, w_head_DV, teacher_MU, head_UV, temperature, reverse_M, lse_M, teacher_lse_M = saved
-    of_tokens = (teacher_MU, reverse_M, lse_M, teacher_lse_M)
-    dtype = matmul_dtype(teacher_MU, head_UV)
-
-    def find_slopes(z_bc, block, of_tokens, cotangents):
-        teacher, reverse, lse, teacher_lse = of_tokens
-        dreverse, dforward = (x[:, None] for x in cotangents)
-        q_bc, *_ = block_logits(
-            teacher.astype(dtype), head_UV, temperature, block.number, block.size, vocab_size
-        )
-        logp_bc, logq_bc = z_bc - lse[:, None], q_bc - teacher_lse[:, None]
-        p_bc = jnp.exp(logp_bc)
-        above_bc = (logp_bc - logq_bc) - reverse[:, None]
-        return dreverse * p_bc * above_bc + dforward * (p_bc - jnp.exp(logq_bc))
-
-    student = hidden_MD, w_head_DV, temperature, vocab_size
-    dhidden_MD, dw_head_DV = stream_gradients(
-        *student, of_tokens, cotangents, find_slopes, max_columns=COLUMNS
+    hidden_MD, w_head_DV, teacher_MU, head_UV, temperature, *_ = saved
+    dhidden_MD, dw_head_DV = divergence_gradients(
+        *saved, cotangents=cotangents, vocab_size=vocab_size
     )
     zeros = (jnp.zeros_like(x) for x in (teacher_MU, head_UV, temperature))
     return dhidden_MD.astype(hidden_MD.dtype), dw_head_DV, *zeros
@@ -116,15 +102,78 @@ def _divergences_bwd(vocab_size: int, saved: Any, cotangents: Any) -> tuple[Any,
 _divergences.defvjp(_divergences_fwd, _divergences_bwd)
 
 
-def _stream_divergences(
-    vocab_size: int,
+def divergence_gradients(
     hidden_MD: Array,
     w_head_DV: Array,
     teacher_hidden_MU: Array,
     teacher_head_UV: Array,
     temperature: Array,
+    reverse_M: PerToken,
+    lse_M: PerToken,
+    teacher_lse_M: PerToken,
+    *,
+    cotangents: tuple[PerToken, PerToken],
+    vocab_size: int,
+) -> tuple[Array, Array]:
+    """(dhidden in float32, dw) of both divergences over a slice of the vocabulary.
+
+    reverse_M, lse_M and teacher_lse_M are those of the complete vocabulary.
+    """
+    of_tokens = (teacher_hidden_MU, reverse_M, lse_M, teacher_lse_M)
+    dtype = matmul_dtype(teacher_hidden_MU, teacher_head_UV)
+
+    def find_slopes(z_bc, block, of_tokens, cotangents):
+        teacher, reverse, lse, teacher_lse = of_tokens
+        dreverse, dforward = (x[:, None] for x in cotangents)
+        q_bc, *_ = block_logits(
+            teacher.astype(dtype),
+            teacher_head_UV,
+            temperature,
+            block.number,
+            block.size,
+            vocab_size,
+        )
+        logp_bc, logq_bc = z_bc - lse[:, None], q_bc - teacher_lse[:, None]
+        p_bc = jnp.exp(logp_bc)
+        above_bc = (logp_bc - logq_bc) - reverse[:, None]
+        return dreverse * p_bc * above_bc + dforward * (p_bc - jnp.exp(logq_bc))
+
+    student = hidden_MD, w_head_DV, temperature, vocab_size
+    return stream_gradients(*student, of_tokens, cotangents, find_slopes, max_columns=COLUMNS)
+
+
+def finish_divergences(
+    lse_M: PerToken, gap_M: PerToken, teacher_lse_M: PerToken, teacher_gap_M: PerToken
+) -> tuple[PerToken, PerToken]:
+    """(reverse, forward) from the statistics of the complete vocabulary."""
+    above_M = lse_M - teacher_lse_M
+    # Rounding may put a divergence near 0 below it.
+    return jnp.maximum(gap_M - above_M, 0.0), jnp.maximum(teacher_gap_M + above_M, 0.0)
+
+
+def merge_divergence_statistics(
+    lse_NM: Array, gap_NM: Array, teacher_lse_NM: Array, teacher_gap_NM: Array
 ) -> tuple[PerToken, ...]:
-    """(reverse, forward, lse of the student, lse of the teacher) of each token."""
+    """Statistics of the complete vocabulary from those of N slices."""
+
+    def merge_slices(lse_NM: Array, gap_NM: Array) -> tuple[Array, Array]:
+        lse_M = jax.nn.logsumexp(lse_NM, axis=0)
+        return lse_M, jnp.sum(jnp.exp(lse_NM - lse_M[None]) * gap_NM, axis=0)
+
+    return *merge_slices(lse_NM, gap_NM), *merge_slices(teacher_lse_NM, teacher_gap_NM)
+
+
+def divergence_statistics(
+    hidden_MD: Array,
+    w_head_DV: Array,
+    teacher_hidden_MU: Array,
+    teacher_head_UV: Array,
+    temperature: Array,
+    *,
+    vocab_size: int,
+) -> tuple[PerToken, ...]:
+    """(lse, mean of its logits minus the other's) of the student, then of the teacher, over a slice
+    of the vocabulary."""
     n_tokens = len(hidden_MD)
     rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
     columns, column_blocks = even_blocks(vocab_size, COLUMNS)
@@ -146,10 +195,7 @@ def _stream_divergences(
         zero = jnp.zeros(rows, jnp.float32)
         first = (jnp.full_like(zero, MASKED_LOGIT), zero, zero)
         sums: Any = loop_blocks(column_blocks, vocab_step, (first, first))
-        (lse, gap), (teacher_lse, teacher_gap) = map(_finish_sums, sums)
-        above = lse - teacher_lse
-        # Rounding may put a divergence near 0 below it.
-        new = jnp.maximum(gap - above, 0.0), jnp.maximum(teacher_gap + above, 0.0), lse, teacher_lse
+        new = sum(map(_finish_sums, sums), ())
         write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return tuple(write(o, n) for o, n in zip(out, new, strict=True))
 

@@ -39,7 +39,7 @@ class VllmBackend(VllmRoutes, Backend):
         (completion,) = parse_completions(response, expect_response(request), cfg)
         if not completion.labels:
             raise RequestFailed("a scoring request was aborted")
-        return parse_prompt_logps(response, tokens, cfg), completion.labels[0]
+        return parse_prompt_logps(response, tokens), completion.labels[0]
 
     def read_workers(self) -> Workers:
         return read_workers(self)

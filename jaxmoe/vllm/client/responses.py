@@ -50,7 +50,7 @@ def parse_completions(
     return [_parse_completion(by_index[i], expected, cfg) for i in range(expected.samples)]
 
 
-def parse_prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarray:
+def parse_prompt_logps(response: Any, tokens: list[int]) -> np.ndarray:
     """Return float32 [T]: the log-prob of each given token at temperature 1; 0 for the first."""
     rows = response.get("prompt_logprobs") if isinstance(response, dict) else None
     if not isinstance(rows, list) or len(rows) != len(tokens):

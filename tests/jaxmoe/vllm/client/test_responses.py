@@ -199,8 +199,8 @@ def test_continued_samples_join_log_probs_labels_and_experts():
 def test_scores_must_be_of_every_given_token():
     rows = [None, {"4": {"logprob": -1.0}, "1": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]
     answer = {"prompt_logprobs": rows}
-    assert parse_prompt_logps(answer, [3, 4, 7], CFG).tolist() == [0.0, -1.0, -2.0]
+    assert parse_prompt_logps(answer, [3, 4, 7]).tolist() == [0.0, -1.0, -2.0]
     with pytest.raises(RequestFailed, match="must have token 8"):
-        parse_prompt_logps(answer, [3, 4, 8], CFG)
+        parse_prompt_logps(answer, [3, 4, 8])
     with pytest.raises(RequestFailed, match="must have 4 entries, got 3"):
-        parse_prompt_logps(answer, [3, 4, 7, 7], CFG)
+        parse_prompt_logps(answer, [3, 4, 7, 7])

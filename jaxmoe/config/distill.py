@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config of a teacher. Next: jaxmoe/rl/distillation.py has its part of the loss."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxmoe.config.errors import Needs, require
+from jaxmoe.config.settings import Section, above, at_least, is_server_url, setting
+
+if TYPE_CHECKING:
+    from jaxmoe.config import Config
+
+COEFS = ("advantage_coef", "reverse_kl_coef", "forward_kl_coef")
+URLS = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section, key="distill"):
+    """A teacher: another model that judges the tokens of the policy's own answers."""
+
+    teacher: str = setting(
+        "",
+        "base: the weights before RL; a folder of weights; a run's folder, or FOLDER@STEP; the "
+        "URL of a vLLM; empty: none",
+        example="base",
+    )
+    advantage_coef: float = setting(
+        0.0, "weight of log(teacher / policy) in a token's advantage", at_least(0), example=1.0
+    )
+    reverse_kl_coef: float = setting(
+        0.0, "weight of kl(policy, teacher) over the vocabulary, in the loss", at_least(0)
+    )
+    forward_kl_coef: float = setting(
+        0.0, "weight of kl(teacher, policy) over the vocabulary, in the loss", at_least(0)
+    )
+    reward_coef: float = setting(
+        1.0, "weight of the rewards' advantages; 0: the teacher alone", at_least(0)
+    )
+    anneal_steps: int = setting(
+        0, "steps in which the teacher's weights fall to 0; 0: never", at_least(0)
+    )
+    timeout_s: float = setting(600.0, "of a request to a vLLM", above(0), resume=True)
+
+    @property
+    def is_url(self) -> bool:
+        """True if the teacher is a server."""
+        return self.teacher.startswith(URLS)
+
+    @property
+    def has_folder(self) -> bool:
+        """True if the teacher is a second model whose weights this run loads."""
+        return bool(self.teacher) and self.teacher != "base" and not self.is_url
+
+    @property
+    def compares_vocabulary(self) -> bool:
+        """True if the loss has a divergence over the vocabulary."""
+        return self.reverse_kl_coef > 0 or self.forward_kl_coef > 0
+
+
+def check_distill(cfg: "Config") -> None:
+    """Raise ConfigError for settings that do not work with a teacher, or without one."""
+    d = cfg.distill
+    if not d.teacher:
+        for name in (*COEFS, "anneal_steps"):
+            require(
+                not getattr(d, name),
+                f"distill.{name} ({getattr(d, name)}) needs a teacher, and there is none. Try "
+                f"--set distill.teacher=base, or --set distill.{name}=0.",
+            )
+        require(
+            d.reward_coef == 1.0,
+            f"distill.reward_coef ({d.reward_coef}) needs a teacher, and there is none. Try "
+            "--set distill.teacher=base, or --set distill.reward_coef=1.0.",
+        )
+        return
+    server = Needs(cfg, "distill.teacher")
+    require(
+        not d.is_url or is_server_url(d.teacher),
+        f"distill.teacher must name a server as http://HOST:PORT, got {d.teacher!r:.60}. Try --set "
+        "distill.teacher=http://127.0.0.1:8000.",
+    )
+    server(
+        not (d.is_url and d.compares_vocabulary),
+        "distill.reverse_kl_coef=0.0 distill.forward_kl_coef=0.0 distill.advantage_coef=1.0",
+        "a server tells the log-probs of given tokens, and not of the vocabulary",
+    )
+    server(
+        not d.is_url or cfg.rollout.temperature == 1.0,
+        "rollout.temperature=1.0",
+        "a server's log-probs are those at temperature 1",
+    )
+    # Groups of equal rewards, which dynamic sampling draws again, have a teacher's signal.
+    Needs(cfg, "distill.reward_coef", "--set distill.reward_coef=1.0")(
+        d.reward_coef > 0 or cfg.rollout.max_gen_batches == 1,
+        "rollout.max_gen_batches=1",
+        "no reward is trained on, and dynamic sampling draws groups of equal rewards again",
+    )

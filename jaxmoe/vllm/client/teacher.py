@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A teacher behind a vLLM's URL: the log-probs of given tokens, by its OpenAI-compatible routes.
+
+Any vLLM serves them: POST /v1/completions with the tokens of a complete sequence as the prompt and
+prompt_logprobs=0, and POST /tokenize. The server is not trusted: what it answers is checked, and a
+row without usable log-probs is not trained on.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.batches.batch import Batch
+from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.data.same_tokenizer import find_encoding_difference
+from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
+from jaxmoe.http_engine.backend import RequestFailed
+from jaxmoe.http_engine.json_client import MAX_BODY_BYTES, JsonClient
+from jaxmoe.http_engine.strict_json import format_value
+from jaxmoe.vllm.client.responses import parse_prompt_logps
+
+KEY_VARIABLE = "JAXMOE_TEACHER_API_KEY"
+CONNECTIONS = 32  # requests at a time; the server queues what it cannot compute at once
+TOKEN_BYTES = 1024  # of a response; vLLM writes about 100 for a token
+START_TIMEOUT_S = 60.0  # of a request before the run
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """A vLLM that scores tokens: its URL, and the model that it serves."""
+
+    url: str
+    timeout_s: float  # of all requests for a row
+    model: str = ""
+
+    def open_client(self, timeout_s: float) -> JsonClient:
+        """Return a client; the caller closes it."""
+        key = os.environ.get(KEY_VARIABLE, "")
+        return JsonClient(
+            self.url,
+            timeout_s=timeout_s,
+            connections=CONNECTIONS,
+            key=key,
+            key_variable=KEY_VARIABLE,
+        )
+
+    def digest(self) -> dict[str, str]:
+        """Return the model's name by its key in a checkpoint: a resumed run may have another URL
+        of the same model."""
+        return {"distill.teacher": f"served {self.model}"}
+
+    def score_batch(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Return the batch with teacher_logp_BT, and the metric of its lost rows.
+
+        A row for which the server does not answer in time, or with anything but the log-probs of
+        its tokens, is taken out of the loss; it still counts as a member of its group.
+        Raises EngineError if no row is left.
+        """
+        tokens_BT, mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)
+        lengths_B = (np.asarray(batch.segment_ids_BT) > 0).sum(axis=1)
+        trained = np.flatnonzero(mask_BT.any(axis=1)).tolist()
+        rows = [tokens_BT[b, : lengths_B[b]].tolist() for b in trained]
+        with closing(self.open_client(self.timeout_s)) as client:
+            with ThreadPoolExecutor(CONNECTIONS) as threads:
+                scores = list(threads.map(lambda row: self.score_or_fail(client, row), rows))
+        logp_BT, is_lost_B = np.zeros(tokens_BT.shape, np.float32), np.zeros(len(mask_BT), bool)
+        for b, score in zip(trained, scores, strict=True):
+            if isinstance(score, RequestFailed):
+                is_lost_B[b] = True
+            else:
+                logp_BT[b, : len(score)] = score
+        failures = [score for score in scores if isinstance(score, RequestFailed)]
+        if failures and len(failures) == len(scores):
+            raise EngineError(
+                f"distill.teacher must score the answers; of the {len(scores)} of this step none "
+                f"has log-probs of {self.url}: {failures[0]}. Nothing was trained on. Start the "
+                "server again, and type the same command."
+            )
+        mask_BT = mask_BT & ~is_lost_B[:, None]
+        logp_BT = np.where(mask_BT, logp_BT, 0.0).astype(np.float32)
+        lost = {"distill/lost_rows": float(len(failures))}
+        return replace(batch, loss_mask_BT=mask_BT, teacher_logp_BT=logp_BT), lost
+
+    def score_or_fail(self, client: JsonClient, tokens: list[int]) -> np.ndarray | RequestFailed:
+        """Return the log-probs of a row, or why there are none; a failed request is sent again,
+        within the same time."""
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            return self.score_tokens(client, tokens, self.timeout_s)
+        except RequestFailed as failure:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return failure
+        try:
+            return self.score_tokens(client, tokens, remaining_s)
+        except RequestFailed as failure:
+            return failure
+
+    def score_tokens(
+        self, client: JsonClient, tokens: list[int], timeout_s: float | None = None
+    ) -> np.ndarray:
+        """Return float32 [T], the log-prob of each token given those before it; 0 for the first.
+
+        Raises RequestFailed.
+        """
+        # vLLM samples at least one token; it computes log-probs of a prompt at temperature 1.
+        body = {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        response = client.request_json(
+            "POST",
+            "/v1/completions",
+            body,
+            timeout_s=timeout_s,
+            max_body_bytes=MAX_BODY_BYTES + TOKEN_BYTES * len(tokens),
+        )
+        choices = response.get("choices") if isinstance(response, dict) else None
+        if (
+            not isinstance(choices, list)
+            or len(choices) != 1
+            or response.get("model") != self.model
+        ):
+            raise RequestFailed(
+                f"{self.url}/v1/completions must answer with one choice of {self.model}, got "
+                f"{format_value(response)}"
+            )
+        return parse_prompt_logps(choices[0], tokens)
+
+
+def open_teacher_server(cfg: Config) -> TeacherServer:
+    """Return the server of `distill.teacher`, which has the run's tokenizer and scores tokens.
+
+    Raises ConfigError if it does not answer, serves no model with the run's context and tokenizer,
+    or returns no log-probs of a prompt.
+    """
+    url = cfg.distill.teacher.rstrip("/").removesuffix("/v1")
+    server = TeacherServer(url, cfg.distill.timeout_s)
+    tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
+    try:
+        with closing(server.open_client(min(START_TIMEOUT_S, server.timeout_s))) as client:
+            name, context = read_served_model(client)
+            server = replace(server, model=name)
+            check_served_tokenizer(client, name, tokenizer)
+            server.score_tokens(client, tokenizer.encode("A short text."))
+    except RequestFailed as error:
+        raise ConfigError(
+            f"distill.teacher={url} must be a vLLM that returns log-probs of a prompt; {error}. "
+            "Start one with: vllm serve MODEL"
+        ) from error
+    # A row is followed by the one token that the server samples.
+    if context <= cfg.context:
+        raise ConfigError(
+            f"distill.teacher={url} must read sequences of {cfg.context:,} tokens and one more; "
+            f"{name} has at most {context:,}. Start it with --max-model-len {cfg.context + 1}."
+        )
+    return server
+
+
+def read_served_model(client: JsonClient) -> tuple[str, int]:
+    """Return the name of the only or first model, and its longest context.
+
+    Raises RequestFailed.
+    """
+    models = client.request_json("GET", "/v1/models")
+    try:
+        name, context = models["data"][0]["id"], models["data"][0]["max_model_len"]
+    except (KeyError, IndexError, TypeError):
+        name, context = None, None
+    if not isinstance(name, str) or type(context) is not int:
+        raise RequestFailed(f"{client.name}/v1/models names no model with its max_model_len")
+    return name, context
+
+
+def check_served_tokenizer(client: JsonClient, model: str, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless the server's tokenizer gives sample texts the run's ids, and
+    RequestFailed if it does not answer."""
+
+    def encode(text: str) -> Sequence[int]:
+        body: dict[str, Any] = {"model": model, "prompt": text, "add_special_tokens": False}
+        response = client.request_json("POST", "/tokenize", body)
+        tokens = response.get("tokens") if isinstance(response, dict) else None
+        if not isinstance(tokens, list):
+            raise RequestFailed(f"{client.name}/tokenize returned {format_value(response)}")
+        return tokens
+
+    if problem := find_encoding_difference(tokenizer, encode):
+        raise ConfigError(
+            f"distill.teacher must have the policy's tokenizer; that of {client.name} differs: "
+            f"{problem}. Try another teacher."
+        )
