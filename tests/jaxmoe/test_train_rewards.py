@@ -160,4 +160,7 @@ def test_the_commands_of_the_page_train_and_evaluate(settings, tmp_path, capsys)
     out = capsys.readouterr().out
     assert "reward/correct/mean" in out and "reward/short/mean" in out
     last = lines(tmp_path / "run")[-1]
-    assert {f"{kind}/{part}" for part in PARTS for kind in ("reward", "eval/reward")} <= set(last)
+    expected = {f"{kind}/{part}" for part in PARTS for kind in ("reward", "eval/reward")}
+    if last["reward/correct/none_frac"] == 1.0:  # this step's rows have no unit: nothing to average
+        expected.remove("reward/correct/mean")
+    assert expected <= set(last)
