@@ -36,8 +36,8 @@ from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.model import forward, init_params, make_ops, sequence_logprobs
 from jaxmoe.model.moe.experts import apply_experts
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config, with_rounded
-from jaxmoe.rl.scorer import Scorer
+from jaxmoe.model.rounded import decode_experts, round_experts, rounding_from_config
+from jaxmoe.rl.scorer import Scorer, with_rounded
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.rounded import has_masters, read_rounded
 

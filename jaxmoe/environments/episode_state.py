@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One episode's environment, and what it paid and counted.
+"""One episode's environment: from a turn's tokens to the reply's, and what it paid and counted.
 
 Next: jaxmoe/environments/episodes.py.
 """
@@ -8,10 +8,13 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from jaxmoe.data.harmony.parse import read_turn
+from jaxmoe.data.harmony.render import write_messages
 from jaxmoe.data.rows import Message
+from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Environment
 from jaxmoe.environments.step_check import (
@@ -22,6 +25,7 @@ from jaxmoe.environments.step_check import (
     check_step,
 )
 from jaxmoe.records import StopReason
+from jaxmoe.rollout.replies import Reply
 from jaxmoe.sandbox.process import SandboxError
 from jaxmoe.user_code import read_text, user_code
 
@@ -48,6 +52,38 @@ class EpisodeState:
     _is_stepping: bool = False
     _is_left: bool = False  # it ended while its environment was stepping
     _is_closed: bool = False
+
+    def reply(self, turn: Sequence[int], tokenizer: Tokenizer, max_tokens: int) -> Reply:
+        """Step the environment with a turn of the policy, in tokens; see `TokenEnvironment`.
+
+        max_tokens: of one message of the environment; 0: no limit.
+        """
+        if self.environment is None:
+            return StopReason.ENV_ERROR
+        parsed = read_turn(self.context, turn, tokenizer)
+        if parsed.problem:
+            return StopReason.PARSE_ERROR
+        # A call that names no tool is a call of an unknown one, and not an answer.
+        nameless = [call for call in parsed.calls if not call.recipient]
+        messages = [
+            # Messages of equal fields may end in different marks.
+            replace(message, recipient="functions.")
+            if any(message is call for call in nameless)
+            else message
+            for message in parsed.messages
+        ]
+        try:
+            step = self.step(messages)
+            if step.terminated or step.truncated:
+                return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
+            shortened = [shorten_message(m, max_tokens, tokenizer) for m in step.messages]
+            reply = write_messages(shortened, tokenizer)
+        # Code of the user: whatever it raises ends this episode, and not the run.
+        except Exception as error:
+            self.cause, self.fault = find_cause(error), describe_fault(error)
+            return StopReason.ENV_ERROR
+        self.context = reply
+        return reply
 
     def step(self, messages: list[Message]) -> StepResult:
         """Step the environment; raises what it raises, or EnvironmentFault."""
@@ -148,3 +184,20 @@ def describe_fault(error: BaseException) -> str:
     text = read_text(error).strip()
     line = text.splitlines()[0][:200] if text else ""
     return line if isinstance(error, EnvironmentFault) else f"{type(error).__name__}: {line}"
+
+
+def shorten_message(message: Message, limit: int, tokenizer: Tokenizer) -> Message:
+    """The message with at most about `limit` tokens of content: its start and its end.
+
+    0 is no limit. A note between the two says how many tokens are left out.
+    """
+    tokens = tokenizer.encode(message.content) if limit else []
+    if len(tokens) <= limit:
+        return message
+    head, tail = limit - limit // 2, limit // 2
+    omitted = len(tokens) - limit
+    content = (
+        f"{tokenizer.decode(tokens[:head])}\n[{omitted} tokens left out]\n"
+        f"{tokenizer.decode(tokens[len(tokens) - tail :])}"
+    )
+    return replace(message, content=content)

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony.parse import read_turn
-from jaxmoe.data.harmony.render import write_messages
-from jaxmoe.data.rows import Message, Row, Source, prompt_messages
+from jaxmoe.data.rows import Row, Source, prompt_messages
 from jaxmoe.data.templates import HARMONY, Template, add_tools
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.environments.async_loop import wait_for_result
@@ -29,7 +27,6 @@ from jaxmoe.environments.episode_state import (
     EpisodeResult,
     EpisodeState,
     describe_fault,
-    find_cause,
 )
 from jaxmoe.environments.step_check import check_reset, read_state_key
 from jaxmoe.environments.transcripts import read_last_turn
@@ -178,35 +175,7 @@ class Episodes:
             self._open_episode(episode)
             state = self._states[episode]
             state.context = self._prompts[episode // self._samples].tokens
-        if state.environment is None:
-            return StopReason.ENV_ERROR
-        parsed = read_turn(state.context, turn, self._tokenizer)
-        if parsed.problem:
-            return StopReason.PARSE_ERROR
-        # A call that names no tool is a call of an unknown one, and not an answer.
-        nameless = [call for call in parsed.calls if not call.recipient]
-        messages = [
-            # Messages of equal fields may end in different marks.
-            replace(message, recipient="functions.")
-            if any(message is call for call in nameless)
-            else message
-            for message in parsed.messages
-        ]
-        try:
-            step = state.step(messages)
-            if step.terminated or step.truncated:
-                return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
-            limit = self._settings.max_reply_tokens
-            reply = write_messages(
-                [shorten_message(m, limit, self._tokenizer) for m in step.messages],
-                self._tokenizer,
-            )
-        # Code of the user: whatever it raises ends this episode, and not the run.
-        except Exception as error:
-            state.cause, state.fault = find_cause(error), describe_fault(error)
-            return StopReason.ENV_ERROR
-        state.context = reply
-        return reply
+        return state.reply(turn, self._tokenizer, self._settings.max_reply_tokens)
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Close the environments; return the rollouts with their rewards and metrics."""
@@ -326,20 +295,3 @@ def _close_quietly(environment: Environment | None) -> None:
         return
     with suppress(Exception), user_code():
         wait_for_result(environment.close())
-
-
-def shorten_message(message: Message, limit: int, tokenizer: Tokenizer) -> Message:
-    """The message with at most about `limit` tokens of content: its start and its end.
-
-    0 is no limit. A note between the two says how many tokens are left out.
-    """
-    tokens = tokenizer.encode(message.content) if limit else []
-    if len(tokens) <= limit:
-        return message
-    head, tail = limit - limit // 2, limit // 2
-    omitted = len(tokens) - limit
-    content = (
-        f"{tokenizer.decode(tokens[:head])}\n[{omitted} tokens left out]\n"
-        f"{tokenizer.decode(tokens[len(tokens) - tail :])}"
-    )
-    return replace(message, content=content)

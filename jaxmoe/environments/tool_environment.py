@@ -6,15 +6,14 @@ Next: jaxmoe/environments/tools.py makes one call.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony.tools import called_tool, tool_recipient
+from jaxmoe.data.harmony.tools import tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.environment import Environment, Unchecked
 from jaxmoe.environments.step_check import add_numbers, check_numbers, check_step
-from jaxmoe.environments.tools import Tool, ToolResult, answer_unknown, call_tool, reply_message
+from jaxmoe.environments.tools import Tool, ToolResult, answer_step, answer_unknown, call_tool
 from jaxmoe.user_code import user_code
 
 
@@ -68,7 +67,13 @@ class ToolEnvironment:
             for message in messages[:-1]
             if message.recipient
         ]
-        result = self._answer_end(messages)
+        call = messages[-1] if messages else None
+        if call is not None and call.recipient and not self._is_inner_call(call.recipient):
+            result = self._answer_call(call)
+        elif self._inner is None:
+            result = [], 0.0, True, False, {"rewards": {}}
+        else:
+            result = wait_for_result(self._inner.step(messages))
         if not earlier:
             return result
         last = check_step(result)
@@ -87,17 +92,7 @@ class ToolEnvironment:
         if not self._is_inner_call(call.recipient):
             return self._answer_call(call)
         text = "Error: this call was not made, since other messages follow it. End the turn with it"
-        result = ToolResult(text, is_error=True)
-        counts = {"tool/calls": 1.0, "tool/errors": 1.0}
-        return [reply_message(call, result)], 0.0, False, False, {"metrics": counts, "rewards": {}}
-
-    def _answer_end(self, messages: list[Message]) -> Unchecked:
-        call = messages[-1] if messages else None
-        if call is not None and call.recipient and not self._is_inner_call(call.recipient):
-            return self._answer_call(call)
-        if self._inner is None:
-            return [], 0.0, True, False, {"rewards": {}}
-        return wait_for_result(self._inner.step(messages))
+        return answer_step(call, ToolResult(text, is_error=True))
 
     def close(self) -> Unchecked:
         """Close the tools and the inner environment, all of them even if one fails."""
@@ -122,27 +117,10 @@ class ToolEnvironment:
             return False
         return recipient in {tool_recipient(tool.name) for tool in self._inner.tools}
 
-    def _list_addresses(self) -> list[str]:
-        inner_tools = () if self._inner is None else self._inner.tools
-        return [*self._fixed, *(tool_recipient(tool.name) for tool in inner_tools)]
-
-    def _answer_call(
-        self, call: Message
-    ) -> tuple[list[Message], float, bool, bool, dict[str, Any]]:
+    def _answer_call(self, call: Message) -> Unchecked:
         tool = self._started.get(call.recipient)
-        is_unknown = tool is None
-        result = (
-            answer_unknown(call.recipient, self._list_addresses())
-            if tool is None
-            else call_tool(tool, call.content)
-        )
-        metrics = {
-            **result.metrics,
-            "tool/calls": 1.0,
-            "tool/errors": float(result.is_error),
-            "tool/unknown": float(is_unknown),
-        }
-        part = f"tool/{called_tool(call.recipient)}"
-        rewards = {part: result.reward} if result.reward else {}
-        info = {"metrics": metrics, "rewards": rewards}
-        return [reply_message(call, result)], result.reward, False, False, info
+        if tool is not None:
+            return answer_step(call, call_tool(tool, call.content))
+        inner_tools = () if self._inner is None else self._inner.tools
+        addresses = [*self._fixed, *(tool_recipient(tool.name) for tool in inner_tools)]
+        return answer_step(call, answer_unknown(call.recipient, addresses), is_unknown=True)

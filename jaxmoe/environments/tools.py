@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.data.harmony.tools import tool_recipient
+from jaxmoe.data.harmony.tools import called_tool, tool_recipient
 from jaxmoe.data.rows import Message, Row, ToolDescription
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.step_check import EnvironmentFault, clean_text, describe_value
@@ -74,7 +74,10 @@ def call_tool(tool: Tool, content: str) -> ToolResult:
         if tool.takes_text:
             returned = tool.call(content)
         else:
-            returned = tool.call(**_read_arguments(tool, content))
+            arguments = read_json_object(content)
+            if (fault := check_arguments(arguments, tool.description.parameters)) is not None:
+                raise ToolError(fault)
+            returned = tool.call(**arguments)
         return read_result(wait_for_result(returned))
     except EnvironmentFault:
         raise
@@ -101,6 +104,21 @@ def reply_message(call: Message, result: ToolResult) -> Message:
     if channel not in ("analysis", "commentary"):
         channel = "commentary" if name.startswith(_FUNCTIONS) else "analysis"
     return Message("tool", result.text, name=name, channel=channel, recipient="assistant")
+
+
+def answer_step(
+    call: Message, result: ToolResult, *, is_unknown: bool = False
+) -> tuple[list[Message], float, bool, bool, dict[str, Any]]:
+    """Return what an environment's `step` returns after this call: the reply, reward and counts."""
+    metrics = {
+        **result.metrics,
+        "tool/calls": 1.0,
+        "tool/errors": float(result.is_error),
+        "tool/unknown": float(is_unknown),
+    }
+    rewards = {f"tool/{called_tool(call.recipient)}": result.reward} if result.reward else {}
+    info = {"metrics": metrics, "rewards": rewards}
+    return [reply_message(call, result)], result.reward, False, False, info
 
 
 def _complete_name(recipient: str) -> str:
@@ -132,15 +150,6 @@ def read_result(value: Any) -> ToolResult:
     else:
         text = str(value)
     return ToolResult(_cut_text(clean_text(text)))
-
-
-def _read_arguments(tool: Tool, content: str) -> dict[str, Any]:
-    """The arguments of a call. Raises ToolError if they do not fit the tool's parameters."""
-    arguments = read_json_object(content)
-    fault = check_arguments(arguments, tool.description.parameters)
-    if fault is not None:
-        raise ToolError(fault)
-    return arguments
 
 
 def read_json_object(content: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import LoraConfig, ModelConfig, require
 from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.model.stacks import as_part
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import LowRank, Mxfp4
 
@@ -153,12 +154,17 @@ def with_adapters(base: Params | None, adapters: Params, scales: Mapping[str, fl
 
 
 def split_adapter(matrix: Leaf, dtype: DTypeLike) -> tuple[Leaf, LowRank | None]:
-    """Return a layer's matrix in the dtype of a product, and its LowRank change or None."""
+    """Return a layer's matrix as a product reads it, and its LowRank change or None.
+
+    Packed matrices of a stack are those of the layer alone, without a copy.
+    """
     low_rank = None
     if isinstance(matrix, Adapted):
         matrix, low_rank = matrix.base, LowRank(matrix.a, matrix.b, matrix.scale)
     # The kernels decode packed matrices a tile at a time. A cast would decode all of them.
-    return matrix if isinstance(matrix, Mxfp4) else matrix.astype(dtype), low_rank
+    if isinstance(matrix, Mxfp4):
+        return as_part(matrix) if matrix.nibbles_EDF.ndim == 4 else matrix, low_rank
+    return matrix.astype(dtype), low_rank
 
 
 def _is_spec(leaf: Leaf) -> bool:

@@ -2,7 +2,7 @@
 """Experts that are rounded to four bits wherever they are read, and train unrounded.
 
     packed = round_experts(params)             what engines read and exports write
-    params = with_rounded(params, packed)      what the trainer's forward reads
+    with_rounded(params, packed)               what the trainer's forward reads (rl/scorer.py)
 
 The optimizer's weights are the masters. Every forward of a run reads the packed values of them, so
 that the weights that are sampled, trained and shipped are the same.
@@ -56,16 +56,6 @@ def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
     return partial(round_experts, encode=encoder_from_config(cfg))
 
 
-def with_rounded(params: Params, packed: Params | None) -> Params:
-    """Return the parameters that the trainer's forward reads: packed values, masters' gradients.
-
-    Without packed values they are read as they are.
-    """
-    if packed is None:
-        return params
-    return map_experts(lambda master, values: values._replace(master_EDF=master), params, packed)
-
-
 def decode_experts(params: Params, dtype: DTypeLike) -> Params:
     """Return the weights with dense experts of the same values; exact in float32 and bfloat16."""
     return map_experts(lambda packed: mxfp4_to_dense(packed, dtype), params)
@@ -91,7 +81,9 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
-    return rounding_from_config(cfg) if cfg.quant.trains_rounded else None
+    if not cfg.quant.trains_rounded:
+        return None
+    return partial(round_experts, encode=encoder_from_config(cfg))
 
 
 def engine_only_rounding(cfg: Config) -> Callable[[Params], Params] | None:

@@ -44,15 +44,6 @@ def as_part(x: Mxfp4) -> Mxfp4:
     return Mxfp4(nibbles, scales, x.first * n_experts, x.master_EDF)
 
 
-def as_parts(layer: Params) -> Params:
-    """Return a layer with its packed matrices as kernels read them."""
-
-    def select_part(x: Leaf) -> Leaf:
-        return as_part(x) if is_packed(x) and x.nibbles_EDF.ndim == 4 else x
-
-    return jax.tree.map(select_part, layer, is_leaf=is_packed)
-
-
 def stacked_shape(leaf: Leaf) -> tuple[int, ...] | str:
     """Return a stacked parameter's shape, or a text for one that is packed and cannot be."""
     if not is_packed(leaf):

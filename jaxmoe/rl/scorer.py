@@ -20,7 +20,7 @@ from jaxmoe.model.check_ops import check_recorded
 from jaxmoe.model.head import sequence_divergences, shift_right
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import block_specs
-from jaxmoe.model.rounded import with_rounded
+from jaxmoe.model.rounded import map_experts
 from jaxmoe.model.trainable import merge_params
 from jaxmoe.rl.state import Frozen, Trained
 from jaxmoe.shapes import Params
@@ -155,6 +155,16 @@ class Scorer:
         """Return the experts that a forward of these rows is to use; None for its own."""
         replayed = {"": None, "R2": rows.old_experts_BTLA, "R3": rows.routed_experts_BTLA}
         return replayed[self.replay]
+
+
+def with_rounded(params: Params, packed: Params | None) -> Params:
+    """Return the parameters that the trainer's forward reads: packed values, masters' gradients.
+
+    Without packed values they are read as they are.
+    """
+    if packed is None:
+        return params
+    return map_experts(lambda master, values: values._replace(master_EDF=master), params, packed)
 
 
 def recorded_rows(recorded: Mapping[str, Array]) -> dict[str, Array]:

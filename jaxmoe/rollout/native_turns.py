@@ -20,12 +20,7 @@ from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import MeshRules, shard_batch
 from jaxmoe.records import Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import DecodeState
-from jaxmoe.rollout.replies import (
-    PendingReplies,
-    Reply,
-    TokenEnvironment,
-    open_reply_channel,
-)
+from jaxmoe.rollout.replies import SharedReplies, TokenEnvironment
 from jaxmoe.rollout.turns import Episode
 from jaxmoe.shapes import Params
 
@@ -80,7 +75,7 @@ class NativeBatch:
             self._sample_turn(active, returns=True)
             for row in active:
                 if self.episodes[row].stop is None:
-                    replies.submit(row, self.episodes[row].last_turn)
+                    replies.submit(row, self.episodes[row].last_turn.tolist())
             continuing: dict[int, Sequence[int]] = {}
             while len(replies) and not continuing:
                 for row, reply in replies.wait().items():
@@ -135,24 +130,14 @@ class NativeBatch:
         is_stop_BT = np.isin(sampled.arrays["tokens_BT"], self.sampling.stop_ids)
         first_B = np.where(is_stop_BT.any(axis=1), is_stop_BT.argmax(axis=1), columns)
         for row, limit in zip(active, limits, strict=True):
-            self._end_turn(self.episodes[row], sampled, row, min(int(first_B[row]) + 1, limit))
-
-    def _end_turn(self, episode: Episode, sampled: "_Columns", row: int, end: int) -> None:
-        """Add the first `end` tokens of a row to its episode."""
-        tokens = sampled.arrays["tokens_BT"][row]
-        logp, log_kept, experts = (
-            None if (x := sampled.arrays.get(name)) is None else x[row]
-            for name in ("logp_BT", "log_kept_BT", "experts_BTLA")
-        )
-        assert logp is not None
-        episode.add_turn(
-            tokens[:end].copy(),
-            logp[:end].copy(),
-            np.full(end, self.version, np.int32),
-            None if log_kept is None else log_kept[:end].copy(),
-        )
-        if experts is not None:
-            episode.add_experts(experts[: end - 1])
+            end = min(int(first_B[row]) + 1, limit)
+            turn = {name: x[row, :end].copy() for name, x in sampled.arrays.items()}
+            versions = np.full(end, self.version, np.int32)
+            self.episodes[row].add_turn(
+                turn["tokens_BT"], turn["logp_BT"], versions, turn.get("log_kept_BT")
+            )
+            if (experts := turn.get("experts_BTLA")) is not None:
+                self.episodes[row].add_experts(experts[: end - 1])
 
     def _append_replies(self, replies: Mapping[int, Sequence[int]]) -> None:
         """Have the rows read these replies, which their episodes have already."""
@@ -221,49 +206,6 @@ class NativeBatch:
         if self.mesh is not None or (returns and size < self._size):
             return size
         return shrunk_size(size)
-
-
-class SharedReplies:
-    """The replies to a batch, by row. With several processes each computes a share of them.
-
-    All processes wait for the slowest share, at most for the environment's patience, and exchange
-    what is there. So the same replies arrive at the same turn in all of them.
-    """
-
-    def __init__(
-        self, environment: TokenEnvironment, is_closed: Callable[[], bool], first: int
-    ) -> None:
-        self._pending = PendingReplies(environment, is_closed)
-        self._patience_s, self._first = environment.patience_s, first
-        self._channel, self._waiting = open_reply_channel(), set[int]()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def submit(self, row: int, turn: np.ndarray) -> None:
-        self._waiting.add(row)
-        episode = self._first + row
-        if episode % self._channel.count == self._channel.number:
-            self._pending.submit(episode, turn.tolist())
-
-    def wait(self) -> dict[int, Reply]:
-        """Return the replies that are there in time, of all processes; possibly none."""
-
-        def wait_for_share() -> dict[str, Any]:
-            share = self._pending.wait(self._patience_s)
-            return {
-                str(episode - self._first): str(reply)
-                if isinstance(reply, StopReason)
-                else list(map(int, reply))
-                for episode, reply in share.items()
-            }
-
-        replies: dict[int, Reply] = {}
-        for share in self._channel.gather_results(wait_for_share):
-            for row, reply in share.items():
-                replies[int(row)] = StopReason(reply) if isinstance(reply, str) else reply
-        self._waiting -= set(replies)
-        return replies
 
 
 class _Columns:

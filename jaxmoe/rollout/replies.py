@@ -207,6 +207,49 @@ class PendingReplies:
         return ready
 
 
+class SharedReplies:
+    """The replies to a batch, by row. With several processes each computes a share of them.
+
+    All processes wait for the slowest share, at most for the environment's patience, and exchange
+    what is there. So the same replies arrive at the same turn in all of them.
+    """
+
+    def __init__(
+        self, environment: TokenEnvironment, is_closed: Callable[[], bool], first: int
+    ) -> None:
+        self._pending = PendingReplies(environment, is_closed)
+        self._patience_s, self._first = environment.patience_s, first
+        self._channel, self._waiting = open_reply_channel(), set[int]()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, row: int, turn: Sequence[int]) -> None:
+        self._waiting.add(row)
+        episode = self._first + row
+        if episode % self._channel.count == self._channel.number:
+            self._pending.submit(episode, turn)
+
+    def wait(self) -> dict[int, Reply]:
+        """Return the replies that are there in time, of all processes; possibly none."""
+
+        def wait_for_share() -> dict[str, Any]:
+            share = self._pending.wait(self._patience_s)
+            return {
+                str(episode - self._first): str(reply)
+                if isinstance(reply, StopReason)
+                else list(map(int, reply))
+                for episode, reply in share.items()
+            }
+
+        replies: dict[int, Reply] = {}
+        for share in self._channel.gather_results(wait_for_share):
+            for row, reply in share.items():
+                replies[int(row)] = StopReason(reply) if isinstance(reply, str) else reply
+        self._waiting -= set(replies)
+        return replies
+
+
 @cache
 def open_reply_channel() -> Channel:
     """The channel of replies; one for all engines of a process, whose messages are counted."""

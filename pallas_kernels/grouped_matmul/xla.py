@@ -23,7 +23,6 @@ from pallas_kernels.grouped_matmul.mxfp4 import (
     GROUP,
     Mxfp4,
     mxfp4_to_dense,
-    split_part,
 )
 from pallas_kernels.grouped_matmul.rounded import (
     cotangent_of_rounded,
@@ -65,10 +64,11 @@ def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
 
 def _matrix_of_group(rhs_EDF, e, dtype, sizes_E):
     """Matrix e, decoded if it has four bits and rows; the other matrices stay packed."""
-    rhs_EDF, first = split_part(rhs_EDF)
-    index = e if first is None else e + first
-    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), rhs_EDF)
-    return _decode(matrix, dtype, sizes_E[e] > 0) if isinstance(matrix, Mxfp4) else matrix
+    if not isinstance(rhs_EDF, Mxfp4):
+        return lax.dynamic_index_in_dim(rhs_EDF, e, keepdims=False)
+    index = e if rhs_EDF.first is None else e + rhs_EDF.first
+    codes = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in rhs_EDF.codes)
+    return _decode(Mxfp4(*codes), dtype, sizes_E[e] > 0)
 
 
 def _decode(matrix, dtype, is_used):

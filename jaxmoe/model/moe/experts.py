@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.lora import split_adapter
-from jaxmoe.model.stacks import as_parts
 from jaxmoe.shapes import Params
 from pallas_kernels.grouped_matmul import (
     grouped_matmul,
@@ -38,7 +37,7 @@ def apply_experts(
     Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is float32
     in top-k order and rounds once.
     """
-    active, dtype, layer = indices_BTA.shape[-1], h_BTD.dtype, as_parts(layer)
+    active, dtype = indices_BTA.shape[-1], h_BTD.dtype
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, active)

@@ -8,7 +8,7 @@ import pytest
 from jaxmoe.config import ConfigError
 from jaxmoe.data.harmony.render import write_turn
 from jaxmoe.data.rows import Message
-from jaxmoe.environments.episodes import shorten_message
+from jaxmoe.environments.episode_state import shorten_message
 from jaxmoe.records import StopReason
 from tests.jaxmoe.environments.scripted_episodes import (
     CALL,

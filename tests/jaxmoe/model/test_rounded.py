@@ -10,7 +10,8 @@ import pytest
 
 from jaxmoe.checkpoint import mxfp4 as host
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs, tiny
-from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
+from jaxmoe.model.rounded import MATRICES, round_experts
+from jaxmoe.rl.scorer import with_rounded
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4

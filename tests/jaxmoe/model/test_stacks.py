@@ -10,8 +10,8 @@ import pytest
 from adapted import CFG, LORA, OPS, adapters_of, base_of
 
 from jaxmoe.model import forward
-from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.stacks import as_parts, remove_packed, restore_packed
+from jaxmoe.model.lora import split_adapter, with_adapters
+from jaxmoe.model.stacks import remove_packed, restore_packed
 
 FOUR_LAYERS = replace(CFG, n_layers=4)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, CFG.vocab_size)
@@ -45,7 +45,7 @@ def test_a_pair_has_slices_and_packed_parts():
     )
     second = jax.tree.map(lambda x: x[1], remaining)
     restored = restore_packed(second, layers, jnp.int32(1))["full"]
-    part = as_parts(restored)["w_down"].base
+    part, _ = split_adapter(restored["w_down"], jnp.float32)
     assert int(part.first) == CFG.n_experts
     packed_shape = layers["full"]["w_down"].base.nibbles_EDF
     assert (part.nibbles_EDF[int(part.first) :] == packed_shape[1]).all()

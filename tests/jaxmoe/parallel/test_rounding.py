@@ -11,13 +11,13 @@ import pytest
 from jaxmoe.batches.batch import Batch
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
-from jaxmoe.model.rounded import MATRICES, round_experts, with_rounded
+from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import make_mesh, param_shardings, shard_batch, state_shardings
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.scorer import Scorer, with_rounded
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term
 from jaxmoe.rl.update import jit_step
