@@ -38,7 +38,7 @@ def compile_step(config: str) -> dict[str, float]:
     cfg, counts = load_config(config), Counter[str]()
     jax.config.update("jax_num_cpu_devices", cfg.mesh.devices)
     jax.monitoring.register_event_listener(
-        lambda name, **_: counts.update([name.removeprefix(EVENTS)])
+        lambda event, **_: counts.update([event.removeprefix(EVENTS)])
     )
     print(keep_compiled_programs(), flush=True)
     mesh = mesh_on(cfg, jax.devices())
