@@ -4,6 +4,8 @@
     router_exact   every remedy for top-k routing on micro models, all answers enumerated
     router         the same remedies trained over seeds, where the router is disturbed
     mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
+    turns          ways to give the turns of an episode their credit, over seeds
+    teachers       a teacher, rewards, and both, over seeds
 
 A stopped study continues where it was: finished results are in FOLDER.
 Exit status 0: finished; 2: a mistake.
@@ -25,6 +27,7 @@ from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.study.contenders import Comparison
+from studies.config_study import ConfigStudy, format_config_study, run_config_study
 from studies.micro_model import MicroSizes
 from studies.mxfp4_bed import MXFP4_BEDS
 from studies.mxfp4_report import format_mxfp4_tables
@@ -34,7 +37,9 @@ from studies.router_costs import measure_costs
 from studies.router_exact import RouterStudy, run_router_exact
 from studies.router_report import format_tables, plot_tables
 from studies.router_trained import run_bed
+from studies.teachers import TEACHERS
 from studies.trained_report import format_trained_tables, plot_trained
+from studies.turns import TURNS
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ TRAINED_STUDIES = (
         format_mxfp4_tables,
     ),
 )
+CONFIG_STUDIES = (TURNS, TEACHERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +123,19 @@ def make_study_parser() -> argparse.ArgumentParser:
             "--steps", type=int, default=study.steps, metavar="N", help="RL steps of a run"
         )
         trained.set_defaults(run=functools.partial(run_trained_command, study))
+    for config_study in CONFIG_STUDIES:
+        trained = studies.add_parser(config_study.name, help=config_study.about)
+        trained.add_argument(
+            "--seeds", type=int, default=config_study.seeds, metavar="N", help="that are compared"
+        )
+        trained.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a setting of every run, such as steps=2",
+        )
+        trained.set_defaults(run=functools.partial(run_config_command, config_study))
     for name, study_parser in studies.choices.items():
         study_parser.add_argument(
             "--out",
@@ -155,6 +174,25 @@ def run_trained_command(study: TrainedStudy, args: argparse.Namespace) -> int:
         return 130  # as a shell reports it
     show_line(tables)
     show_line(f"{time.perf_counter() - start:.0f} s; {name}.md and .png are in {folder}")
+    return 0
+
+
+def run_config_command(study: ConfigStudy, args: argparse.Namespace) -> int:
+    """Train the contenders of a config and write NAME.md; return the exit status."""
+    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 8.")
+    folder = make_folder(args.out)
+    try:
+        comparisons = run_config_study(
+            study, folder, seeds=args.seeds, settings=args.set, report=show_line
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        show_line(f"stopped; finished runs are in {folder}: the same command continues")
+        return 130  # as a shell reports it
+    table = format_config_study(comparisons)
+    replace_text(folder / f"{study.name}.md", table)
+    show_line(table)
     return 0
 
 

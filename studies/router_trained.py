@@ -108,8 +108,8 @@ def run_bed(
         return metrics
 
     contenders = bed_contenders(bed, rates)
-    # Each rate is tried on the first seed, and the best one runs on the others.
-    n_runs = len(contenders) * (len(rates) + seeds - 1)
+    # Each rate is tried on a seed of its own; more if the best one is the lowest or the highest.
+    n_runs = len(contenders) * (len(rates) + seeds)
     return run_study(
         contenders,
         run,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A study of two algorithms on the same seeds: python docs/examples/compare_settings.py
 
-It trains nine times, some four minutes each on two cores: four seeds of each contender, and one
-seed of the rate that loses. A second call goes on where the first was stopped. A function of yours
-in place of `train_config` runs anything else.
+It trains eleven times or more, some four minutes each on two cores: four seeds of each contender,
+and each rate on a seed of its own, until the best one has a lower and a higher neighbour. A second
+call goes on where the first was stopped. A function of yours in place of `train_config` runs
+anything else.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study,
 
 CONTENDERS = [
     Contender("GRPO"),
-    Contender("RLOO", ("loss.advantages=rloo_advantages",), rates=(1e-4, 3e-4)),
+    Contender("RLOO", ("loss.advantages=rloo_advantages",), rates=(1e-4, 3e-4, 9e-4)),
 ]
 
 

@@ -8,7 +8,13 @@ docs/results/ shows. Next: jaxmoe/study/contenders.py.
 """
 
 from jaxmoe.study.contenders import Comparison, Contender, format_comparisons, run_study
-from jaxmoe.study.paired import Interval, paired_difference, paired_ratio
+from jaxmoe.study.paired import (
+    Interval,
+    correct_p_values,
+    paired_difference,
+    paired_p_value,
+    paired_ratio,
+)
 from jaxmoe.study.results_store import ResultsStore
 from jaxmoe.study.train_config import train_config
 
@@ -17,8 +23,10 @@ __all__ = [
     "Contender",
     "Interval",
     "ResultsStore",
+    "correct_p_values",
     "format_comparisons",
     "paired_difference",
+    "paired_p_value",
     "paired_ratio",
     "run_study",
     "train_config",

@@ -41,6 +41,37 @@ def paired_difference(
     return Interval(mean, mean - half, mean + half)
 
 
+def paired_p_value(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """Two-sided p of Student's t test that the mean of values[i] − baseline[i] is 0.
+
+    1 for one pair, and for differences that are all 0. Raises ValueError for lists of different
+    lengths.
+    """
+    differences = _pairs(values, baseline)
+    n = len(differences)
+    if n < 2 or not differences.any():
+        return 1.0
+    deviation = float(differences.std(ddof=1))
+    if deviation == 0:
+        return 0.0
+    return float(2 * student_t.sf(abs(differences.mean()) * math.sqrt(n) / deviation, n - 1))
+
+
+def correct_p_values(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p values of several comparisons, in their order.
+
+    The k-th smallest of m is max over j ≤ k of (m − j + 1) · p_(j), at most 1. Rejecting those
+    below a level keeps the chance of one false rejection or more below it, also where the
+    comparisons share a baseline. Source: Holm (1979), A simple sequentially rejective multiple test
+    procedure.
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda n: p_values[n])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
 def paired_ratio(
     values: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95
 ) -> Interval:

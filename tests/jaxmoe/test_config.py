@@ -33,6 +33,7 @@ SHIPPED = [
     "tiny_lora.py",
     "tiny_mxfp4.py",
     "tiny_tool.py",
+    "tiny_turns.py",
     "tiny_vllm.py",
 ]
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies of configs by the train command: contenders, their runs and the table.
+
+Next: studies/turns.py and studies/teachers.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.study.contenders import (
+    Comparison,
+    Contender,
+    compare_values,
+    format_comparisons,
+    run_study,
+)
+from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.study.train_config import contender_folder, train_config
+
+
+@dataclass(frozen=True)
+class ConfigStudy:
+    """A study of one config. `settings` are of all contenders, the first is the baseline."""
+
+    name: str
+    about: str
+    config: str
+    contenders: Sequence[Contender]
+    settings: tuple[str, ...] = ()
+    seeds: int = 8
+
+
+def run_config_study(
+    study: ConfigStudy,
+    folder: Path,
+    *,
+    seeds: int,
+    settings: Sequence[str] = (),
+    report: Callable[[str], None] = print,
+) -> list[Comparison]:
+    """Train all contenders; finished runs are in `folder` and are not repeated."""
+    store = ResultsStore(folder / f"{study.name}.json")
+    shared = (*study.settings, *settings)
+
+    def run(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
+        contender = Contender(contender.name, (*shared, *contender.settings))
+        last = train_config(study.config, contender, rate, seed, folder=folder)
+        workdir = contender_folder(study.config, contender, rate, seed, folder=folder)
+        # Programs of finished runs would fill the memory.
+        jax.clear_caches()
+        result = {"accuracy": last["eval/accuracy"], **read_curves(workdir / "metrics.jsonl")}
+        rate_text = "" if rate is None else f", lr {rate:g}"
+        report(f"{contender.name}{rate_text}, seed {seed}: accuracy {result['accuracy']:.3f}")
+        return result
+
+    return run_study(
+        study.contenders,
+        run,
+        name=" ".join((study.config, *shared)),
+        store=store,
+        seeds=seeds,
+        measure="accuracy",
+    )
+
+
+def read_curves(path: Path) -> dict[str, list[list[float]]]:
+    """Return [step, seconds, reward] of each RL step, and [step, seconds, accuracy] where it is
+    evaluated. Seconds are those of sampling and training since the first step, which compiles."""
+    rewards, accuracies, seconds = [], [], 0.0
+    for row in read_metrics(path):
+        if row.get("stage") != "rl":
+            continue
+        if row["step"] > 1:
+            seconds += row.get("time/rollout_s", 0.0) + row.get("time/train_s", 0.0)
+        for key, curve in (("reward/mean", rewards), ("eval/accuracy", accuracies)):
+            if key in row:
+                curve.append([row["step"], round(seconds, 2), round(row[key], 4)])
+    return {"rewards": rewards, "accuracies": accuracies}
+
+
+def format_config_study(comparisons: Sequence[Comparison]) -> str:
+    """Return Markdown: the accuracies after all steps, then those after equal seconds.
+
+    The seconds are of sampling and training without compiling; each seed's limit is what the
+    fastest contender took in that seed for all steps.
+    """
+    parts = ["Accuracy after all steps:", format_comparisons(comparisons)]
+    curves = [[np.array(run["accuracies"]) for run in c.metrics] for c in comparisons]
+    if all(len(curve) > 2 for runs in curves for curve in runs):
+        limits = [min(curve[-1, 1] for curve in runs) for runs in zip(*curves, strict=True)]
+        at_limit = [
+            [
+                float(np.interp(limit, *curve[:, 1:].T))
+                for limit, curve in zip(limits, runs, strict=True)
+            ]
+            for runs in curves
+        ]
+        parts += ["Accuracy after equal seconds of sampling and training:"]
+        parts += [format_comparisons(compare_values(comparisons, at_limit))]
+    return "\n\n".join(parts) + "\n"
