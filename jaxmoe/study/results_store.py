@@ -38,5 +38,11 @@ class ResultsStore:
         if name not in self._results:
             self._results[name] = run()
             # Written after every run, so that an interruption loses only the run in progress.
-            replace_text(self._path, json.dumps(self._results, indent=1))
+            replace_text(self._path, _format_results(self._results))
         return self._results[name]
+
+
+def _format_results(results: dict[str, Any]) -> str:
+    """JSON with one line a run, so that a diff of two files is one of runs."""
+    lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -39,6 +39,12 @@ def read_workers(backend: VllmRoutes) -> Workers:
             f"{backend.name} must not use data parallelism: it reports only one of its replicas. "
             "Start several servers instead, and name them all in rollout.vllm.url."
         )
+    for drafts in {worker.get("drafts") for worker in loaded} - {None}:
+        raise ConfigError(
+            f"{backend.name} must sample without speculative decoding, it has {drafts!r:.60}: a "
+            "sync would leave the drafts' weights stale, and nothing verifies its log-probs. Start "
+            "it without --speculative-config."
+        )
     return Workers(
         list_worker_names(loaded),
         [worker.get("label") or "" for worker in loaded],

@@ -69,6 +69,7 @@ _FIELDS = {
     "logprobs_mode": ("a text", _is_text),
     "vllm": ("a text", _is_text),
     "experts": ("a text", _is_text),
+    "drafts": ("a text", _is_text),
     "replicas": ("a number above 0", _is_count),
     "rows": ("a number above 0", _is_count),
     "received": ("digests by name", _is_digests),

@@ -77,6 +77,12 @@ def check_vllm(cfg: Config) -> None:
         f"got {r.max_staleness}: the retained mass is computed by the weights that sampled "
         "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
     )
+    drafts = [x for x in shlex.split(vllm.args) if x.startswith(("--spec", "-sc"))]
+    require(
+        not drafts,
+        f"rollout.vllm.args must not have {' '.join(drafts)}: a sync would leave the drafts' "
+        "weights stale, and nothing verifies log-probs with drafts. Leave it out.",
+    )
     if cfg.quant.experts != "none":
         dtype = find_option(vllm.args, "dtype")
         require(

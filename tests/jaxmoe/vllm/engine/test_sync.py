@@ -14,6 +14,7 @@ from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PROMPT, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.config_file import load_config, override
 from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.http_engine.probe import WeightSyncError
 from jaxmoe.records import Sampling
@@ -208,6 +209,21 @@ def test_replicas_within_a_server_are_refused_with_advice():
     backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
     with pytest.raises(ConfigError, match="data parallelism.*Start several servers"):
         read_workers(backend)
+
+
+def test_speculative_decoding_is_refused_with_advice():
+    loaded = [{"instance": "a", "drafts": None}]
+    backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: loaded), name="it")
+    assert read_workers(backend).names == ["a"]
+    loaded[0]["drafts"] = "ngram"
+    with pytest.raises(ConfigError, match="has 'ngram'.*without --speculative-config"):
+        read_workers(backend)
+
+
+@pytest.mark.parametrize("option", ["--speculative-config '{}'", "--spec_method ngram", "-sc x"])
+def test_draft_options_are_refused_before_a_start(option):
+    with pytest.raises(ConfigError, match="rollout.vllm.args must not have -.*Leave it out"):
+        override(load_config("tiny_vllm.py"), f"rollout.vllm.args={option}")
 
 
 def test_ruins_are_invalidated_before_they_are_sampled_from():

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies of configs: their runs, and their pages, which are made from stored results."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxmoe.config_file import load_config, override
+from jaxmoe.study import Contender
+from studies import __main__ as command
+from studies import config_study
+from studies.config_study import ConfigStudy, read_curves, run_config_study
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    def train(*args, **options):
+        raise AssertionError(f"{args} is not among the stored results")
+
+    monkeypatch.setattr(config_study, "train_config", train)
+
+
+@pytest.mark.parametrize("study", command.CONFIG_STUDIES, ids=lambda study: study.name)
+def test_every_contender_is_a_config(study):
+    for contender in study.contenders:
+        override(load_config(study.config), *study.settings, *contender.settings)
+
+
+@pytest.mark.parametrize("study", command.CONFIG_STUDIES, ids=lambda study: study.name)
+def test_a_page_has_the_tables_of_stored_results(study, tmp_path, no_training):
+    stored = RESULTS / "studies" / f"{study.name}.json"
+    (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    assert command.main([study.name, "--out", str(tmp_path)]) == 0
+    page = (RESULTS / f"{study.name}.md").read_text()
+    table = (tmp_path / f"{study.name}.md").read_text()
+    assert table.count("|") > 50 and table.strip() in page
+    assert (tmp_path / stored.name).read_bytes() == stored.read_bytes()
+
+
+def test_curves_have_seconds_without_the_first_step(tmp_path):
+    rows = [{"stage": "warmup", "step": 1, "loss": 1.0}]
+    for step in (1, 2, 3):
+        times = {"time/rollout_s": 1.0 * step, "time/train_s": 0.5}
+        rows.append({"stage": "rl", "step": step, "reward/mean": 0.1 * step, **times})
+    rows[-1]["eval/accuracy"] = 0.9
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = read_curves(path)
+    assert curves["rewards"] == [[1, 0.0, 0.1], [2, 2.5, 0.2], [3, 6.0, 0.3]]
+    assert curves["accuracies"] == [[3, 6.0, 0.9]]
+
+
+def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch, capsys):
+    # The slow contender ends higher, and is behind after the seconds of the fast one.
+    curves = {
+        "fast": [[0, 0.0, 0.0], [1, 5.0, 0.25], [2, 10.0, 0.5]],
+        "slow": [[0, 0.0, 0.0], [1, 20.0, 0.3], [2, 40.0, 0.6]],
+    }
+
+    def train(config, contender, rate, seed, *, folder):
+        return {"eval/accuracy": curves[contender.name][-1][-1] + 0.01 * seed * (rate is None)}
+
+    def read(path):
+        return {"accuracies": curves[path.parent.name.split("_")[0]], "rewards": []}
+
+    monkeypatch.setattr(config_study, "train_config", train)
+    monkeypatch.setattr(config_study, "read_curves", read)
+    study = ConfigStudy("pair", "", "tiny.py", (Contender("fast"), Contender("slow")), seeds=3)
+    monkeypatch.setattr(command, "CONFIG_STUDIES", (study,))
+    assert command.main(["pair", "--out", str(tmp_path), "--set", "steps=2"]) == 0
+    after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("equal seconds")
+    assert "| slow |  | 0.61 | +0.1 " in after_steps
+    assert "| slow |  | 0.15 | -0.35 " in after_seconds
+    assert all(
+        "tiny.py steps=2; " in name for name in json.loads((tmp_path / "pair.json").read_text())
+    )
+
+
+def test_an_interrupted_study_says_what_continues(tmp_path, monkeypatch, capsys):
+    def train(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config_study, "train_config", train)
+    assert command.main(["turns", "--out", str(tmp_path)]) == 130
+    assert "the same command continues" in capsys.readouterr().out
+    assert command.main(["turns", "--seeds", "1", "--out", str(tmp_path)]) == 2
+    assert "--seeds must be at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # two trainings
+def test_a_cell_trained_anew_is_the_stored_one(tmp_path):
+    study = command.CONFIG_STUDIES[0]
+    stored = json.loads((RESULTS / "studies" / f"{study.name}.json").read_text())
+    gigpo = next(c for c in study.contenders if c.name == "GiGPO")
+    means = [v["accuracy"] for name, v in stored.items() if "; GiGPO; " in name]
+    one = replace(study, contenders=(replace(gigpo, rates=(2e-3,)),))
+    (comparison,) = run_config_study(one, tmp_path, seeds=2)
+    assert min(means) <= max(comparison.values) and min(comparison.values) <= max(means)
