@@ -164,7 +164,11 @@ def warm_start(job: Job) -> None:
         return
     cfg, task, mesh, state = job.cfg, job.parts.task, job.parts.mesh, job.position.state
     w = cfg.warmup
-    program = job.parts.supervised_program(cfg, job.ops, mesh, state)
+    teacher, weights = job.parts.teacher, ()
+    options = {}
+    if cfg.distill.warmup_share > 0 and isinstance(teacher, Teacher):
+        options, weights = {"teacher": teacher.scorer}, (job.teacher,)
+    program = job.parts.supervised_program(cfg, job.ops, mesh, state, **options)
     step_fn = jax.jit(program.fn, **program.options)
     # Another seed than that of RL's prompts, so that the two stages read the rows in different
     # orders.
@@ -181,7 +185,7 @@ def warm_start(job: Job) -> None:
             batch = replace(batch, shared={"step": np.int32(0)})
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
-                state, metrics = step_fn(state, shard_rows(batch, mesh))
+                state, metrics = step_fn(state, shard_rows(batch, mesh), *weights)
                 metrics = job.fetch_metrics(
                     step_fn, metrics, step, rate=("warmup.lr", w.lr), state=state
                 )

@@ -87,20 +87,29 @@ def read_curves(path: Path) -> dict[str, list[list[float]]]:
 def format_config_study(comparisons: Sequence[Comparison]) -> str:
     """Return Markdown: the accuracies after all steps, then those after equal seconds.
 
-    The seconds are of sampling and training without compiling; each seed's limit is what the
-    fastest contender took in that seed for all steps.
+    The limit is what the contender with the cheapest step takes for all steps. A step's seconds are
+    those of `measure_step`, so that other work on the machine changes them little.
     """
     parts = ["Accuracy after all steps:", format_comparisons(comparisons)]
     curves = [[np.array(run["accuracies"]) for run in c.metrics] for c in comparisons]
     if all(len(curve) > 2 for runs in curves for curve in runs):
-        limits = [min(curve[-1, 1] for curve in runs) for runs in zip(*curves, strict=True)]
+        costs = [measure_step([run["rewards"] for run in c.metrics]) for c in comparisons]
+        limit = min(costs) * min(curve[-1, 0] for runs in curves for curve in runs)
         at_limit = [
-            [
-                float(np.interp(limit, *curve[:, 1:].T))
-                for limit, curve in zip(limits, runs, strict=True)
-            ]
-            for runs in curves
+            [float(np.interp(limit / cost, curve[:, 0], curve[:, 2])) for curve in runs]
+            for cost, runs in zip(costs, curves, strict=True)
         ]
-        parts += ["Accuracy after equal seconds of sampling and training:"]
-        parts += [format_comparisons(compare_values(comparisons, at_limit))]
+        seconds = ", ".join(
+            f"{c.contender.name} {cost:.2f}" for c, cost in zip(comparisons, costs, strict=True)
+        )
+        parts += [
+            f"Accuracy after {limit:.0f} s of sampling and training; seconds of a step: {seconds}:",
+            format_comparisons(compare_values(comparisons, at_limit)),
+        ]
     return "\n\n".join(parts) + "\n"
+
+
+def measure_step(runs: Sequence[Sequence[Sequence[float]]]) -> float:
+    """The 10 % quantile of the seconds of all steps of runs, given their curves of rewards."""
+    seconds = [np.diff(np.array(rewards)[:, 1]) for rewards in runs]
+    return float(np.quantile(np.concatenate(seconds), 0.1))

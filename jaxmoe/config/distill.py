@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import Needs, require
-from jaxmoe.config.settings import Section, above, at_least, is_server_url, setting
+from jaxmoe.config.settings import Section, above, at_least, between, is_server_url, setting
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -36,6 +36,12 @@ class DistillConfig(Section, key="distill"):
     reward_coef: float = setting(
         1.0, "weight of the rewards' advantages; 0: the teacher alone", at_least(0)
     )
+    warmup_share: float = setting(
+        0.0,
+        "share of kl(teacher, policy) on the stored answers in the warm start's loss; the rest is "
+        "cross entropy",
+        between(0, 1),
+    )
     anneal_steps: int = setting(
         0, "steps in which the teacher's weights fall to 0; 0: never", at_least(0)
     )
@@ -61,7 +67,7 @@ def check_distill(cfg: "Config") -> None:
     """Raise ConfigError for settings that do not work with a teacher, or without one."""
     d = cfg.distill
     if not d.teacher:
-        for name in (*COEFS, "anneal_steps"):
+        for name in (*COEFS, "warmup_share", "anneal_steps"):
             require(
                 not getattr(d, name),
                 f"distill.{name} ({getattr(d, name)}) needs a teacher, and there is none. Try "
@@ -88,6 +94,12 @@ def check_distill(cfg: "Config") -> None:
         not d.is_url or cfg.rollout.temperature == 1.0,
         "rollout.temperature=1.0",
         "a server's log-probs are those at temperature 1",
+    )
+    require(
+        d.warmup_share == 0 or (d.has_folder and cfg.warmup.steps > 0),
+        f"distill.warmup_share ({d.warmup_share}) needs a warm start and the weights of another "
+        f"model, got warmup.steps={cfg.warmup.steps} and distill.teacher={d.teacher}. Try --set "
+        "distill.teacher=DIRECTORY, or --set distill.warmup_share=0.",
     )
     # Groups of equal rewards, which dynamic sampling draws again, have a teacher's signal.
     Needs(cfg, "distill.reward_coef", "--set distill.reward_coef=1.0")(

@@ -119,7 +119,10 @@ def _check_teacher_acts(cfg: Config, a: Algorithm) -> None:
     names = {*a.array_names.objective, *a.array_names.advantages}
     names = names.union(*(term.array_names for term in a.terms if term.weight))
     require(
-        not cfg.distill.teacher or a.teacher_coef > 0 or any("teacher_" in name for name in names),
+        not cfg.distill.teacher
+        or cfg.distill.warmup_share > 0
+        or a.teacher_coef > 0
+        or any("teacher_" in name for name in names),
         f"distill.teacher={cfg.distill.teacher} needs a weight in the loss, got "
         "distill.advantage_coef=0.0, distill.reverse_kl_coef=0.0 and distill.forward_kl_coef=0.0. "
         "Try --set distill.advantage_coef=1.0, or --set distill.teacher=.",

@@ -51,15 +51,24 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
     return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
 
 
-def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> JitProgram:
-    """Return the step of the warm start: (state, batch) -> (state, metrics)."""
+def supervised_program(
+    cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState, teacher: Scorer | None = None
+) -> JitProgram:
+    """Return the step of the warm start: (state, batch) -> (state, metrics).
+
+    With a `teacher`, the scorer of a second model, its weights are the third argument.
+    """
     scorer = Scorer(
-        cfg.model, ops, round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh)
+        cfg.model,
+        ops,
+        round_params=shard_rounding(trainer_rounding(cfg), cfg.model, mesh),
+        teacher=teacher,
     )
+    share = 0.0 if teacher is None else cfg.distill.warmup_share
     step = partial(
         train_step,
         tx=warmup_optimizer(cfg),
-        loss_fn=partial(supervised_loss_fn, scorer=scorer),
+        loss_fn=partial(supervised_loss_fn, scorer=scorer, teacher_share=share),
         microbatches=cfg.optim.microbatches,
         prepare=scorer.pack_policy,
     )

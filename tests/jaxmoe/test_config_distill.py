@@ -38,6 +38,14 @@ REFUSED = {
         ["distill.teacher=base", "distill.advantage_coef=1", "distill.reward_coef=0"],
         "draws groups of equal rewards again",
     ),
+    "a warm start by its own weights": (
+        ["distill.teacher=base", "distill.warmup_share=0.5"],
+        "needs a warm start and the weights of another model",
+    ),
+    "a teacher of no warm start": (
+        ["distill.teacher=runs/tiny", "distill.warmup_share=0.5", "warmup.steps=0"],
+        "got warmup.steps=0 and distill.teacher=runs/tiny",
+    ),
     "no host": (["distill.teacher=http://", "distill.advantage_coef=1"], "http://HOST:PORT"),
     "a password": (["distill.teacher=http://me:secret@host"], "must not contain a user name"),
 }

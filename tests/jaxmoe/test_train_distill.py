@@ -112,3 +112,12 @@ def test_a_teacher_that_is_gone_is_refused(teacher, tmp_path, capsys):
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_the_warm_start_is_approached(teacher, tmp_path):
+    warm = ("distill.warmup_share=1.0", "warmup.steps=6", "warmup.lr=3e-3", "steps=1")
+    run(tmp_path, f"distill.teacher={teacher}", *warm)
+    rows = [row for row in lines(tmp_path) if row["stage"] == "warmup"]
+    divergences = [row["distill/forward_kl"] for row in rows if "loss" in row]
+    assert len(divergences) == 6 and divergences[-1] < divergences[0]
+    assert [row["loss"] for row in rows if "loss" in row] == divergences

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
@@ -54,30 +55,33 @@ def test_curves_have_seconds_without_the_first_step(tmp_path):
     assert curves["accuracies"] == [[3, 6.0, 0.9]]
 
 
-def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch, capsys):
+def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch):
     # The slow contender ends higher, and is behind after the seconds of the fast one.
-    curves = {
-        "fast": [[0, 0.0, 0.0], [1, 5.0, 0.25], [2, 10.0, 0.5]],
-        "slow": [[0, 0.0, 0.0], [1, 20.0, 0.3], [2, 40.0, 0.6]],
-    }
+    accuracies = {"fast": [[0, 0, 0.0], [5, 0, 0.25], [10, 0, 0.5]]}
+    accuracies["slow"] = [[0, 0, 0.0], [5, 0, 0.4], [10, 0, 0.6]]
+    seconds = {"fast": np.arange(11) * 1.0, "slow": np.arange(11) * 2.0}
+    # something else on the machine makes three steps of one contender slow
+    seconds["fast"][7:] += np.array([9.0, 18.0, 27.0, 36.0])
 
     def train(config, contender, rate, seed, *, folder):
-        return {"eval/accuracy": curves[contender.name][-1][-1] + 0.01 * seed * (rate is None)}
+        return {"eval/accuracy": accuracies[contender.name][-1][-1] + 0.01 * seed}
 
     def read(path):
-        return {"accuracies": curves[path.parent.name.split("_")[0]], "rewards": []}
+        name = path.parent.name.split("_")[0]
+        rewards = [[step, float(x), 0.0] for step, x in enumerate(seconds[name])]
+        return {"accuracies": accuracies[name], "rewards": rewards}
 
     monkeypatch.setattr(config_study, "train_config", train)
     monkeypatch.setattr(config_study, "read_curves", read)
     study = ConfigStudy("pair", "", "tiny.py", (Contender("fast"), Contender("slow")), seeds=3)
     monkeypatch.setattr(command, "CONFIG_STUDIES", (study,))
     assert command.main(["pair", "--out", str(tmp_path), "--set", "steps=2"]) == 0
-    after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("equal seconds")
+    after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("seconds of a step")
+    assert "after 10 s" in after_steps and "fast 1.00, slow 2.00" in after_seconds
     assert "| slow |  | 0.61 | +0.1 " in after_steps
-    assert "| slow |  | 0.15 | -0.35 " in after_seconds
-    assert all(
-        "tiny.py steps=2; " in name for name in json.loads((tmp_path / "pair.json").read_text())
-    )
+    assert "| slow |  | 0.4 | -0.1 " in after_seconds
+    stored = json.loads((tmp_path / "pair.json").read_text())
+    assert len(stored) == 6 and all("tiny.py steps=2; " in name for name in stored)
 
 
 def test_an_interrupted_study_says_what_continues(tmp_path, monkeypatch, capsys):
