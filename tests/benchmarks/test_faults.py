@@ -68,14 +68,18 @@ def training(monkeypatch, tmp_path):
     return meet
 
 
-@pytest.mark.parametrize("kind", ["kill", "signal"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("signal", marks=pytest.mark.slow)])
 def test_a_training_that_resumes_well_passes(training, kind):
     assert training(kind, "") == ["", "", ""]
 
 
 @pytest.mark.parametrize(
     "kind, broken, failure",
-    [("kill", "drifts", "lost"), ("kill", "noisy", "traceback"), ("signal", "deaf", "hang")],
+    [
+        ("kill", "drifts", "lost"),
+        pytest.param("kill", "noisy", "traceback", marks=pytest.mark.slow),
+        ("signal", "deaf", "hang"),
+    ],
 )
 def test_a_training_that_does_not_is_found(training, monkeypatch, kind, broken, failure):
     if broken == "deaf":

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of four-bit experts and adapters beside it, with sizes that tell axes apart."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.config import LoraConfig, ModelConfig
-from jaxmoe.model import init_params, plain_ops
+from jaxmoe.model import plain_ops
 from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import cast_for_forward
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
+from tests.jaxmoe.random_weights import random_weights
 
 CFG = ModelConfig(
     vocab_size=90,
@@ -30,20 +34,15 @@ OPS = plain_ops()
 
 def base_of(cfg=CFG):
     """Packed, with biases, sinks and norms that matter, as the forward reads it."""
-    params = init_params(jax.random.key(0), cfg)
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(9), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    packed, _ = pack_experts(jax.tree.unflatten(tree, leaves), cfg)
+    packed, _ = pack_experts(random_weights(cfg, 0), cfg)
     return cast_for_forward(jax.tree.map(jnp.asarray, packed), cfg)
 
 
 def adapters_of(cfg=CFG, lora=LORA):
     """Adapters as after some training: B is not zero."""
-    adapters = init_adapters(jax.random.key(2), cfg, lora)
-    return jax.tree.map(
-        lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), adapters
-    )
+    shapes = jax.eval_shape(partial(init_adapters, cfg=cfg, lora=lora), jax.random.key(2))
+    rng = np.random.default_rng(5)
+    return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), jnp.float32), shapes)
 
 
 def dense(params):

@@ -88,7 +88,7 @@ def calls():
                         name, case, impl, id=f"{name}-{case.name}-{impl}", marks=mark
                     )
         case = EXTRA[name][1]
-        several = f"{name}_mxfp4" in OPS or name.endswith(("rounded", "low_rank"))
+        several = name.startswith("grouped") and name != "grouped_matmul_mxfp4"
         mark = pytest.mark.slow if several else ()  # whose case is the same
         yield pytest.param(name, case, "xla", id=f"{name}-{case.name}-xla", marks=mark)
         yield pytest.param(name, LARGEST[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)

@@ -24,6 +24,7 @@ from studies.mxfp4_bed import (
 )
 from studies.mxfp4_trained import MXFP4_CONTENDERS
 from studies.reversal import Reversal
+from tests.jaxmoe.random_weights import random_weights
 
 # Words so short that some answers are right by chance.
 BED = Mxfp4Bed("reversal", Reversal(n_letters=3, length=2), warm_loss=0.0)
@@ -33,7 +34,18 @@ BED = Mxfp4Bed("reversal", Reversal(n_letters=3, length=2), warm_loss=0.0)
 def released():
     cfg = mxfp4_bed_config(BED.task, 1, "quant.experts=mxfp4")
     masters, _ = train_warm_start(cfg, BED.task, 0, steps=20, max_loss=0.0)
-    return decode_experts(round_experts(jax.tree.map(jnp.asarray, masters)), jnp.float32)
+    return round_values(masters)
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Values as of a start, without its training."""
+    return round_values(random_weights(mxfp4_bed_config(BED.task, 1).model, 0))
+
+
+@jax.jit
+def round_values(masters):
+    return decode_experts(round_experts(masters), jnp.float32)
 
 
 def test_only_the_word_backward_is_right():
@@ -44,22 +56,24 @@ def test_only_the_word_backward_is_right():
         assert len(prompt.tokens) == task.prompt_tokens and task.vocab_size == 7
 
 
-def test_the_start_has_four_bit_values(released):
-    decoded = decode_experts(round_experts(released), jnp.float32)
+def test_the_start_has_four_bit_values(start):
+    decoded = round_values(start)
     for kind in ("sliding", "full"):
         for name in MATRICES:
             np.testing.assert_array_equal(
-                decoded["layers"][kind][name], released["layers"][kind][name]
+                decoded["layers"][kind][name], start["layers"][kind][name]
             )
 
 
-def test_beds_of_equal_task_share_warm_starts(tmp_path, monkeypatch, released):
+def test_beds_of_equal_task_share_warm_starts(tmp_path, monkeypatch):
     folders = []
 
     def load(cfg, task, seed, folder, *, max_loss):
         folders.append(folder.name)
-        return released
+        return {}
 
+    monkeypatch.setattr(mxfp4_bed, "round_experts", lambda masters: masters)
+    monkeypatch.setattr(mxfp4_bed, "decode_experts", lambda packed, dtype: packed)
     monkeypatch.setattr(mxfp4_bed, "load_warm_start", load)
     for bed in (*MXFP4_BEDS.values(), replace(MXFP4_BEDS["reversal"], name="new", warm_loss=0.5)):
         load_released(bed, 0, tmp_path)
@@ -77,11 +91,12 @@ def test_only_four_bit_engines_differ_from_their_trainer(released, contender):
     assert (metrics["moved"] == 0) == (contender.name == "LoRA on the packed base")
 
 
-def test_moved_codes_are_counted_and_bases_have_none(released):
-    packed = round_experts(released)
+def test_moved_codes_are_counted_and_bases_have_none(start):
+    encode = jax.jit(round_experts)
+    packed = encode(start)
     assert changed_share(packed, packed) == 0.0
-    negated = round_experts(jax.tree.map(lambda x: -x, released))
-    matrices = [released["layers"][kind][name] for kind in ("sliding", "full") for name in MATRICES]
+    negated = encode(jax.tree.map(lambda x: -x, start))
+    matrices = [start["layers"][kind][name] for kind in ("sliding", "full") for name in MATRICES]
     n_zeros = sum(int(jnp.sum(x == 0)) for x in matrices)
     assert changed_share(packed, negated) == 1 - n_zeros / sum(x.size for x in matrices)
 

@@ -19,12 +19,12 @@ from jaxmoe.checkpoint.teacher_weights import (
 )
 from jaxmoe.config import MeshConfig, to_json
 from jaxmoe.config_file import load_config, override
-from jaxmoe.model import init_params
 from jaxmoe.model.rounded import decode_experts
 from jaxmoe.parallel.sharding import make_mesh
+from tests.jaxmoe.random_weights import random_weights
 
 CFG = override(load_config("tiny.py"), "model.d_model=64", "model.d_expert=64")
-PARAMS = init_params(jax.random.key(3), CFG.model)
+PARAMS = random_weights(CFG.model, 3)
 
 
 @pytest.fixture(params=["float32", "mxfp4"])

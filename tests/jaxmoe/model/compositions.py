@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.model import forward, init_cache, init_params, plain_ops, sequence_logprobs, tiny
+from jaxmoe.model import forward, init_cache, plain_ops, sequence_logprobs, tiny
 from jaxmoe.model.head import sampled_logprobs
 from jaxmoe.model.ops import invariant_ops
+from tests.jaxmoe.random_weights import random_weights
 
 TEMPERATURE = 0.7  # whose reciprocal is no float
 
@@ -37,9 +38,7 @@ def small_config(**changes: Any) -> Any:
 @lru_cache
 def make_weights(cfg: Any) -> Any:
     """Sharpened, with biases and sinks that are not 0."""
-    params = init_params(jax.random.key(0), cfg)
-    noise = jax.random.normal
-    return jax.tree.map(lambda x: 1.5 * x + 0.1 * noise(jax.random.key(x.size), x.shape), params)
+    return jax.tree.map(lambda x: 1.5 * x, random_weights(cfg, 0))
 
 
 def make_rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
-from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.random_weights import random_weights
 from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 from tests.pallas_kernels.jaxprs import equations
 
@@ -25,7 +25,7 @@ B, T = 2, 24
 
 @pytest.fixture(scope="module")
 def params():
-    return noisy_params(CFG)
+    return random_weights(CFG, 0)
 
 
 RUN = jax.jit(forward, static_argnums=(2, 3))
@@ -41,14 +41,21 @@ def assert_close(actual, want):
     np.testing.assert_allclose(actual, want, rtol=0, atol=256 * 2.0**-24 * scale)
 
 
+def run_alone(params, tokens_BT):
+    """Hidden states of one sequence; zeros after it, which it cannot see, make one program."""
+    length = tokens_BT.shape[1]
+    padded = jnp.pad(tokens_BT, ((0, 0), (0, 24 - length)))
+    return RUN(params, padded, CFG, OPS)[0][0, :length]
+
+
 def test_packed_sequences_do_not_see_each_other(params):
     rows = [tokens_of(5, 1, 13), tokens_of(6, 1, 8)]
     packed = jnp.concatenate([*rows, tokens_of(7, 1, 3)], axis=1)
     positions = jnp.asarray([[*range(13), *range(8), 0, 0, 0]], jnp.int32)
     segments = jnp.asarray([[1] * 13 + [2] * 8 + [0] * 3], jnp.int32)
     hidden, _, _ = RUN(params, packed, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
-    assert_close(hidden[0, :13], RUN(params, rows[0], CFG, OPS)[0][0])
-    assert_close(hidden[0, 13:21], RUN(params, rows[1], CFG, OPS)[0][0])
+    for row, alone in zip(rows, (hidden[0, :13], hidden[0, 13:21]), strict=True):
+        assert_close(alone, run_alone(params, row))
 
 
 def test_a_later_token_changes_nothing_before_it(params):
@@ -118,7 +125,7 @@ def test_right_padded_rows_decode_as_if_unbatched(params):
     decoded = jnp.concatenate(parts, axis=1)
     for b, n in enumerate(lengths):
         sequence = jnp.concatenate([tokens[b, :n], answers[b]])[None]
-        assert_close(decoded[b], RUN(params, sequence, CFG, OPS)[0][0, n:])
+        assert_close(decoded[b], run_alone(params, sequence)[n:])
 
 
 def compute_gradient(params, remat):
@@ -136,9 +143,8 @@ def count_recomputed(params):
     return compute_gradient(params, jax.checkpoint)
 
 
-@pytest.mark.parametrize(
-    "remat", [OPS.remat, pytest.param(checkpoint_keeping_attention, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_layer_plan.py has the gradients of unrolled layers
+@pytest.mark.parametrize("remat", [OPS.remat, checkpoint_keeping_attention])
 def test_recomputing_layers_gives_the_same_gradient(params, count_recomputed, remat):
     saved = compute_gradient(params, remat)
     for a, b in zip(jax.tree.leaves(count_recomputed), jax.tree.leaves(saved), strict=True):

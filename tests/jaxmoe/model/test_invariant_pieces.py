@@ -31,7 +31,8 @@ SIDES = {"plain": plain_ops(), "exact": invariant_ops(plain_ops())}
 
 
 def draw_normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
 
 def make_layer(dtype):
@@ -94,13 +95,15 @@ def make_ops_cases(ops, dtype):
     }
 
 
-NAMES = tuple(make_ops_cases(SIDES["plain"], jnp.float32))
 BATCH_DEPENDENT = "norm", "linear", "output", "router", "experts", "logits", "logprobs"
+NAMES = *BATCH_DEPENDENT, "rotary", "rotate"
 
 
 def count_changed(ops, dtype, name):
     """Return, by number of rows, how many values differ from those among all rows."""
-    fn, rows = make_ops_cases(ops, dtype)[name]
+    pieces = make_ops_cases(ops, dtype)
+    assert set(pieces) == set(NAMES)
+    fn, rows = pieces[name]
     fn = jax.jit(fn)
     all_rows, counts = fn(rows), {}
     for few in FEWER:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe.batches.batch import Batch
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
-from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
@@ -26,6 +26,7 @@ from pallas_kernels.grouped_matmul.mxfp4_scales import choose_least_error_expone
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 from pallas_kernels.grouped_matmul.rounded import is_saturated
 from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
+from tests.jaxmoe.random_weights import random_weights
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -65,7 +66,7 @@ RULES = "nearest", "least_error_stochastic"
 @cache
 def draw_params():
     """Weights with zeros, and values so small that a float comparison would flush them."""
-    params = init_params(jax.random.key(0), CFG)
+    params = random_weights(CFG, 0)
     for kind in KINDS:
         layer = params["layers"][kind]
         for name in MATRICES:
@@ -83,8 +84,14 @@ def round_on_one_device(round_params):
     return jax.jit(round_params)(draw_params())
 
 
-@pytest.mark.parametrize("round_params", [round_experts, round_otherwise], ids=RULES)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "sizes, round_params",
+    [
+        pytest.param(sizes, rule, id=f"{sizes}-{name}", marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, sizes in enumerate(MESHES)
+        for j, (name, rule) in enumerate(zip(RULES, (round_experts, round_otherwise), strict=True))
+    ],
+)
 def test_bytes_equal_one_devices_within_each_devices_share(sizes, round_params):
     mesh = make_mesh(MeshConfig(**sizes))
     params = shard_params(mesh)
@@ -196,7 +203,7 @@ def run_steps(sizes, steps, round_params):
         make_mesh(MeshConfig(**sizes)),
         make_optimizer(OptimConfig(lr=1e-3, eps=1e-5), steps=9),
     )
-    params = init_params(jax.random.key(0), TWO)
+    params = random_weights(TWO, 0)
     state = init_state(Trained(params), tx, Frozen(jax.tree.map(lambda x: 1.1 * x, params)))
     pins, place = {}, None
     if mesh is not None:

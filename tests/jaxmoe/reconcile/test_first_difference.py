@@ -3,14 +3,14 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
-from jaxmoe.model import init_params, plain_ops, tiny
+from jaxmoe.model import plain_ops, tiny
 from jaxmoe.model.moe.router import route_top_k
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.reconcile.first_difference import find_first_difference
+from tests.jaxmoe.random_weights import random_weights
 
 CFG = tiny(
     vocab_size=61,
@@ -23,7 +23,7 @@ CFG = tiny(
     d_expert=24,
     sliding_window=9,
 )
-PARAMS = init_params(jax.random.key(0), CFG)
+PARAMS = random_weights(CFG, 0)
 TOKENS = np.random.default_rng(0).integers(0, 61, 19).astype(np.int32)
 EXACT = invariant_ops(plain_ops())
 

@@ -10,7 +10,6 @@ from bigram import CFG
 
 from jaxmoe.config import ConfigError, OptimConfig
 from jaxmoe.config_file import load_config, override
-from jaxmoe.model import init_params
 from jaxmoe.rl.optimizer import (
     make_optimizer,
     policy_learning_rate,
@@ -18,6 +17,7 @@ from jaxmoe.rl.optimizer import (
     weight_decay_mask,
 )
 from jaxmoe.rl.state import Trained
+from tests.jaxmoe.random_weights import random_weights
 
 
 def updates(cfg, steps, gradient=3.0, count=1, **options):
@@ -51,7 +51,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 @pytest.mark.slow
 def test_weight_decay_shrinks_matrices_alone():
-    params = init_params(jax.random.key(0), CFG)
+    params = random_weights(CFG, 0)
     params = jax.tree.map(lambda x: x + 1.0, params)
     zero = jax.tree.map(jnp.zeros_like, params)
     tx = make_optimizer(OptimConfig(lr=0.5, weight_decay=0.5), steps=9)
@@ -131,8 +131,9 @@ def test_without_a_limit_gradients_are_not_clipped():
 
 
 def test_the_router_scale_changes_only_router_updates():
-    params = init_params(jax.random.key(0), CFG)
-    gradients = jax.tree.map(lambda x: jnp.ones_like(x) * 0.3, params)
+    layer = {name: jnp.full((2, 3), 0.7) for name in ("w_router", "b_router", "w_q", "b_q")}
+    params = {"layers": {"full": layer}, "head": layer["w_q"]}
+    gradients = jax.tree.map(lambda x: 0.3 * x, params)
     results = {}
     for scale in (1.0, 0.25):
         tx = make_optimizer(OptimConfig(lr=0.1, clip_norm=None), steps=3, router_lr_scale=scale)

@@ -133,7 +133,8 @@ def test_bootstrap_values_use_the_routers_experts():
     # the engine has read all tokens but the last, whose value the bootstrap takes
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, CFG.vocab_size, (2, 7)).astype(np.int32)
-    _, _, recorded = forward(MODEL, jnp.asarray(tokens), CFG, plain_ops())
+    run = jax.jit(forward, static_argnums=(2, 3))
+    _, _, recorded = run(MODEL, jnp.asarray(tokens), CFG, plain_ops())
     experts_BTLA = np.moveaxis(np.asarray(recorded["experts_BTA"]), 0, 2).astype(np.int8)
     prompts = [Prompt(i, "", tuple(tokens[i, :3].tolist()), None) for i in range(2)]
     rollouts = [
@@ -153,8 +154,8 @@ def test_bootstrap_values_use_the_routers_experts():
     critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
     scorer, trained = replace(REPLAY, critic="shared"), Trained(MODEL, critic)
 
+    @jax.jit
     def bootstrap_of(batch):
-        batch = jax.tree.map(jnp.asarray, batch)
         return bootstrap_values(batch, scorer.score_policy(trained, batch)["values_after_BT"])
 
     live = bootstrap_of(replace(batch, routed_experts_BTLA=None))

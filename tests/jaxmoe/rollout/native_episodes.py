@@ -13,7 +13,7 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
-from tests.jaxmoe.random_weights import noisy_params
+from tests.jaxmoe.random_weights import random_weights
 from tests.jaxmoe.small_models import SEVEN_EXPERTS as SMALL
 
 CFG = replace(SMALL, vocab_multiple=64)
@@ -30,7 +30,7 @@ PROMPTS = [
 
 @jax.jit
 def weights():
-    return noisy_params(CFG)
+    return random_weights(CFG, 0)
 
 
 def open_engine(cfg=CFG, ops=None, **settings):

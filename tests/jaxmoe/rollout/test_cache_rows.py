@@ -111,7 +111,7 @@ def test_rows_of_one_copy_have_equal_states(caches, ops):
     assert np.abs(read_rows(blind, np.arange(ROWS), ops, (1, 4))[0] - copied).max() > 0.01 * scale
 
 
-@pytest.mark.parametrize("rows", [[14, 0, 3, 11], [7, 5]])
+@pytest.mark.parametrize("rows", [[14, 0, 3, 11], pytest.param([7, 5], marks=pytest.mark.slow)])
 def test_taken_rows_read_the_right_prompt(caches, rows):
     rows = np.asarray(rows)
     copied, shared = (read_rows(take_rows(cache, jnp.asarray(rows)), rows)[0] for cache in caches)

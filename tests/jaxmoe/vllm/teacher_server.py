@@ -113,7 +113,7 @@ def run_teacher(answer=completion, *, tokenize=None, context=100) -> Iterator[st
             self.reply(answer(body["prompt"]))
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"

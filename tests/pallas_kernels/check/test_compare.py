@@ -79,7 +79,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize(  # packed weights go the ways of whole ones
+    "operation",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * x.endswith(("mxfp4", "rounded", "rank")))
+        for x in CASES
+    ],
+)
 def test_sampled_rows_equal_the_complete_result(monkeypatch, operation):
     monkeypatch.setattr(sampled, "MAX_SCORES", 200)
     op, case = OPS[operation], CASES[operation]

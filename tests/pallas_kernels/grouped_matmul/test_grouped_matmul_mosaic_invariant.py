@@ -50,8 +50,15 @@ def differing(fn, arrays, impl, lora=False):
     return int((fewer != complete[rows]).sum() + (single != complete[330:331]).sum()), complete
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize(
+    "fn, lora",
+    [
+        (grouped_matmul, False),
+        (grouped_swiglu, True),
+        pytest.param(grouped_matmul, True, marks=pytest.mark.slow),
+        pytest.param(grouped_swiglu, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("impl", INVARIANT)
 def test_a_rows_bits_ignore_other_rows(arrays, impl, fn, lora):
     if "gpu" in impl and lora:
@@ -65,7 +72,7 @@ def test_a_rows_bits_ignore_other_rows(arrays, impl, fn, lora):
     assert np.abs(complete - expected).max() < 1e-2 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("undone", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_larger_products_change_a_rows_bits(arrays, undone, monkeypatch):
     """Small ones, whose sums XLA for CPU orders by their rows."""
     tiles, wide = pallas_tpu_rows.tiles, [x.astype(jnp.float32) for x in arrays]
@@ -92,7 +99,7 @@ def test_gradients_are_those_of_the_reference(arrays, fn):
         return jnp.sum(fn(lhs, rhs, sizes, bias_EF=bias, impl=impl) * weights)
 
     with interpreted(TPU):
-        actual = jax.grad(partial(total, TPU), argnums=(0, 1, 2))(*wide)
-    expected = jax.grad(partial(total, "reference"), argnums=(0, 1, 2))(*wide)
+        actual = jax.jit(jax.grad(partial(total, TPU), argnums=(0, 1, 2)))(*wide)
+    expected = jax.jit(jax.grad(partial(total, "reference"), argnums=(0, 1, 2)))(*wide)
     for a, b in zip(actual, expected, strict=True):
         assert np.abs(a - b).max() < 2e-5 * np.abs(b).max()

@@ -54,8 +54,15 @@ def results_of(name, swiglu, dtype):
     return values_and_gradients(implementation(name, swiglu), *draw_inputs(dtype, swiglu))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("swiglu", [False, True], ids=["matmul", "swiglu"])
+@pytest.mark.parametrize(
+    "swiglu, dtype",
+    [
+        pytest.param(False, jnp.float32, id="matmul-float32"),
+        pytest.param(True, jnp.bfloat16, id="swiglu-bfloat16"),
+        pytest.param(False, jnp.bfloat16, id="matmul-bfloat16", marks=pytest.mark.slow),
+        pytest.param(True, jnp.float32, id="swiglu-float32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["reference", "xla", "xla_invariant", "mosaic_tpu"])
 def test_values_and_gradients_match_decoded_matrices(name, swiglu, dtype):
     check(results_of(name, swiglu, dtype), dtype, swiglu)

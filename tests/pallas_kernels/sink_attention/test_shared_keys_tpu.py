@@ -157,7 +157,14 @@ def visited_blocks(ends, group):
     return covered, [bool(ranges.is_full(block)) for block in covered]
 
 
-@pytest.mark.parametrize("queries, keys", [(512, 1024), (512, 512), (1024, 1024)])
+@pytest.mark.parametrize(
+    "queries, keys",
+    [
+        (512, 512),
+        pytest.param(512, 1024, marks=pytest.mark.slow),
+        pytest.param(1024, 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_few_blocks_beyond_those_needed_are_visited(queries, keys):
     """A prompt of 2,048 tokens and 16 answers of 128, with the blocks of the chips."""
     positions, segments, last = map(jnp.asarray, shared_places(4096, (((2048, (128,) * 16),),)))

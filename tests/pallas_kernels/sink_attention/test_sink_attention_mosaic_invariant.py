@@ -97,13 +97,12 @@ def test_unsupported_sees_the_shapes_of_the_call():
     assert "needs a Hopper GPU" in find_reason("mosaic_gpu", queries, keys)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_keys_in_cache_order_change_bits(arrays, window, monkeypatch):
+def test_keys_in_cache_order_change_bits(arrays, monkeypatch):
     monkeypatch.setattr(
         mosaic_invariant, "order_by_position", lambda k, v, layout, window: (k, v, layout)
     )
     with interpreted(TPU):
-        n_differing, _ = compositions(*arrays, TPU, window, (299,))
+        n_differing, _ = compositions(*arrays, TPU, WINDOWS[0], (299,))
     assert n_differing[299] > 0
 
 
@@ -135,7 +134,7 @@ def test_gradients_are_those_of_the_reference(arrays):
 
     wide = [x.astype(jnp.float32) for x in arrays]
     with interpreted(TPU):
-        results = jax.grad(partial(total, TPU), argnums=(0, 1, 2, 3))(*wide)
-    expected = jax.grad(partial(total, "reference"), argnums=(0, 1, 2, 3))(*wide)
+        results = jax.jit(jax.grad(partial(total, TPU), argnums=(0, 1, 2, 3)))(*wide)
+    expected = jax.jit(jax.grad(partial(total, "reference"), argnums=(0, 1, 2, 3)))(*wide)
     for outputs, expected_grad in zip(results, expected, strict=True):
         assert np.abs(outputs - expected_grad).max() < 2e-5 * max(1.0, np.abs(expected_grad).max())

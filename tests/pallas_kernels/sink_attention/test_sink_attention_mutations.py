@@ -113,6 +113,7 @@ FAULTS = {
     "the cotangent of lse dropped": changed_sums(no_cotangent_of_lse),
     "what is not seen scored -1000": scores_reach_what_is_not_seen,
 }
+QUICK = "none", "a window of one key more", "no gradient to the sink"
 SIDES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
 NOT_TRIED = {
     ("xla", BORDER),  # it masks all of them
@@ -121,8 +122,8 @@ NOT_TRIED = {
 
 
 def fault_param(side, fault):
-    """A compilation each, and with an interpreter a slow one: by default XLA alone."""
-    marks = () if side == "xla" else pytest.mark.slow
+    """A compilation each, and with an interpreter a slow one: by default a few of XLA alone."""
+    marks = () if side == "xla" and fault in QUICK else pytest.mark.slow
     return pytest.param(side, fault, marks=marks, id=f"{side}-{fault.replace(' ', '-')}")
 
 

@@ -39,7 +39,9 @@ def one_row(length, heads=(4, 2), size=8):
     return q, k, v, 3 * jax.random.normal(keys[3], heads[:1])
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, KEYS + 5])
+@pytest.mark.parametrize(
+    "window", [None, 9, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, KEYS + 5))]
+)
 def test_a_querys_bits_ignore_slots(window):
     length, slots = 2 * KEYS + 7, 3 * KEYS
     q, k, v, sink = one_row(length)

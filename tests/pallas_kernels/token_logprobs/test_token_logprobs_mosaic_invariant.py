@@ -55,7 +55,7 @@ def test_a_tokens_bits_ignore_other_tokens(arrays, impl):
     np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
 
 
-@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("undone", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_untiled_merges_change_a_tokens_bits(arrays, undone, monkeypatch):
     """For 8 and 304 tokens XLA for CPU orders sums differently; for 256 and 512 it does not."""
     monkeypatch.setattr(mosaic_invariant, "ROWS", 8)

@@ -21,6 +21,9 @@ def small(monkeypatch):
         monkeypatch.setattr(pallas_tpu, name, value)
 
 
+QUICK = (RAGGED, jnp.float32), (PADDED, jnp.bfloat16), (WIDE, jnp.float32)
+
+
 def inputs(case, dtype, planted=float("nan")):
     """Logits of deviation 3, in float32 of 1.5; what stands past the words must not matter."""
     hidden, w_head, targets = cases.init_logprobs_inputs(case)
@@ -34,11 +37,18 @@ def results_of(case, dtype, planted=float("nan")):
     return kernel_results(token_logprobs_mosaic_tpu, case, *inputs(case, dtype, planted))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "case",
-    [RAGGED, PADDED, WIDE, pytest.param(TALL, marks=pytest.mark.slow)],
-    ids=lambda case: case.name,
+    "case, dtype",
+    [
+        pytest.param(
+            case,
+            dtype,
+            id=f"{case.name}-{dtype.__name__}",
+            marks=[] if (case, dtype) in QUICK else pytest.mark.slow,
+        )
+        for case in (RAGGED, PADDED, WIDE, TALL)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ],
 )
 def test_values_and_gradients_over_unfilled_blocks(case, dtype):
     # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.mxfp4 import decode_packed
-from jaxmoe.model import gpt_oss_20b, init_params, tiny
+from jaxmoe.model import gpt_oss_20b, tiny
 from jaxmoe.model.params import abstract_params
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.metrics.rounding_metrics import (
@@ -21,12 +21,13 @@ from jaxmoe.rl.metrics.rounding_metrics import (
 )
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
+from tests.jaxmoe.random_weights import random_weights
 
 CFG = replace(tiny(), dtype="float32", n_layers=4, n_experts=3)
 
 
 def draw_weights(seed=0):
-    return init_params(jax.random.key(seed), CFG)
+    return random_weights(CFG, seed)
 
 
 def change(params, kind, name, index, value):
@@ -85,15 +86,15 @@ def test_every_metric_is_numpys_in_each_layer():
 
 
 def test_a_sample_of_codes_shows_movement():
-    params = draw_weights()
-    start = jax.device_get(sample_codes(params))
-    assert float(moved_share(start, params)) == 0.0
+    params, sample, share = draw_weights(), jax.jit(sample_codes), jax.jit(moved_share)
+    start = jax.device_get(sample(params))
+    assert float(share(start, params)) == 0.0
     total = sum(2 * x.size for name, x in start.items() if name.endswith("nibbles_EDF"))
     # A value that becomes 0 is one code; its group keeps its scale unless it was the largest.
     value = params["layers"]["full"]["w_down"][1, 2, :32, 0]
     smallest = int(jnp.argsort(jnp.abs(value))[20])
     moved = change(params, "full", "w_down", (1, 2, smallest, 0), 0.0)
-    assert float(moved_share(start, moved)) == pytest.approx(1 / total)
+    assert float(share(start, moved)) == pytest.approx(1 / total)
     # A group whose scale changes has moved but for its zeros, whatever its codes.
     doubled = change(
         params,
@@ -104,17 +105,18 @@ def test_a_sample_of_codes_shows_movement():
     )
     values = mxfp4_to_dense(round_experts(params)["layers"]["sliding"]["w_gate_up"])
     n_zeros = int(jnp.sum(values[0, 0, :32, 0] == 0))
-    assert float(moved_share(start, doubled)) == pytest.approx((32 - n_zeros) / total)
+    assert float(share(start, doubled)) == pytest.approx((32 - n_zeros) / total)
     # Another sign of zero is the same value.
     zeros = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), 0.0)
     negative = change(params, "full", "w_down", (1, 2, slice(0, 32), 0), -0.0)
-    assert float(moved_share(jax.device_get(sample_codes(zeros)), negative)) == 0.0
+    assert float(share(jax.device_get(sample(zeros)), negative)) == 0.0
 
 
 @pytest.mark.parametrize("n_experts, width", [(4, 8), (8, 16), (9, 17), (15, 31), (33, 100)])
 def test_a_sample_has_at_most_its_stated_size(n_experts, width):
-    w_LEDF = jnp.zeros((1, n_experts, 64, width))
-    start = sample_codes({"layers": {"full": {"w_gate_up": w_LEDF, "w_down": w_LEDF}}})
+    w_LEDF = jax.ShapeDtypeStruct((1, n_experts, 64, width), jnp.float32)
+    params = {"layers": {"full": {"w_gate_up": w_LEDF, "w_down": w_LEDF}}}
+    start = jax.eval_shape(sample_codes, params)
     _, experts, _, columns = start["full/w_down/scales_EDF"].shape
     assert min(4, n_experts) <= experts <= SAMPLED_EXPERTS
     assert min(8, width) <= columns <= SAMPLED_COLUMNS
@@ -124,8 +126,8 @@ def test_a_sample_has_at_most_its_stated_size(n_experts, width):
 def test_a_nonfinite_master_makes_the_error_nonfinite(dtype):
     """The guard of a run relies on it: jaxmoe/run/guards.py."""
     cfg = tiny(d_model=64, d_expert=64, n_layers=4, n_experts=5)
-    params = jax.tree.map(lambda x: x.astype(dtype), init_params(jax.random.key(0), cfg))
-    before = round_experts(params)
+    params = jax.tree.map(lambda x: x.astype(dtype), random_weights(cfg, 0))
+    before = jax.jit(round_experts)(params)
     measure = jax.jit(lambda after: rounding_metrics(before, round_experts(after), after, CFG.plan))
     assert np.isfinite(measure(params)["quant/relative_error"])
     for kind in ("sliding", "full"):

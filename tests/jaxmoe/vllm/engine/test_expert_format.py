@@ -2,7 +2,9 @@
 """Experts in four bits reach a server as it holds them, and no server that would change them."""
 
 from dataclasses import replace
+from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +19,11 @@ from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine.expert_format import FullWeights, pack_for_sync, starts_packed
 
 PACKABLE = replace(CFG, d_expert=64)
-PARAMS = round_experts(random_weights(PACKABLE, 1))
+
+
+@cache
+def make_params():
+    return jax.jit(round_experts)(random_weights(PACKABLE, 1))
 
 
 def open_servers(tmp_path, *servers, four_bits=True):
@@ -31,7 +37,7 @@ def open_servers(tmp_path, *servers, four_bits=True):
 def test_servers_get_their_form_and_the_trainers_values(tmp_path, holds):
     server = StandIn(PACKABLE, experts=holds)
     engine = open_servers(tmp_path, server)
-    engine.load(PARAMS, 3)
+    engine.load(make_params(), 3)
     (state,) = engine.loaded_states()
     packed = {name for name in state["received"] if name.endswith(("_blocks", "_scales"))}
     assert len(packed) == (4 * PACKABLE.n_layers if holds == "mxfp4" else 0)
@@ -39,7 +45,9 @@ def test_servers_get_their_form_and_the_trainers_values(tmp_path, holds):
         ids = [*r.prompt.tokens, *r.tokens.tolist()]
         tokens = np.zeros((1, PADDED), np.int32)
         tokens[0, : len(ids)] = ids
-        logp = np.asarray(TRAINER_LOGPS(PARAMS, jnp.asarray(tokens), cfg=PACKABLE, ops=OPS))[0]
+        logp = np.asarray(TRAINER_LOGPS(make_params(), jnp.asarray(tokens), cfg=PACKABLE, ops=OPS))[
+            0
+        ]
         expected = logp[len(r.prompt.tokens) : len(ids)]
         np.testing.assert_allclose(r.rollout_logp, expected, atol=5e-5)
     engine.close()
@@ -77,7 +85,7 @@ def test_vllm_starts_with_four_bits_where_kernels_exist():
     ],
 )
 def test_weights_beyond_four_bits_are_refused_with_cause(value, text):
-    params = decode_experts(PARAMS, "float32")
+    params = decode_experts(make_params(), "float32")
     packed = pack_for_sync(params)
     decoded = decode_experts(packed, "float32")["layers"]["full"]["w_down"]
     np.testing.assert_array_equal(decoded, params["layers"]["full"]["w_down"])
