@@ -138,7 +138,7 @@ def learned(vllm, tmp_path_factory):
     return work, run(work, vllm.url)
 
 
-def test_a_run_learns_from_vllm_as_from_the_folder(folder, learned, tmp_path):
+def test_vllm_teaches_as_the_folder_does(folder, learned, tmp_path):
     _, served = learned
     read = run(tmp_path / "read", folder)
     assert len(served) == len(read) == 3
@@ -177,7 +177,7 @@ def kill_after(server, work, step):
     server.kill()
 
 
-def test_a_killed_vllm_ends_the_run_in_a_line(vllm, learned, tmp_path, capsys):
+def test_a_killed_vllm_ends_the_run(vllm, learned, tmp_path, capsys):
     _, uninterrupted = learned
     work, settings = tmp_path / "run", ("steps=200", "distill.timeout_s=20")
     killer = threading.Thread(target=kill_after, args=(vllm, work, 2))
