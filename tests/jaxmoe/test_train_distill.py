@@ -9,7 +9,8 @@ import pytest
 
 from jaxmoe import export
 from jaxmoe.checkpoint.store import find_latest_step
-from tests.jaxmoe.commands import TINIEST, arguments, finish, lines, train_here
+from tests.jaxmoe.commands import TINIEST, arguments, finish, lines, start, train_here, wait_for
+from tests.jaxmoe.teacher_folder import write_teacher
 
 pytestmark = pytest.mark.slow  # runs
 
@@ -65,6 +66,30 @@ def test_a_resumed_student_makes_the_same_steps(teacher, student, tmp_path, caps
     words = arguments(tmp_path, *TINIEST, *settings, f"distill.teacher={teacher}@2", "steps=4")
     assert train_here(words) == 2
     assert "distill.teacher had other contents" in capsys.readouterr().err
+
+
+def test_a_killed_student_resumes_bitwise(tmp_path):
+    """Killed as soon as step 3 has its line, whose weights are not saved."""
+    name = write_teacher(tmp_path / "teacher")
+    settings = *TINIEST, f"distill.teacher={name}", *WEIGHTS, "steps=7", "optim.lr=0.01"
+
+    def words(work):
+        typed = arguments(work, *settings, "save.every_steps=2")
+        return [sys.executable, "-W", "error", "-m", "jaxmoe.train", *typed]
+
+    code, _, err = finish(words(tmp_path / "uninterrupted"))
+    assert code == 0, err
+    process = start(words(tmp_path / "killed"))
+    wait_for(process, tmp_path / "killed", "rl", 3)
+    process.kill()
+    process.communicate()
+    saved = find_latest_step(tmp_path / "killed" / "checkpoints")
+    assert saved is not None and 1_000_002 <= saved < 1_000_007
+    code, out, err = finish(words(tmp_path / "killed"))
+    assert code == 0 and "resuming" in out, err
+    rows = lines(tmp_path / "killed")
+    assert rows == lines(tmp_path / "uninterrupted")
+    assert rows[-1]["step"] == 7 and [row for row in rows if row.get(ONE, 0) > 0]
 
 
 def test_a_base_teaches_its_adapters(tmp_path):
