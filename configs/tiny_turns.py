@@ -2,7 +2,7 @@
 """A 0.3 M parameter GPT-OSS learns by GiGPO which door to take, in episodes of up to four turns.
 
 Eight rooms form a ring, and in each of them one of three doors leads to the next. An episode starts
-two or three rooms before its goal, and only the turn that enters the goal is paid.
+one to three rooms before its goal, and only the turn that enters the goal is paid.
 
 COMMAND  python -m jaxmoe.train --config tiny_turns.py
 """
@@ -31,9 +31,9 @@ TURNS = 4
 
 
 def ask_for_way(row: Row) -> Row:
-    """Replace a question by "START GOAL", two or three rooms apart."""
+    """Replace a question by "START GOAL", one to three rooms apart."""
     dice = random.Random(row.question)
-    start, distance = dice.randrange(len(DOORS)), dice.randint(2, 3)
+    start, distance = dice.randrange(len(DOORS)), dice.randint(1, 3)
     goal = (start + distance) % len(DOORS)
     return replace(row, question=f"{start} {goal}", answer=str(goal))
 
@@ -83,11 +83,11 @@ def get_config() -> Config:
             environment="jaxmoe.configs.tiny_turns:Rooms",
             template="<|start|>user<|message|>{question}<|end|><|start|>assistant",
             train_rows=4096,
-            held_out_rows=256,
+            held_out_rows=128,
             max_prompt_tokens=20,
         ),
         warmup=WarmupConfig(
-            steps=80,
+            steps=40,
             sequences_per_step=16,
             lr=3e-3,
             demonstrations="jaxmoe.configs.tiny_turns:demonstrate_doors",
@@ -102,7 +102,7 @@ def get_config() -> Config:
             max_context=128,
         ),
         loss=LossConfig(advantages="gigpo", entropy_coef=0.01),
-        optim=OptimConfig(lr=2e-3, lr_warmup_steps=5, beta2=0.99),
+        optim=OptimConfig(lr=2e-3, lr_warmup_steps=5, beta2=0.99, tokens_per_microbatch=4096),
         steps=60,
         eval=EvalConfig(every_steps=30),
         save=SaveConfig(every_steps=60),
