@@ -139,10 +139,10 @@ def compare_values(
     """
     baseline = values[0]
     p_values = [paired_p_value(x, baseline) for x in values[1:]]
-    first, *others = [replace(c, values=list(x)) for c, x in zip(comparisons, values, strict=True)]
+    first, *later = [replace(c, values=list(x)) for c, x in zip(comparisons, values, strict=True)]
     return [first] + [
         replace(c, difference=paired_difference(c.values, baseline), p_value=p, corrected_p_value=q)
-        for c, p, q in zip(others, p_values, correct_p_values(p_values), strict=True)
+        for c, p, q in zip(later, p_values, correct_p_values(p_values), strict=True)
     ]
 
 
@@ -156,14 +156,14 @@ def bracket_rate(
     measured = {rate: measure(rate) for rate in rates}
     while True:
         grid = sorted(measured)
-        best = max(grid, key=lambda rate: measured[rate])
-        if best not in (grid[0], grid[-1]):
-            return best, True
+        chosen = max(grid, key=lambda rate: measured[rate])
+        if chosen not in (grid[0], grid[-1]):
+            return chosen, True
         if len(grid) >= max_rates:
-            return best, False
+            return chosen, False
         factor = grid[-1] / grid[-2]
         # Twelve digits keep names of runs short, and equal on a resume.
-        rate = float(f"{best * factor if best == grid[-1] else best / factor:.12g}")
+        rate = float(f"{chosen * factor if chosen == grid[-1] else chosen / factor:.12g}")
         measured[rate] = measure(rate)
 
 

@@ -42,18 +42,16 @@ def test_rooms_pay_in_the_goal_alone():
     assert keys[1] == keys[2] and len({*keys}) == 3  # what is no door changes no room
 
 
-def test_every_way_has_two_or_three_rooms():
+def test_every_way_has_one_to_three_rooms():
     for number in range(200):
         row = ask_for_way(Row(f"{number}", "x"))
         start, goal = map(int, row.question.split())
-        assert (goal - start) % len(DOORS) in (2, 3) and row.answer == str(goal)
+        assert (goal - start) % len(DOORS) in (1, 2, 3) and row.answer == str(goal)
         messages = demonstrate_doors(row)
         assert messages == demonstrate_doors(row)
         roles = [message.role for message in messages]
-        assert roles in (
-            ["assistant", "user"] * 2 + ["assistant"],
-            ["assistant", "user", "assistant"],
-        )
+        turns = roles.count("assistant")
+        assert 1 <= turns <= 3 and roles == (["assistant", "user"] * turns)[:-1]
 
 
 @pytest.mark.slow  # a command, most of it compiling
@@ -70,7 +68,7 @@ def test_a_run_has_credit_by_turn(tmp_path):
     assert paid_steps
     for row in paid_steps:
         paid = [row[f"reward/turn/{n}"] for n in range(1, row["turns/max"] + 1)]
-        assert paid[0] == 0.0 and 0 < max(paid) <= 1  # the goal is two rooms away or more
+        assert 0 < max(paid) <= 1
     samples = (tmp_path / "run/samples.jsonl").read_text().splitlines()
     groups = [row for row in map(json.loads, samples) if row["kind"] == "group"]
     answers = [answer for row in groups for answer in row["samples"]]

@@ -2,7 +2,6 @@
 """Studies of configs: their runs, and their pages, which are made from stored results."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,10 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.study import Contender
 from studies import __main__ as command
 from studies import config_study
-from studies.config_study import ConfigStudy, read_curves, run_config_study
+from studies.config_study import ConfigStudy, read_curves
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+PAGES = [study for study in command.CONFIG_STUDIES if (RESULTS / f"{study.name}.md").is_file()]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_every_contender_is_a_config(study):
         override(load_config(study.config), *study.settings, *contender.settings)
 
 
-@pytest.mark.parametrize("study", command.CONFIG_STUDIES, ids=lambda study: study.name)
+@pytest.mark.parametrize("study", PAGES, ids=lambda study: study.name)
 def test_a_page_has_the_tables_of_stored_results(study, tmp_path, no_training):
     stored = RESULTS / "studies" / f"{study.name}.json"
     (tmp_path / stored.name).write_bytes(stored.read_bytes())
@@ -93,14 +93,3 @@ def test_an_interrupted_study_says_what_continues(tmp_path, monkeypatch, capsys)
     assert "the same command continues" in capsys.readouterr().out
     assert command.main(["turns", "--seeds", "1", "--out", str(tmp_path)]) == 2
     assert "--seeds must be at least 2" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # two trainings
-def test_a_cell_trained_anew_is_the_stored_one(tmp_path):
-    study = command.CONFIG_STUDIES[0]
-    stored = json.loads((RESULTS / "studies" / f"{study.name}.json").read_text())
-    gigpo = next(c for c in study.contenders if c.name == "GiGPO")
-    means = [v["accuracy"] for name, v in stored.items() if "; GiGPO; " in name]
-    one = replace(study, contenders=(replace(gigpo, rates=(2e-3,)),))
-    (comparison,) = run_config_study(one, tmp_path, seeds=2)
-    assert min(means) <= max(comparison.values) and min(comparison.values) <= max(means)
