@@ -5,8 +5,9 @@ Eight rooms form a ring, and in each of them one of three doors leads to the nex
 one to three rooms before its goal, and only the turn that enters the goal is paid.
 
 COMMAND  python -m jaxmoe.train --config tiny_turns.py
-EXPECT   Goals reached in 128 held-out episodes, sampled at temperature 1: 0.48 after the warm start,
-         0.93 after 60 steps (greedy 0.20 to 1.00; seed 0); 0.49 to 0.80 (0.20 to 0.83; seed 1).
+EXPECT   Goals reached in 128 held-out episodes, sampled at temperature 1: 0.48 after the warm
+         start, 0.93 after 60 steps (greedy 0.20 to 1.00; seed 0); 0.49 to 0.80 (0.20 to 0.83;
+         seed 1).
          2.5 minutes on one core, half of it compiling.
          Ways to give credit by turn, over seeds: python -m studies turns
 SOURCE   Made for this project, so that only one turn of an episode is paid; GiGPO:

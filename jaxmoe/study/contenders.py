@@ -139,10 +139,10 @@ def compare_values(
     """
     baseline = values[0]
     p_values = [paired_p_value(x, baseline) for x in values[1:]]
-    first, *later = [replace(c, values=list(x)) for c, x in zip(comparisons, values, strict=True)]
+    first, *rows = [replace(c, values=list(x)) for c, x in zip(comparisons, values, strict=True)]
     return [first] + [
         replace(c, difference=paired_difference(c.values, baseline), p_value=p, corrected_p_value=q)
-        for c, p, q in zip(later, p_values, correct_p_values(p_values), strict=True)
+        for c, p, q in zip(rows, p_values, correct_p_values(p_values), strict=True)
     ]
 
 
