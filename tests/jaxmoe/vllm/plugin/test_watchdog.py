@@ -33,7 +33,7 @@ time.sleep(60)
 
 
 def sleeper():
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
 @pytest.mark.parametrize("method", ["wait", "poll", "rejected"])
