@@ -7,6 +7,7 @@ Next: jaxmoe/study/train_config.py, one way to run a contender.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from jaxmoe.study.results_store import ResultsStore
 # Rates are tried on these seeds and above, and compared on the seeds from 0.
 FIRST_TUNING_SEED = 1000
 
-Run = Callable[["Contender", float | None, int], dict[str, float]]
+Run = Callable[["Contender", float | None, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Comparison:
     rate: float | None
     values: list[float]
     difference: Interval | None  # None for the first contender
-    metrics: list[dict[str, float]]  # all metrics by seed
+    metrics: list[dict[str, Any]]  # all results of a run, by seed
     # False if the best rate that was tried is the lowest or the highest one.
     is_bracketed: bool = True
     # Of the paired t test; the corrected one is Holm's over all contenders of the study.
@@ -92,7 +93,7 @@ def run_study(
                 f"the rates of {contender.name} must be above 0 and ascend, got {rates}."
             )
 
-    def run_seed(contender: Contender, rate: float | None, seed: int) -> dict[str, float]:
+    def run_seed(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
         settings = " ".join(contender.settings)
         key = f"{name}; {contender.name}; {settings}; rate {rate}; seed {seed}"
         metrics = store.get_or_run(key, lambda: run(contender, rate, seed))
