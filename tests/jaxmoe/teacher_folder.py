@@ -13,5 +13,9 @@ def write_teacher(folder: Path) -> Path:
     """Write a small model with the tokenizer of tiny.py; return its folder."""
     model = override(load_config("tiny.py"), "model.d_model=32", "model.d_expert=48").model
     params = random_weights(model, 3)
-    save_params(params, model, folder, dtype="float32", add_files=write_byte_tokenizer)
+
+    def add_files(directory: Path) -> None:
+        write_byte_tokenizer(directory)
+
+    save_params(params, model, folder, dtype="float32", add_files=add_files)
     return folder
