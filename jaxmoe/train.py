@@ -95,6 +95,11 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
     work, task = Path(cfg.workdir), parts.task
     position, base, digests = load_position(cfg, parts)
     teacher = parts.teacher.load() if isinstance(parts.teacher, Teacher) else None
+    if teacher is not None and parts.mesh is None:
+        # Restored weights are committed to their device, and so is what a step makes of them. If
+        # the first state were not, the second step would be compiled again.
+        state = jax.device_put(position.state, jax.local_devices()[0])
+        position = replace(position, state=state)
     task.check_prompts()
     first = jax.process_index() == 0
     if first:

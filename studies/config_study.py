@@ -4,6 +4,7 @@
 Next: studies/turns.py and studies/teachers.py.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.checkpoint.teacher_weights import find_teacher, teacher_digest
+from jaxmoe.config import Config, require
+from jaxmoe.config_file import load_config, override
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.study.contenders import (
     Comparison,
@@ -44,11 +48,24 @@ def run_config_study(
     settings: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> list[Comparison]:
-    """Train all contenders; finished runs are in `folder` and are not repeated."""
+    """Train all contenders; finished runs are in `folder` and are not repeated.
+
+    Raises ConfigError, before the first run, for settings that cannot work, and for a teacher that
+    is missing or is not that of the finished runs.
+    """
     store = ResultsStore(folder / f"{study.name}.json")
     shared = (*study.settings, *settings)
 
+    # Only where a run is missing: tables are made from stored results without a teacher.
+    @functools.cache
+    def check_contenders() -> None:
+        for contender in study.contenders:
+            cfg = override(load_config(study.config), *shared, *contender.settings)
+            if cfg.distill.has_folder:
+                check_stored_teacher(cfg, store)
+
     def run(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
+        check_contenders()
         contender = Contender(contender.name, (*shared, *contender.settings))
         last = train_config(study.config, contender, rate, seed, folder=folder)
         workdir = contender_folder(study.config, contender, rate, seed, folder=folder)
@@ -66,6 +83,17 @@ def run_config_study(
         store=store,
         seeds=seeds,
         measure="accuracy",
+    )
+
+
+def check_stored_teacher(cfg: Config, store: ResultsStore) -> None:
+    """Store the digest of a teacher's weights. Raises ConfigError if another one is stored."""
+    digest = teacher_digest(find_teacher(cfg))
+    stored = store.get_or_run(f"weights of {cfg.distill.teacher}", lambda: digest)
+    require(
+        digest == stored,
+        f"the teacher must be that of the finished runs, {stored}; {cfg.distill.teacher} is "
+        f"{digest}. Try --out with another folder, or --set distill.teacher=DIRECTORY.",
     )
 
 
@@ -100,10 +128,10 @@ def format_config_study(comparisons: Sequence[Comparison]) -> str:
             for cost, runs in zip(costs, curves, strict=True)
         ]
         seconds = ", ".join(
-            f"{c.contender.name} {cost:.2f}" for c, cost in zip(comparisons, costs, strict=True)
+            f"{c.contender.name}: {cost:.2f}" for c, cost in zip(comparisons, costs, strict=True)
         )
         parts += [
-            f"Accuracy after {limit:.0f} s of sampling and training; seconds of a step: {seconds}:",
+            f"Accuracy after {limit:.0f} s of sampling and training (a step takes {seconds} s):",
             format_comparisons(compare_values(comparisons, at_limit)),
         ]
     return "\n\n".join(parts) + "\n"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxmoe.study.contenders import Comparison
+from jaxmoe.study.contenders import Comparison, format_rate
 from studies.trained_report import format_difference
 
 COLUMNS = {
@@ -49,6 +49,7 @@ def _format_bed(comparisons: Sequence[Comparison]) -> str:
         difference = format_difference(c) if c.difference is not None else ""
         by_seed = " ".join(f"{value:.2f}" for value in c.values)
         lines.append(
-            f"| {c.contender.name} | {c.rate:g} | {difference} | {' | '.join(cells)} | {by_seed} |"
+            f"| {c.contender.name} | {format_rate(c)} | {difference} | {' | '.join(cells)} | "
+            f"{by_seed} |"
         )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxmoe.observe.plots import save_figure
-from jaxmoe.study.contenders import Comparison
+from jaxmoe.study.contenders import Comparison, format_rate
 
 Results = Mapping[str, Sequence[Comparison]]  # by bed; the bed's own loss comes first
 
@@ -64,7 +64,7 @@ def _format_bed(comparisons: Sequence[Comparison]) -> str:
         start, norm = (np.mean([m[key] for m in c.metrics]) for key in ("start", "grad_norm_p99"))
         ratio = max(m["ratio_max"] for m in c.metrics)
         lines.append(
-            f"| {c.contender.name} | {c.rate:g} | {start:.2f} | {end:.3f} | {by_seed} | "
+            f"| {c.contender.name} | {format_rate(c)} | {start:.2f} | {end:.3f} | {by_seed} | "
             f"{norm:.3g} | {ratio:.3g} |"
         )
     return "\n".join(lines)

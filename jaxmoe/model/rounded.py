@@ -81,9 +81,7 @@ def engine_rounding(cfg: Config) -> Callable[[Params], Params] | None:
 
 def trainer_rounding(cfg: Config) -> Callable[[Params], Params] | None:
     """Return the function from a run's weights to those that the trainer reads; None: the same."""
-    if not cfg.quant.trains_rounded:
-        return None
-    return partial(round_experts, encode=encoder_from_config(cfg))
+    return rounding_from_config(cfg) if cfg.quant.trains_rounded else None
 
 
 def engine_only_rounding(cfg: Config) -> Callable[[Params], Params] | None:

@@ -42,7 +42,7 @@ class Comparison:
     values: list[float]
     difference: Interval | None  # None for the first contender
     metrics: list[dict[str, Any]]  # all results of a run, by seed
-    # False if the best rate that was tried is the lowest or the highest one.
+    # False if the best rate that was tried is the lowest or the highest one, or the only one.
     is_bracketed: bool = True
     # Of the paired t test; the corrected one is Holm's over all contenders of the study.
     p_value: float | None = None
@@ -112,7 +112,7 @@ def run_study(
     for contender in contenders:
         rate, is_bracketed = None, True
         if len(contender.rates) == 1:
-            rate = contender.rates[0]
+            rate, is_bracketed = contender.rates[0], False
         elif contender.rates:
             rate, is_bracketed = bracket_rate(
                 lambda rate, contender=contender: measure_rate(contender, rate),
@@ -168,6 +168,12 @@ def bracket_rate(
         measured[rate] = measure(rate)
 
 
+def format_rate(comparison: Comparison) -> str:
+    """The rate; with * if no lower or no higher one was tried."""
+    rate = "" if comparison.rate is None else f"{comparison.rate:g}"
+    return rate if comparison.is_bracketed else f"{rate}*"
+
+
 def format_comparisons(comparisons: Sequence[Comparison]) -> str:
     """A Markdown table: mean, difference to the first line, its 95 % interval and p, each seed.
 
@@ -178,13 +184,12 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for comparison in comparisons:
-        rate = "" if comparison.rate is None else f"{comparison.rate:g}"
-        rate += "" if comparison.is_bracketed else "*"
         difference = "" if comparison.difference is None else str(comparison.difference)
         p = comparison.corrected_p_value
+        p_text = "" if p is None else f"{p:.2g}"
         by_seed = " ".join(f"{value:.3g}" for value in comparison.values)
         lines.append(
-            f"| {comparison.contender.name} | {rate} | {np.mean(comparison.values):.3g} | "
-            f"{difference} | {'' if p is None else f'{p:.2g}'} | {by_seed} |"
+            f"| {comparison.contender.name} | {format_rate(comparison)} | "
+            f"{np.mean(comparison.values):.3g} | {difference} | {p_text} | {by_seed} |"
         )
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from jaxmoe.study import Contender
 from studies import __main__ as command
 from studies import config_study
 from studies.config_study import ConfigStudy, read_curves
+from tests.jaxmoe.teacher_folder import write_teacher
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGES = [study for study in command.CONFIG_STUDIES if (RESULTS / f"{study.name}.md").is_file()]
@@ -76,12 +77,28 @@ def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch):
     study = ConfigStudy("pair", "", "tiny.py", (Contender("fast"), Contender("slow")), seeds=3)
     monkeypatch.setattr(command, "CONFIG_STUDIES", (study,))
     assert command.main(["pair", "--out", str(tmp_path), "--set", "steps=2"]) == 0
-    after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("seconds of a step")
-    assert "after 10 s" in after_steps and "fast 1.00, slow 2.00" in after_seconds
+    after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("a step takes")
+    assert "after 10 s" in after_steps and "fast: 1.00, slow: 2.00 s" in after_seconds
     assert "| slow |  | 0.61 | +0.1 " in after_steps
     assert "| slow |  | 0.4 | -0.1 " in after_seconds
     stored = json.loads((tmp_path / "pair.json").read_text())
     assert len(stored) == 6 and all("tiny.py steps=2; " in name for name in stored)
+
+
+def test_a_missing_teacher_is_refused_before_a_run(tmp_path, monkeypatch, no_training, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["teachers", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "distill.teacher" in error and "runs/tiny" in error and error.count("\n") == 1
+
+
+def test_runs_of_another_teacher_are_no_part_of_a_study(tmp_path, capsys):
+    teacher = write_teacher(tmp_path / "teacher")
+    stored = {f"weights of {teacher}": "0123456789abcdef"}
+    (tmp_path / "teachers.json").write_text(json.dumps(stored))
+    settings = ["--set", f"distill.teacher={teacher}", "--out", str(tmp_path)]
+    assert command.main(["teachers", *settings]) == 2
+    assert "must be that of the finished runs, 0123456789abcdef" in capsys.readouterr().err
 
 
 def test_an_interrupted_study_says_what_continues(tmp_path, monkeypatch, capsys):

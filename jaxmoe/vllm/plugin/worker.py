@@ -30,8 +30,7 @@ class Worker:
         config = worker.vllm_config.model_config
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES + CONSTANTS}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
-        # None without speculative decoding; "ngram", "eagle" and so on with it
-        drafts = getattr(worker.vllm_config.speculative_config, "method", None)
+        speculative = worker.vllm_config.speculative_config
         report = state.build_report(*digest_parameters(worker.model_runner.get_model()))
         return report | {
             "vllm": compat.vllm_version(),
@@ -39,7 +38,8 @@ class Worker:
             "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
-            "drafts": drafts and str(drafts),
+            # "ngram", "eagle" and so on; None without speculative decoding
+            "drafts": None if speculative is None else str(speculative.method or "drafts"),
             "experts": name_expert_format(worker.vllm_config.quant_config),
         }
 

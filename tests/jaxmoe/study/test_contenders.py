@@ -77,6 +77,8 @@ def test_a_rate_without_neighbour_is_marked(tmp_path):
     comparisons = run_study(contenders, run, measure="accuracy", max_rates=4, **study)
     assert comparisons[1].rate == 0.8 and not comparisons[1].is_bracketed
     assert "| growing | 0.8* |" in format_comparisons(comparisons)
+    (single,) = run_study([Contender("c", rates=(0.1,))], run, measure="accuracy", **study)
+    assert "| c | 0.1* |" in format_comparisons([single])
 
 
 def test_p_is_corrected_over_all_contenders(tmp_path):
