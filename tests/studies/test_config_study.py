@@ -92,7 +92,7 @@ def test_a_missing_teacher_is_refused_before_a_run(tmp_path, monkeypatch, no_tra
     assert "distill.teacher" in error and "runs/tiny" in error and error.count("\n") == 1
 
 
-def test_runs_of_another_teacher_are_no_part_of_a_study(tmp_path, capsys):
+def test_runs_of_another_teacher_are_refused(tmp_path, capsys):
     teacher = write_teacher(tmp_path / "teacher")
     stored = {f"weights of {teacher}": "0123456789abcdef"}
     (tmp_path / "teachers.json").write_text(json.dumps(stored))
