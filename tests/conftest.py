@@ -10,6 +10,9 @@ import sys
 import tempfile
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+
+from tests.kept_programs import keep_programs, link_kept_programs, open_programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -33,19 +36,26 @@ os.environ.setdefault(
     else "",
 )
 
-# What one test compiled the next need not: a worker and the commands that its tests start share a
-# folder of programs, empty when the run begins and gone when it ends. Not two workers: jax writes a
-# program bit by bit, and who reads half of one gets a warning, which is an error here.
+# What one test compiled the next need not, nor does the next run of pytest: a worker and the
+# commands that its tests start share a folder of programs. Not two workers, which would read what
+# the other one writes.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any(x.startswith("aot") for x in sys.argv):
-    programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
-    atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxmoe-tests"
+    try:
+        programs = open_programs(cache)
+        atexit.register(keep_programs, cache, programs)
+        os.environ["JAXMOE_KEPT_PROGRAMS"] = str(cache)
+    except OSError:  # a home that cannot be written
+        programs = Path(tempfile.mkdtemp(prefix="jaxmoe-tests-"))
+        atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = str(programs)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # to keep one takes 12 ms
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
-        os.environ["JAXMOE_TEST_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
-    )
+if "JAXMOE_TEST_PROGRAMS" in os.environ:
+    programs = Path(os.environ["JAXMOE_TEST_PROGRAMS"], os.environ.get("PYTEST_XDIST_WORKER", ""))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
+    if "JAXMOE_KEPT_PROGRAMS" in os.environ:
+        link_kept_programs(Path(os.environ["JAXMOE_KEPT_PROGRAMS"]), programs)
 
 # A worker with all cores spends a third of its time in XLA's threads, which wait for each other.
 if (

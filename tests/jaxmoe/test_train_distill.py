@@ -70,9 +70,10 @@ def test_a_resumed_student_makes_the_same_steps(teacher, student, tmp_path, caps
     assert "distill.teacher had other contents" in capsys.readouterr().err
 
 
-def test_a_killed_student_resumes_bitwise(tmp_path):
+@pytest.mark.parametrize("kind", ["folder", "base"])
+def test_a_killed_student_resumes_bitwise(kind, tmp_path):
     """Killed as soon as step 3 has its line, whose weights are not saved."""
-    name = write_teacher(tmp_path / "teacher")
+    name = write_teacher(tmp_path / "teacher") if kind == "folder" else kind
     settings = *TINIEST, f"distill.teacher={name}", *WEIGHTS, "steps=7", "optim.lr=0.01"
 
     def words(work):

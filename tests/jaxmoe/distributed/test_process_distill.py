@@ -40,8 +40,9 @@ def run_steps(work, processes, teacher):
 
 @pytest.mark.slow  # two processes and one
 @pytest.mark.timeout(2400)
-def test_two_processes_distill_as_one(tmp_path):
-    teacher = write_teacher(tmp_path / "teacher")
+@pytest.mark.parametrize("kind", ["folder", "base"])
+def test_two_processes_distill_as_one(kind, tmp_path):
+    teacher = write_teacher(tmp_path / "teacher") if kind == "folder" else kind
     (want, expected), (rows, actual) = (
         run_steps(tmp_path / str(count), count, teacher) for count in (1, 2)
     )
@@ -55,5 +56,5 @@ def test_two_processes_distill_as_one(tmp_path):
     assert rows[-1]["distill/reverse_kl"] > 1e-4 and rows[-1]["distill/forward_kl"] > 1e-4
     assert actual.keys() == expected.keys()
     weights = max(np.abs(actual[name] - x).max() for name, x in expected.items())
-    print(f"metrics off by {worst:.1e}, parameters by {weights:.1e}")
+    print(f"{kind}: metrics off by {worst:.1e}, parameters by {weights:.1e}")
     assert worst <= RTOL and weights <= RTOL
