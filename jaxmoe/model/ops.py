@@ -30,6 +30,7 @@ from jaxmoe.model.layers import (
     rms_norm,
     target_logprobs,
     token_divergences,
+    token_listed_logits,
 )
 from jaxmoe.model.moe.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.moe.router import record_experts, route_top_k
@@ -80,6 +81,8 @@ class Ops:
     logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
     divergences: Callable[..., ArrayPair]  # layers.token_divergences: from a teacher
+    # layers.token_listed_logits: of the words that a teacher lists, and of all others as one
+    listed_logits: Callable[..., ArrayPair]
     # layers.keep_sampled_logprobs: the log-prob and log of the kept mass that a rollout stores
     sampled_logprobs: Callable[..., Any]
     # Rematerialization of a period of layers: no_remat; jax.checkpoint, which saves its input and
@@ -106,6 +109,7 @@ def plain_ops() -> Ops:
         logits=head_logits,
         logprobs=target_logprobs,
         divergences=token_divergences,
+        listed_logits=token_listed_logits,
         sampled_logprobs=keep_sampled_logprobs,
         remat=no_remat,
     )

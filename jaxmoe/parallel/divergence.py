@@ -2,7 +2,8 @@
 """Divergences from a teacher over two sharded heads, which are streamed as in vocabulary.py.
 
 A chunk of both heads is gathered at a time, the same columns of each, and once more in the backward
-pass, where only the student's has a gradient. Inside `jax.shard_map` bodies only.
+pass, where only the student's has a gradient. Of a teacher that lists words only the student's head
+is streamed, for their logits. Inside `jax.shard_map` bodies only.
 Back: jaxmoe/parallel/vocabulary.py.
 """
 
@@ -12,21 +13,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmoe.parallel.sharding import Names
 from jaxmoe.parallel.vocabulary import (
+    Passes,
     gather_columns,
     gather_tokens,
     group_chunks,
     scatter_columns,
+    stream_tokens,
     take_share,
 )
 from pallas_kernels.token_logprobs import (
     divergence_gradients,
     divergence_statistics,
     finish_divergences,
+    listed_gradients,
+    listed_statistics,
     merge_divergence_statistics,
+    merge_listed,
 )
 
 
@@ -54,6 +60,27 @@ def divergences_sharded(
         gather_tokens(x_m, batch * time, copies).reshape(batch, time) for x_m in per_token
     )
     return reverse_bt, forward_bt
+
+
+def listed_logits_sharded(
+    hidden_btD: Float[Array, "b t D"],
+    w_Dv: Float[Array, "D v"],
+    ids_btK: Int[Array, "b t K"],
+    temperature: Float[Array, ""],
+    *,
+    vocab_size: int,
+    axes: Names,
+    copies: Names = (),
+) -> tuple[Float[Array, "b t K"], Float[Array, "b t"]]:
+    """Return the logits after each token, as `token_listed_logits`; otherwise as
+    `target_logprobs_sharded`."""
+    batch, time, width = hidden_btD.shape
+    hidden_mD, ids_mK = hidden_btD.reshape(-1, width), ids_btK.reshape(batch * time, -1)
+    passes = Passes(listed_statistics, merge_listed, listed_gradients)
+    operands = take_share(hidden_mD, copies), w_Dv, take_share(ids_mK, copies), temperature
+    per_token: Any = stream_tokens(*operands, vocab_size, axes, passes)
+    words_mK, rest_m = (gather_tokens(x_m, batch * time, copies) for x_m in per_token)
+    return words_mK.reshape(ids_btK.shape), rest_m.reshape(batch, time)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

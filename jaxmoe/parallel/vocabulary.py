@@ -108,14 +108,18 @@ def target_logprobs_sharded(
     hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
     # Devices along `copies` have the same tokens and would otherwise all compute the same
     # log-probs.
-    per_token: Any = _stream_logprobs(
+    per_token: Any = stream_tokens(
         take_share(hidden_mD, copies),
         w_Dv,
         take_share(targets_m, copies),
         jnp.asarray(temperature, jnp.float32),
         vocab_size,
         axes,
-        impl,
+        Passes(
+            partial(token_statistics, impl=impl),
+            merge_statistics,
+            partial(token_gradients, impl=impl),
+        ),
     )
     last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _count_devices(
         (sequence_axis,)
@@ -216,18 +220,26 @@ def gather_tokens(x_m: Array, tokens: int, copies: Names) -> Array:
     return full[:tokens]
 
 
+class Passes(NamedTuple):
+    """Two values of each token, such as logp and entropy: how they are computed from slices."""
+
+    statistics: Callable[..., Any]  # as `token_statistics`
+    merge: Callable[..., Any]  # of those of all slices: (first value, second value, lse)
+    gradients: Callable[..., Any]  # as `token_gradients`
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _stream_logprobs(
+def stream_tokens(
     hidden_mD: Array,
     w_Dv: Array,
     targets_m: Array,
     temperature: Array,
     vocab_size: int,
     axes: Names,
-    impl: Impl,
+    passes: Passes,
 ) -> tuple[Array, Array]:
-    """Return logp and entropy of this device's tokens, one chunk of the head at a time."""
-    return _stream_forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, impl)[0]
+    """Return both values of this device's tokens, one chunk of the head at a time."""
+    return _stream_forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, passes)[0]
 
 
 def _stream_forward(
@@ -237,12 +249,12 @@ def _stream_forward(
     temperature: Array,
     vocab_size: int,
     axes: Names,
-    impl: Impl,
+    passes: Passes,
 ) -> tuple[tuple[Array, Array], Any]:
     def scan_chunk(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
         w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
-        return None, token_statistics(
-            hidden_mD, w_DC, column_m, temperature=temperature, vocab_size=words, impl=impl
+        return None, passes.statistics(
+            hidden_mD, w_DC, column_m, temperature=temperature, vocab_size=words
         )
 
     # Statistics of each chunk are stacked and merged once, after the scan: they are three numbers a
@@ -251,34 +263,33 @@ def _stream_forward(
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
         for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes)
     ]
-    logp_m, entropy_m, lse_m = merge_statistics(
+    first_m, second_m, lse_m = passes.merge(
         *(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True))
     )
-    saved = (hidden_mD, w_Dv, targets_m, temperature, lse_m, entropy_m)
-    return (logp_m, entropy_m), saved
+    saved = (hidden_mD, w_Dv, targets_m, temperature, lse_m, second_m)
+    return (first_m, second_m), saved
 
 
 def _stream_backward(
-    vocab_size: int, axes: Names, impl: Impl, saved: Any, cotangents: tuple[Array, Array]
+    vocab_size: int, axes: Names, passes: Passes, saved: Any, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, Array]:
     """Gather each chunk again and reduce-scatter its gradient in float32 to its owners."""
-    hidden_mD, w_Dv, targets_m, temperature, lse_m, entropy_m = saved
+    hidden_mD, w_Dv, targets_m, temperature, lse_m, second_m = saved
 
     def scan_chunk(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
         # Storing the gathered chunks for the backward pass would store the unsharded head.
         w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
-        dhidden, dw_DC = token_gradients(
+        dhidden, dw_DC = passes.gradients(
             hidden_mD,
             w_DC,
             column_m,
             lse_m,
-            entropy_m,
+            second_m,
             *cotangents,
             dhidden,
             temperature=temperature,
             vocab_size=words,
-            impl=impl,
         )
         dw = lax.dynamic_update_slice_in_dim(dw, scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
@@ -291,7 +302,7 @@ def _stream_backward(
     return dhidden.astype(hidden_mD.dtype), dw.astype(w_Dv.dtype), None, jnp.zeros_like(temperature)
 
 
-_stream_logprobs.defvjp(_stream_forward, _stream_backward)
+stream_tokens.defvjp(_stream_forward, _stream_backward)
 
 
 def group_chunks(

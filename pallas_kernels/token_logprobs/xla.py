@@ -239,7 +239,10 @@ def stream_gradients(
         row_start, is_new, (h, *values) = take_tokens(i, rows, arrays)
         inputs, slopes = values[: len(of_tokens)], values[len(of_tokens) :]
         # Tokens that the previous block had get cotangents 0, so they add nothing a second time.
-        h, slopes = h.astype(dtype), [jnp.where(is_new, x, 0.0) for x in slopes]
+        h = h.astype(dtype)
+        slopes = [
+            jnp.where(jnp.expand_dims(is_new, tuple(range(1, x.ndim))), x, 0.0) for x in slopes
+        ]
         z_bc, w_Dc, first, start = block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
         dz_bc = find_slopes(z_bc, VocabBlock(v, columns, first, start), inputs, slopes)
         dz_bc = (dz_bc / temperature).astype(dtype)
