@@ -89,14 +89,14 @@ def sequence_listed_divergences(
     # Shifted as the targets of `sequence_logprobs`.
     ids_BTK, teacher_logp_BTK = (jnp.roll(x, -1, axis=1) for x in (ids_BTK, teacher_logp_BTK))
     with jax.named_scope("divergences"):
-        words_BTK, rest_BT = ops.listed_logits(
+        words_BTK, tail_BT = ops.listed_logits(
             hidden_BTD,
             params["head"],
             ids_BTK,
             temperature=forbid_derivative("temperature", temperature),
             vocab_size=cfg.vocab_size,
         )
-    reverse_BT, forward_BT = listed_divergences(words_BTK, rest_BT, teacher_logp_BTK)
+    reverse_BT, forward_BT = listed_divergences(words_BTK, tail_BT, teacher_logp_BTK)
     return shift_right(reverse_BT), shift_right(forward_BT)
 
 

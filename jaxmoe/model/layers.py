@@ -15,7 +15,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import Adapted, split_adapter
 from pallas_kernels import token_logprobs
-from pallas_kernels.token_logprobs import listed_logits, vocabulary_divergences
+from pallas_kernels.token_logprobs import vocabulary_divergences
 
 
 def embed_tokens(
@@ -154,25 +154,6 @@ def token_divergences(
     )
     reverse_BT, forward_BT = (x_M.reshape(hidden_BTD.shape[:2]) for x_M in per_token_M)
     return reverse_BT, forward_BT
-
-
-def token_listed_logits(
-    hidden_BTD: Float[Array, "B T D"],
-    w_DV: Float[Array, "D V"],
-    ids_BTK: Int[Array, "B T K"],
-    *,
-    temperature: float | Float[Array, ""],
-    vocab_size: int,
-) -> tuple[Float[Array, "B T K"], Float[Array, "B T"]]:
-    """Return `listed_logits` of the distribution after each token."""
-    words_MK, rest_M = listed_logits(
-        hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
-        w_DV.astype(hidden_BTD.dtype),
-        ids_BTK.reshape(-1, ids_BTK.shape[-1]),
-        temperature=temperature,
-        vocab_size=vocab_size,
-    )
-    return words_MK.reshape(ids_BTK.shape), rest_M.reshape(hidden_BTD.shape[:2])
 
 
 def keep_sampled_logprobs(

@@ -45,6 +45,7 @@ from jaxmoe.parallel.sharding import (
 from jaxmoe.shapes import Params
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import Mxfp4
+from pallas_kernels.token_logprobs import listed_logits
 
 _TENSOR: Names = ("tensor",)
 
@@ -399,7 +400,7 @@ class MeshOps:
             axes=cuts[1],
             copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
         )
-        is_default = inner is layers.token_listed_logits
+        is_default = inner is listed_logits
         ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
         run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, ids_BTK, jnp.asarray(temperature, jnp.float32))

@@ -9,12 +9,7 @@ from pallas_kernels.token_logprobs.divergence import (
     merge_divergence_statistics,
     vocabulary_divergences,
 )
-from pallas_kernels.token_logprobs.listed import (
-    listed_gradients,
-    listed_logits,
-    listed_statistics,
-    merge_listed,
-)
+from pallas_kernels.token_logprobs.listed import listed_logits
 from pallas_kernels.token_logprobs.slices import (
     merge_statistics,
     token_gradients,
@@ -25,11 +20,8 @@ __all__ = [
     "divergence_gradients",
     "divergence_statistics",
     "finish_divergences",
-    "listed_gradients",
     "listed_logits",
-    "listed_statistics",
     "merge_divergence_statistics",
-    "merge_listed",
     "merge_statistics",
     "token_gradients",
     "token_logprobs",

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of K listed words, and of all others as one: what a list of a teacher is compared with.
 
-The words and the rest of the vocabulary are K + 1 outcomes, whose log-probs are the log-softmax of
-these K + 1 numbers. The rest is summed, and not 1 minus the words, whose float32 sum may be 1: the
-log-prob of the rest has the accuracy of any other, and a gradient of at most 1.
+The words and the tail, all other words, are K + 1 outcomes, whose log-probs are the log-softmax of
+these K + 1 numbers. The tail is summed, and not 1 minus the words, whose float32 sum may be 1: its
+log-prob has the accuracy of any other, and a gradient of at most 1.
 Logits are recomputed in blocks, forward and backward, as in `xla.py`.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import forbid_derivative
@@ -19,30 +16,29 @@ from pallas_kernels.token_logprobs.api import check_logprobs_arguments
 from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 from pallas_kernels.token_logprobs.xla import (
     MASKED_LOGIT,
-    TOKEN_BLOCK,
     VOCAB_BLOCK,
     block_logits,
     even_blocks,
     loop_blocks,
-    matmul_dtype,
+    map_token_blocks,
     stream_gradients,
-    take_tokens,
 )
 
 
 def listed_logits(
-    hidden_MD: Float[Array, "M D"],
+    hidden: Float[Array, "*B D"],
     w_head_DV: Float[Array, "D V"],
-    ids_MK: Int[Array, "M K"],
+    ids: Int[Array, "*B K"],
     *,
     temperature: Float[Array, ""] | float = 1.0,
     vocab_size: int | None = None,
-) -> tuple[Float[Array, "M K"], Float[Array, " M"]]:
-    """(z of each listed word, rest): z = hidden @ w_head / temperature, rest = log Σ e^z of the
+) -> tuple[Float[Array, "*B K"], Float[Array, "*B"]]:
+    """(z of each listed word, tail): z = hidden @ w_head / temperature, tail = log Σ e^z of the
     words that are not listed.
 
     Args:
-        ids_MK: different in each row; −1: no word, whose z is −1e30 without a gradient.
+        w_head_DV: read in the dtype of `hidden`.
+        ids: different for each token; −1: no word, whose z is −1e30 without a gradient.
         temperature: above 0; may be traced.
         vocab_size: number of columns that are words; more than K.
 
@@ -50,37 +46,33 @@ def listed_logits(
         most a block of 2^22.
     Raises: ValueError when the shapes do not fit.
     """
+    hidden_MD, ids_MK = (x.reshape(-1, x.shape[-1]) for x in (hidden, ids))
     hidden_MD, w_head_DV, _, words = check_logprobs_arguments(
-        hidden_MD, w_head_DV, ids_MK[:, 0], temperature, vocab_size
+        hidden_MD, w_head_DV.astype(hidden.dtype), ids_MK[:, 0], temperature, vocab_size
     )
-    temperature = jnp.asarray(forbid_derivative("temperature", temperature), jnp.float32)
 
-    def forward(hidden_MD, w_head_DV, ids_MK, temperature):
-        z_MK, rest_M = listed_statistics(
-            hidden_MD, w_head_DV, ids_MK, temperature=temperature, vocab_size=words
-        )
-        return z_MK, rest_M, rest_M
+    def forward(*operands: Array):
+        z_MK, tail_M = listed_statistics(*operands, vocab_size=words)
+        return z_MK, tail_M, tail_M
 
-    def gradients(hidden_MD, w_head_DV, ids_MK, temperature, *of_tokens):
-        options = {"temperature": temperature, "vocab_size": words}
-        return listed_gradients(hidden_MD, w_head_DV, ids_MK, *of_tokens, **options)
+    def gradients(hidden_MD, w_head_DV, ids_MK, temperature, tail_M, _, *cotangents):
+        inputs = hidden_MD, w_head_DV, ids_MK, tail_M, *cotangents
+        return listed_gradients(*inputs, temperature=temperature, vocab_size=words)
 
-    return logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, ids_MK, temperature)
+    tau = jnp.asarray(forbid_derivative("temperature", temperature), jnp.float32)
+    operands = hidden_MD, w_head_DV, ids_MK, tau
+    z_MK, tail_M = logprobs_with_gradients(forward, gradients, *operands)
+    return z_MK.reshape(ids.shape), tail_M.reshape(ids.shape[:-1])
 
 
 def listed_statistics(
-    hidden_MD: Array, w_slice_DV: Array, ids_MK: Array, *, temperature: Array, vocab_size: int
-) -> tuple[Float[Array, "M K"], Float[Array, " M"]]:
-    """`listed_logits` over a slice of the vocabulary; ids are columns of it, and a word of another
-    slice has z = −1e30. JAX does not compute their gradient."""
-    n_tokens, dtype = len(hidden_MD), matmul_dtype(hidden_MD, w_slice_DV)
-    rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
+    hidden_MD: Array, w_slice_DV: Array, ids_MK: Array, temperature: Array, vocab_size: int
+) -> tuple[Array, ...]:
+    """(z, tail) over a slice of the vocabulary; ids are columns of it, and a word of another slice
+    has z = −1e30. JAX does not compute their gradient."""
     columns, column_blocks = even_blocks(vocab_size, VOCAB_BLOCK)
 
-    def token_step(i, out):
-        row_start, _, (h, ids_bK) = take_tokens(i, rows, (hidden_MD, ids_MK))
-        h = h.astype(dtype)
-
+    def stream_block(h, ids_bK):
         def vocab_step(v, carry):
             z_bK, peak, total = carry
             z_bc, _, first, start = block_logits(h, w_slice_DV, temperature, v, columns, vocab_size)
@@ -92,51 +84,47 @@ def listed_statistics(
             total = jnp.exp(peak - new_peak) * total + jnp.exp(z_bc - new_peak[:, None]).sum(axis=1)
             return z_bK, new_peak, total
 
-        masked = jnp.full(rows, MASKED_LOGIT, jnp.float32)
-        first = jnp.full(ids_bK.shape, MASKED_LOGIT, jnp.float32), masked, jnp.zeros_like(masked)
+        masked_bK = jnp.full(ids_bK.shape, MASKED_LOGIT, jnp.float32)
+        first = masked_bK, masked_bK[:, 0], jnp.zeros(len(h), jnp.float32)
         z_bK, peak, total = loop_blocks(column_blocks, vocab_step, first)
-        write = partial(lax.dynamic_update_slice_in_dim, start_index=row_start, axis=0)
-        return write(out[0], z_bK), write(out[1], peak + jnp.log(total))
+        return z_bK, peak + jnp.log(total)
 
-    out = jnp.zeros(ids_MK.shape, jnp.float32), jnp.zeros(n_tokens, jnp.float32)
-    return out if n_tokens == 0 else loop_blocks(row_blocks, token_step, out)
+    out = tuple(jnp.zeros(shape, jnp.float32) for shape in (ids_MK.shape, len(hidden_MD)))
+    return map_token_blocks(stream_block, (hidden_MD, ids_MK), out)
 
 
-def merge_listed(
-    z_nMK: Float[Array, "n M K"], rest_nM: Float[Array, "n M"]
-) -> tuple[Float[Array, "M K"], Float[Array, " M"], Float[Array, " M"]]:
-    """(z, rest, rest) over a vocabulary, from the statistics of its n slices."""
-    rest_M = jax.nn.logsumexp(rest_nM, axis=0)
-    return z_nMK.max(axis=0), rest_M, rest_M
+def merge_listed(z_nMK: Array, tail_nM: Array) -> tuple[tuple[Array, Array], tuple[Array]]:
+    """((z, tail), what the gradients of slices need) over a vocabulary, from its n slices."""
+    tail_M = jax.nn.logsumexp(tail_nM, axis=0)
+    return (z_nMK.max(axis=0), tail_M), (tail_M,)
 
 
 def listed_gradients(
     hidden_MD: Array,
     w_slice_DV: Array,
     ids_MK: Array,
-    rest_M: Array,
-    _: Array,
+    tail_M: Array,
     dz_MK: Array,
-    drest_M: Array,
+    dtail_M: Array,
     dhidden_MD: Array | None = None,
     *,
     temperature: Array,
     vocab_size: int,
 ) -> tuple[Array, Array]:
-    """(dhidden in float32, dw) over a slice; rest_M is that of the complete vocabulary.
+    """(dhidden in float32, dw) over a slice; tail_M is that of the complete vocabulary.
 
-    The derivative by a word's logit is dz if it is listed, and drest · e^(z − rest) otherwise.
+    The derivative by a word's logit is dz if it is listed, and dtail · e^(z − tail) otherwise.
     """
 
     def find_slopes(z_bc, block, of_tokens, cotangents):
-        (ids_bK, rest), (dz_bK, drest) = of_tokens, cotangents
+        (ids_bK, tail), (dz_bK, dtail) = of_tokens, cotangents
         column_bK = _find_columns(ids_bK, block.first, block.start, block.size)
-        # A listed word may be far above the rest, and is masked before exp.
-        share_bc = jnp.exp(_put(z_bc, column_bK, MASKED_LOGIT) - rest[:, None])
-        return _put(drest[:, None] * share_bc, column_bK, dz_bK)
+        # A listed word may be far above the tail, and is masked before exp.
+        share_bc = jnp.exp(_put(z_bc, column_bK, MASKED_LOGIT) - tail[:, None])
+        return _put(dtail[:, None] * share_bc, column_bK, dz_bK)
 
     operands = hidden_MD, w_slice_DV, temperature, vocab_size
-    of_tokens, cotangents = (ids_MK, rest_M), (dz_MK, drest_M)
+    of_tokens, cotangents = (ids_MK, tail_M), (dz_MK, dtail_M)
     return stream_gradients(*operands, of_tokens, cotangents, find_slopes, dhidden_MD, VOCAB_BLOCK)
 
 

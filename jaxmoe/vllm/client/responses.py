@@ -77,28 +77,26 @@ def parse_prompt_lists(
     ids_TK = np.full((len(tokens), top_k), -1, np.int32)
     logp_TK = np.full(ids_TK.shape, NO_WORD, np.float32)
     for i in range(1, len(tokens) if top_k else 0):
-        row, field, ranked = response["prompt_logprobs"][i], f"prompt_logprobs[{i}]", []
-        for word, entry in row.items():
-            text, rank = str(word), entry.get("rank") if isinstance(entry, dict) else None
-            is_id = (
-                text.isdecimal() and len(text) <= len(str(vocab_size)) and f"{int(text)}" == text
+        row, field = response["prompt_logprobs"][i], f"prompt_logprobs[{i}]"
+        try:
+            ranked = sorted(
+                (entry["rank"], int(word), check_logp(entry["logprob"], field))
+                for word, entry in row.items()
+                if entry["rank"] <= top_k
             )
-            if not is_id or int(text) >= vocab_size:
-                raise RequestFailed(f"{field} must have ids below {vocab_size}, got {text[:20]!r}")
-            if type(rank) is int and rank <= top_k:
-                ranked.append((rank, int(text), check_logp(entry.get("logprob"), field)))
-        ranks, ids, logps = zip(*sorted(ranked), strict=True) if ranked else ((), (), ())
+        except (KeyError, TypeError, ValueError):
+            raise RequestFailed(f"{field} must have an id, a rank and a log-prob a word") from None
+        ranks, ids, logps = ([entry[n] for entry in ranked] for n in range(3))
+        problem = ""
         # The prompt's own token is one more, if it is not among the likeliest.
-        if ranks != (*range(1, top_k + 1),) or len(row) != top_k + (tokens[i] not in ids):
-            raise RequestFailed(
-                f"{field} must list the {top_k} likeliest words by rank, and the prompt's token; "
-                f"it has {len(row)} words, with ranks {format_value(ranks)}"
-            )
-        if math.fsum(map(math.exp, logps)) > 1 + SUM_ROUNDING or (np.diff(logps) > 0).any():
-            raise RequestFailed(
-                f"{field} must list words of falling log-probs, whose probabilities add up to at "
-                f"most 1, got {format_value(logps)}"
-            )
+        if ranks != [*range(1, top_k + 1)] or len(row) != top_k + (tokens[i] not in ids):
+            problem = f"the {top_k} likeliest words by rank, and the prompt's token"
+        elif len({*ids}) < top_k or min(ids) < 0 or max(ids) >= vocab_size:
+            problem = f"different ids below {vocab_size}"
+        elif sum(map(math.exp, logps)) > 1 + SUM_ROUNDING or logps != sorted(logps, reverse=True):
+            problem = "falling log-probs, of probabilities that add up to at most 1"
+        if problem:
+            raise RequestFailed(f"{field} must have {problem}, got {format_value(ranked)}")
         ids_TK[i], logp_TK[i] = ids, logps
     return ids_TK, logp_TK
 

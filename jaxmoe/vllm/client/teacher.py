@@ -156,8 +156,8 @@ def open_teacher_server(cfg: Config) -> TeacherServer:
     or returns no log-probs of a prompt.
     """
     url = cfg.distill.teacher.rstrip("/").removesuffix("/v1")
-    top_k, sizes = cfg.distill.top_k, (cfg.distill.top_k, cfg.model.vocab_size)
-    server = TeacherServer(url, cfg.distill.timeout_s, "", *sizes)
+    top_k, vocab_size = cfg.distill.top_k, cfg.model.vocab_size
+    server = TeacherServer(url, cfg.distill.timeout_s, top_k=top_k, vocab_size=vocab_size)
     tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     try:
         with closing(server.open_client(min(START_TIMEOUT_S, server.timeout_s))) as client:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.losses.distillation import MIN_REST, NO_WORD, listed_divergences
+from jaxmoe.losses.distillation import MIN_TAIL, NO_WORD, listed_divergences
 
 VOCAB, K = 7, 3
 
@@ -130,10 +130,10 @@ def test_peaked_distributions_have_finite_gradients():
         (reverse, forward), dreverse, dforward = run(z, logq, np.argsort(-logq)[:K])
         numbers = [reverse, forward, *dreverse, *dforward]
         assert all(np.isfinite(x).all() for x in numbers)
-        # Each of them is a probability times a log-ratio, which MIN_REST bounds.
-        limit = 1 + max(float(-logq.min()), -np.log(MIN_REST))
+        # Each of them is a probability times a log-ratio, which MIN_TAIL bounds.
+        limit = 1 + max(float(-logq.min()), -np.log(MIN_TAIL))
         assert max(np.abs(x).max() for x in (*dreverse, *dforward)) <= limit
-    # The rest of a peaked teacher is MIN_REST at most too small, and a bound still.
+    # The rest of a peaked teacher is MIN_TAIL at most too small, and a bound still.
     (reverse, _), *_ = run(flat, log_softmax(beyond), np.arange(K))
     assert float(reverse[0, 0]) <= kl(log_softmax(flat), log_softmax(beyond))
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import MeshConfig, ModelConfig
-from jaxmoe.model.layers import token_divergences, token_listed_logits
+from jaxmoe.model.layers import token_divergences
 from jaxmoe.model.ops import plain_ops
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
+from pallas_kernels.token_logprobs import listed_logits
 
 B, T, D, V = 8, 6, 24, 2400
 CFG = ModelConfig(
@@ -100,13 +101,13 @@ def draw_lists():
     return jnp.asarray(ids, jnp.int32)
 
 
-def listed_values_and_gradients(listed_logits):
+def listed_values_and_gradients(run_op):
     (hidden, head, *_), cotangents = draw_arrays()
     ids, dwords = draw_lists(), jax.random.normal(jax.random.key(6), (B, T, K))
 
     def run(hidden, head):
         options = {"temperature": jnp.float32(TEMPERATURE), "vocab_size": V - 5}
-        out, pull = jax.vjp(lambda *x: listed_logits(*x, ids, **options), hidden, head)
+        out, pull = jax.vjp(lambda *x: run_op(*x, ids, **options), hidden, head)
         return *out, *pull((dwords, cotangents[0]))
 
     return jax.jit(run)(hidden, head)
@@ -114,10 +115,10 @@ def listed_values_and_gradients(listed_logits):
 
 @pytest.mark.parametrize("name", [*MESHES, "own"])
 def test_a_meshs_listed_logits_are_those_of_one(name):
-    own = partial(token_listed_logits)  # an op of the user's, which gets the complete head
+    own = partial(listed_logits)  # an op of the user's, which gets the complete head
     one = replace(plain_ops(), listed_logits=own) if name == "own" else plain_ops()
     ops = sharded_ops(one, make_mesh(MESHES.get(name, MESHES["expert"])), CFG)
-    want = listed_values_and_gradients(token_listed_logits)
+    want = listed_values_and_gradients(listed_logits)
     got = listed_values_and_gradients(ops.listed_logits)
     for name, x, y in zip(("words", "rest", "dhidden", "dhead"), got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=name)

@@ -18,8 +18,7 @@ WIDTH, MASKED = 13, -1e30
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Two blocks of tokens and two of words, which overlap, at small sizes."""
-    for module in (xla, listed):
-        monkeypatch.setattr(module, "TOKEN_BLOCK", 128)
+    monkeypatch.setattr(xla, "TOKEN_BLOCK", 128)
     monkeypatch.setattr(listed, "VOCAB_BLOCK", 256)
 
 

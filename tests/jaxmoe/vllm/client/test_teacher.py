@@ -236,8 +236,8 @@ def test_lists_of_all_words_teach_as_weights_do(tmp_path):
     with run_teacher(answer, top_k=words) as url:
         folder = teacher_folder.write_teacher(tmp_path / "teacher")
         for name, teacher in (("served", (url, words)), ("read", (folder, 0))):
-            given = [f"distill.{n}={x}" for n, x in zip(("teacher", "top_k"), teacher, strict=True)]
-            assert train_here(arguments(tmp_path / name, *settings, *given)) == 0
+            typed = [f"distill.{n}={x}" for n, x in zip(("teacher", "top_k"), teacher, strict=True)]
+            assert train_here(arguments(tmp_path / name, *settings, *typed)) == 0
             rows = lines(tmp_path / name)
             runs[name] = [row for row in rows if row["stage"] == "rl" and "loss" in row]
     assert len(runs["read"]) == 2
