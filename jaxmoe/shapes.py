@@ -8,7 +8,7 @@ An array's name ends in its shape, and einsum strings use the same letters:
     D model width      N query heads          K kv heads        G query heads per kv head (N = K*G)
     H head size        E experts              A active experts  F expert hidden width
     V vocabulary       L layers               P prompts         R samples per prompt
-    J turns of an episode
+    J turns of an episode                     K of a teacher: the words that it lists
     W window (keys a query may read, itself included)           C cache slots
 
 Scalars and trees have no suffix. A lower-case letter is one device's shard of that

@@ -62,6 +62,10 @@ class Batch:
     recorded: dict[str, Leaf] = field(default_factory=dict)
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     teacher_logp_BT: Leaf = None  # float32; a teacher; of a server from the start
+    # The K words that a server lists as the likeliest at each token: int32 ids, −1 for no word, and
+    # float32 log-probs, NO_WORD of jaxmoe.losses.distillation for none.
+    teacher_top_ids_BTK: Leaf = None
+    teacher_top_logp_BTK: Leaf = None
     old_values_BT: Leaf = None  # float32; the critic's values before the update
     bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
     advantages_BT: Leaf = None  # float32

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jaxmoe.batches.batch import Batch, map_rows
 from jaxmoe.losses.aggregation import token_total
+from jaxmoe.losses.distillation import NO_WORD
 from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.shapes import Leaf, Metrics
 
@@ -83,6 +84,8 @@ class PackedRows:
     old_experts_BTLA: Leaf
     token_index_BT: Leaf  # int32 into the flattened rows; valid for this microbatch's tokens
     last_segment_ids_BT: Leaf = None  # the last segment that sees each token; None: its own
+    teacher_top_ids_BTK: Leaf = None
+    teacher_top_logp_BTK: Leaf = None
 
 
 def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Packing:
@@ -219,23 +222,25 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     # Tokens of other microbatches get an index past the end, which the scatter below drops.
     target_M = jnp.where(is_stored_BT, token_index_BT, size).reshape(-1)
 
-    def pack_array(x: Array, empty: int = 0) -> Array:
+    def pack_array(x: Array, empty: float = 0) -> Array:
         flat = jnp.full((size, *x.shape[2:]), empty, x.dtype)
         flat = flat.at[target_M].set(x.reshape(-1, *x.shape[2:]), mode="drop")
         return flat.reshape(packing.rows, row_length, *x.shape[2:])
 
-    def pack_experts(experts_BTLA: Leaf) -> Array | None:
-        return None if experts_BTLA is None else pack_array(experts_BTLA, UNKNOWN_EXPERT)
+    def pack_known(x: Leaf, empty: float) -> Array | None:
+        return None if x is None else pack_array(x, empty)
 
     packed = PackedRows(
         pack_array(jnp.asarray(batch.tokens_BT)),
         pack_array(jnp.asarray(batch.positions_BT)),
         pack_array(jnp.broadcast_to(segment_BT, segments_BT.shape)),
-        pack_experts(batch.routed_experts_BTLA),
-        pack_experts(batch.old_experts_BTLA),
+        pack_known(batch.routed_experts_BTLA, UNKNOWN_EXPERT),
+        pack_known(batch.old_experts_BTLA, UNKNOWN_EXPERT),
         # Other tokens read index 0. Any valid index would do, because the masks exclude them.
         jnp.where(is_token_BT, token_index_BT, 0),
-        None if last_segment_BT is None else pack_array(last_segment_BT),
+        pack_known(last_segment_BT, 0),
+        pack_known(batch.teacher_top_ids_BTK, -1),
+        pack_known(batch.teacher_top_logp_BTK, NO_WORD),
     )
     mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]
     part = replace(

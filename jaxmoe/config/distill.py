@@ -33,6 +33,12 @@ class DistillConfig(Section, key="distill"):
     forward_kl_coef: float = setting(
         0.0, "weight of kl(teacher, policy) over the vocabulary, in the loss", at_least(0)
     )
+    top_k: int = setting(
+        0,
+        "words of the vocabulary, the teacher's likeliest at each token, that a vLLM returns; 0: "
+        "the sampled token alone",
+        at_least(0),
+    )
     reward_coef: float = setting(
         1.0, "weight of the rewards' advantages; 0: the teacher alone", at_least(0)
     )
@@ -67,7 +73,7 @@ def check_distill(cfg: "Config") -> None:
     """Raise ConfigError for settings that do not work with a teacher, or without one."""
     d = cfg.distill
     if not d.teacher:
-        for name in (*COEFS, "warmup_share", "anneal_steps"):
+        for name in (*COEFS, "top_k", "warmup_share", "anneal_steps"):
             require(
                 not getattr(d, name),
                 f"distill.{name} ({getattr(d, name)}) needs a teacher, and there is none. Try "
@@ -86,9 +92,19 @@ def check_distill(cfg: "Config") -> None:
         "distill.teacher=http://127.0.0.1:8000.",
     )
     server(
-        not (d.is_url and d.compares_vocabulary),
-        "distill.reverse_kl_coef=0.0 distill.forward_kl_coef=0.0 distill.advantage_coef=1.0",
-        "a server tells the log-probs of given tokens, and not of the vocabulary",
+        not (d.is_url and d.compares_vocabulary) or d.top_k > 0,
+        "distill.top_k=20",
+        "a server returns log-probs of the likeliest words, and not of the vocabulary",
+    )
+    require(
+        d.top_k == 0 or d.is_url,
+        f"distill.top_k ({d.top_k}) is for a server; distill.teacher={d.teacher} is compared over "
+        "the whole vocabulary. Try --set distill.top_k=0.",
+    )
+    require(
+        d.top_k < cfg.model.vocab_size,
+        f"distill.top_k ({d.top_k}) must be below model.vocab_size ({cfg.model.vocab_size}): the "
+        "words that are not listed are one more outcome. Try --set distill.top_k=20.",
     )
     server(
         not d.is_url or cfg.rollout.temperature == 1.0,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.losses.distillation import listed_divergences
 from jaxmoe.model.layers import is_in_vocabulary
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
@@ -70,6 +71,32 @@ def sequence_divergences(
             temperature=forbid_derivative("temperature", temperature),
             vocab_size=cfg.vocab_size,
         )
+    return shift_right(reverse_BT), shift_right(forward_BT)
+
+
+def sequence_listed_divergences(
+    params: Params,
+    hidden_BTD: Float[Array, "B T D"],
+    ids_BTK: Int[Array, "B T K"],
+    teacher_logp_BTK: Float[Array, "B T K"],
+    cfg: ModelConfig,
+    ops: Ops,
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return `listed_divergences` from a teacher that lists words and their log-probs at each
+    token; 0 in column 0, as in `sequence_logprobs`."""
+    # Shifted as the targets of `sequence_logprobs`.
+    ids_BTK, teacher_logp_BTK = (jnp.roll(x, -1, axis=1) for x in (ids_BTK, teacher_logp_BTK))
+    with jax.named_scope("divergences"):
+        words_BTK, tail_BT = ops.listed_logits(
+            hidden_BTD,
+            params["head"],
+            ids_BTK,
+            temperature=forbid_derivative("temperature", temperature),
+            vocab_size=cfg.vocab_size,
+        )
+    reverse_BT, forward_BT = listed_divergences(words_BTK, tail_BT, teacher_logp_BTK)
     return shift_right(reverse_BT), shift_right(forward_BT)
 
 

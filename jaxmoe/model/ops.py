@@ -49,6 +49,7 @@ from pallas_kernels import (
 from pallas_kernels.check.choice import invariant_impls, requested_impls
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
+from pallas_kernels.token_logprobs import listed_logits
 
 ArrayPair = tuple[Array, Array]
 INPUT_NAME = "layer_period_input"  # the name that a jax.checkpoint policy selects it by
@@ -80,6 +81,8 @@ class Ops:
     logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
     divergences: Callable[..., ArrayPair]  # layers.token_divergences: from a teacher
+    # pallas_kernels.token_logprobs.listed_logits: of a teacher's words, and of all others as one
+    listed_logits: Callable[..., ArrayPair]
     # layers.keep_sampled_logprobs: the log-prob and log of the kept mass that a rollout stores
     sampled_logprobs: Callable[..., Any]
     # Rematerialization of a period of layers: no_remat; jax.checkpoint, which saves its input and
@@ -106,6 +109,7 @@ def plain_ops() -> Ops:
         logits=head_logits,
         logprobs=target_logprobs,
         divergences=token_divergences,
+        listed_logits=listed_logits,
         sampled_logprobs=keep_sampled_logprobs,
         remat=no_remat,
     )

@@ -26,7 +26,7 @@ from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, block_specs, param_specs
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
-from jaxmoe.parallel.divergence import divergences_sharded
+from jaxmoe.parallel.divergence import divergences_sharded, listed_logits_sharded
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
 from jaxmoe.parallel.rounding import gather_packed, matrix_specs
@@ -45,6 +45,7 @@ from jaxmoe.parallel.sharding import (
 from jaxmoe.shapes import Params
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import Mxfp4
+from pallas_kernels.token_logprobs import listed_logits
 
 _TENSOR: Names = ("tensor",)
 
@@ -90,6 +91,7 @@ def sharded_ops(
         logits=WrappedOp(mesh_ops.logits, ops.logits),
         logprobs=WrappedOp(mesh_ops.logprobs, ops.logprobs),
         divergences=WrappedOp(mesh_ops.divergences, ops.divergences),
+        listed_logits=WrappedOp(mesh_ops.listed_logits, ops.listed_logits),
     )
 
 
@@ -373,6 +375,35 @@ class MeshOps:
         run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
         temperature = jnp.asarray(temperature, jnp.float32)
         return run(hidden_BTD, w_DV, teacher_hidden_BTU, teacher_head_UV, temperature)
+
+    def listed_logits(
+        self,
+        inner: Callable[..., Any],
+        hidden_BTD: Array,
+        w_DV: Array,
+        ids_BTK: Array,
+        *,
+        temperature: Any,
+        vocab_size: int,
+    ) -> tuple[Array, Array]:
+        """Compute logits of listed words over a streamed head; a custom `inner` receives the
+        unsharded head."""
+        cuts, tokens = self.cut_axes(self.specs["head"]), mesh_spec(*self.tokens)
+
+        def run_full(h_btD: Array, w_Dv: Array, ids_btK: Array, tau: Array) -> Any:
+            w_DV = gather_param(w_Dv, cuts, h_btD.dtype)
+            return inner(h_btD, w_DV, ids_btK, temperature=tau, vocab_size=vocab_size)
+
+        streamed = partial(
+            listed_logits_sharded,
+            vocab_size=vocab_size,
+            axes=cuts[1],
+            copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
+        )
+        is_default = inner is listed_logits
+        ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
+        run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
+        return run(hidden_BTD, w_DV, ids_BTK, jnp.asarray(temperature, jnp.float32))
 
     def sampled_logprobs(
         self,

@@ -104,30 +104,24 @@ def target_logprobs_sharded(
     Numerics: float32, as for `jaxmoe.model.layers.target_logprobs`. The head travels in the dtype
     of the hidden states; its gradient is rounded to that on each device and summed in float32.
     """
-    batch, time, width = hidden_btD.shape
-    hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
-    # Devices along `copies` have the same tokens and would otherwise all compute the same
-    # log-probs.
-    per_token: Any = _stream_logprobs(
-        take_share(hidden_mD, copies),
-        w_Dv,
-        take_share(targets_m, copies),
-        jnp.asarray(temperature, jnp.float32),
-        vocab_size,
-        axes,
-        impl,
+    gradients = partial(token_gradients, impl=impl)
+    passes = Passes(gather_targets, partial(token_statistics, impl=impl), _merge_slices, gradients)
+    per_token = stream_tokens(
+        (hidden_btD, targets_bt),
+        (w_Dv,),
+        temperature,
+        passes=passes,
+        vocab_size=vocab_size,
+        axes=axes,
+        copies=copies,
     )
     last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _count_devices(
         (sequence_axis,)
     )
+    time = hidden_btD.shape[1]
     is_last_t = (jnp.arange(time) + 1 == time) & last
-
-    def finish_tokens(x_m: Array) -> Array:
-        x_bt = gather_tokens(x_m, batch * time, copies).reshape(batch, time)
-        return jnp.where(is_last_t[None, :], jnp.nan, x_bt)
-
-    logp_m, entropy_m = per_token
-    return finish_tokens(logp_m), finish_tokens(entropy_m)
+    logp_bt, entropy_bt = (jnp.where(is_last_t[None, :], jnp.nan, x_bt) for x_bt in per_token)
+    return logp_bt, entropy_bt
 
 
 def logprobs_impl(logprobs: Callable[..., Any]) -> Impl | None:
@@ -216,90 +210,96 @@ def gather_tokens(x_m: Array, tokens: int, copies: Names) -> Array:
     return full[:tokens]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _stream_logprobs(
-    hidden_mD: Array,
-    w_Dv: Array,
-    targets_m: Array,
-    temperature: Array,
+class Passes(NamedTuple):
+    """Two values of each token, such as log-prob and entropy, from chunks of sharded heads."""
+
+    gather: Callable[..., Any]  # (*tokens, *heads, first, size, axes) -> operands of a chunk
+    statistics: Callable[..., Any]  # (*operands, temperature=…, vocab_size=…)
+    merge: Callable[..., Any]  # of statistics, stacked: (values, of_tokens)
+    # (*operands, *of_tokens, *cotangents, dhidden, temperature=…, vocab_size=…) -> (dhidden, dw)
+    gradients: Callable[..., Any]
+
+
+def stream_tokens(
+    tokens: tuple[Array, ...],
+    heads: tuple[Array, ...],
+    temperature: float | Array,
+    *,
+    passes: Passes,
     vocab_size: int,
     axes: Names,
-    impl: Impl,
-) -> tuple[Array, Array]:
-    """Return logp and entropy of this device's tokens, one chunk of the head at a time."""
-    return _stream_forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, impl)[0]
+    copies: Names = (),
+) -> tuple[Array, ...]:
+    """Return both values of each token, one chunk of the heads at a time.
+
+    Args:
+        tokens: arrays [b, t, …], hidden states first: they alone have a gradient.
+        heads: shards of as many columns each; the first alone has a gradient.
+    """
+    batch, time, _ = tokens[0].shape
+    # Devices along `copies` have the same tokens and would otherwise all compute the same values.
+    shares = tuple(take_share(x.reshape(batch * time, *x.shape[2:]), copies) for x in tokens)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    per_token: Any = _stream(vocab_size, axes, passes, shares, heads, temperature)
+    values = (gather_tokens(x_m, batch * time, copies) for x_m in per_token)
+    return tuple(x.reshape(batch, time, *x.shape[1:]) for x in values)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _stream(vocab_size: int, axes: Names, passes: Passes, *arrays: Any) -> tuple[Array, Array]:
+    return _stream_forward(vocab_size, axes, passes, *arrays)[0]
 
 
 def _stream_forward(
-    hidden_mD: Array,
-    w_Dv: Array,
-    targets_m: Array,
-    temperature: Array,
-    vocab_size: int,
-    axes: Names,
-    impl: Impl,
+    vocab_size: int, axes: Names, passes: Passes, tokens: Any, heads: Any, temperature: Array
 ) -> tuple[tuple[Array, Array], Any]:
     def scan_chunk(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
-        w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
-        return None, token_statistics(
-            hidden_mD, w_DC, column_m, temperature=temperature, vocab_size=words, impl=impl
-        )
+        operands = passes.gather(*tokens, *heads, first, size, axes)
+        return None, passes.statistics(*operands, temperature=temperature, vocab_size=words)
 
-    # Statistics of each chunk are stacked and merged once, after the scan: they are three numbers a
+    # Statistics of each chunk are stacked and merged once, after the scan: they are a few numbers a
     # token.
     parts = [
         lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
-        for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes)
+        for size, words, firsts in group_chunks(heads, vocab_size, axes)
     ]
-    logp_m, entropy_m, lse_m = merge_statistics(
-        *(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True))
-    )
-    saved = (hidden_mD, w_Dv, targets_m, temperature, lse_m, entropy_m)
-    return (logp_m, entropy_m), saved
+    values, of_tokens = passes.merge(*(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True)))
+    return values, (tokens, heads, temperature, of_tokens)
 
 
 def _stream_backward(
-    vocab_size: int, axes: Names, impl: Impl, saved: Any, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None, Array]:
+    vocab_size: int, axes: Names, passes: Passes, saved: Any, cotangents: tuple[Array, Array]
+) -> tuple[Any, Any, Array]:
     """Gather each chunk again and reduce-scatter its gradient in float32 to its owners."""
-    hidden_mD, w_Dv, targets_m, temperature, lse_m, entropy_m = saved
+    tokens, heads, temperature, of_tokens = saved
 
     def scan_chunk(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
         # Storing the gathered chunks for the backward pass would store the unsharded head.
-        w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
-        dhidden, dw_DC = token_gradients(
-            hidden_mD,
-            w_DC,
-            column_m,
-            lse_m,
-            entropy_m,
-            *cotangents,
-            dhidden,
-            temperature=temperature,
-            vocab_size=words,
-            impl=impl,
-        )
+        operands = passes.gather(*tokens, *heads, first, size, axes)
+        inputs = *operands, *of_tokens, *cotangents, dhidden
+        dhidden, dw_DC = passes.gradients(*inputs, temperature=temperature, vocab_size=words)
         dw = lax.dynamic_update_slice_in_dim(dw, scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
 
     # Both sums run over many chunks or devices, so they are float32 and round once, at the end.
-    carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
-    for size, words, firsts in group_chunks(w_Dv.shape, vocab_size, axes):
+    carry = tuple(jnp.zeros(x.shape, jnp.float32) for x in (tokens[0], heads[0]))
+    for size, words, firsts in group_chunks(heads, vocab_size, axes):
         carry, _ = lax.scan(partial(scan_chunk, size=size, words=words), carry, firsts)
-    dhidden, dw = carry
-    return dhidden.astype(hidden_mD.dtype), dw.astype(w_Dv.dtype), None, jnp.zeros_like(temperature)
+    dhidden, dw = (x.astype(y.dtype) for x, y in zip(carry, (tokens[0], heads[0]), strict=True))
+    no_dtokens, no_dheads = ((None,) * (len(x) - 1) for x in (tokens, heads))
+    return (dhidden, *no_dtokens), (dw, *no_dheads), jnp.zeros_like(temperature)
 
 
-_stream_logprobs.defvjp(_stream_forward, _stream_backward)
+_stream.defvjp(_stream_forward, _stream_backward)
 
 
 def group_chunks(
-    shape: tuple[int, ...], vocab_size: int, axes: Names
+    heads: tuple[Array, ...], vocab_size: int, axes: Names
 ) -> list[tuple[int, int, Int[Array, " n"]]]:
-    """Group chunks of a shard of this shape that differ only in their first column: their size,
-    words and first columns."""
-    width, columns = shape
+    """Group chunks of these shards that differ only in their first column: their size, words and
+    first columns. A chunk of several heads is as large as one of a single head."""
+    width, columns = sum(len(w) for w in heads), heads[0].shape[1]
     chunks = head_chunks(width, columns, _count_devices(axes), vocab_size)
     return [
         (size, words, jnp.asarray([chunk.first for chunk in group], jnp.int32))
@@ -308,23 +308,29 @@ def group_chunks(
     ]
 
 
-def _gather_chunk(
-    w_Dv: Array, targets_m: Array, first: Array, size: int, axes: Names, dtype: Any
-) -> tuple[Array, Array]:
-    """Return a gathered chunk of the head, and the targets as its columns; −1 for others."""
-    w_Dc = lax.dynamic_slice_in_dim(w_Dv, first, size, axis=1)
-    shard_m, column_m = targets_m // w_Dv.shape[1], targets_m % w_Dv.shape[1] - first
-    is_in_chunk_m = (column_m >= 0) & (column_m < size)
-    gathered_column_m = jnp.where(is_in_chunk_m, shard_m * size + column_m, -1)
-    return gather_columns(w_Dc.astype(dtype), axes), gathered_column_m
+def _merge_slices(*statistics: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    logp_m, entropy_m, lse_m = merge_statistics(*statistics)
+    return (logp_m, entropy_m), (lse_m, entropy_m)
+
+
+def gather_targets(
+    hidden_mD: Array, targets: Array, w_Dv: Array, first: Array, size: int, axes: Names
+) -> tuple[Array, Array, Array]:
+    """Return hidden states, a gathered chunk of the head, and the targets, [m] or [m, K], as its
+    columns; a negative number for others."""
+    shard, column = targets // w_Dv.shape[1], targets % w_Dv.shape[1] - first
+    is_in_chunk = (column >= 0) & (column < size)
+    gathered_column = jnp.where(is_in_chunk, shard * size + column, -1)
+    return hidden_mD, gather_columns(w_Dv, first, size, hidden_mD.dtype, axes), gathered_column
 
 
 # Both functions stack shards on a new first axis, as collectives lay them out. Stacking along
 # columns would make compilers transpose the full parameter and keep the copy.
 
 
-def gather_columns(w_Dc: Array, axes: Names) -> Array:
-    """Return the columns of all devices."""
+def gather_columns(w_Dv: Array, first: Array, size: int, dtype: Any, axes: Names) -> Array:
+    """Return a chunk of the columns of all devices."""
+    w_Dc = lax.dynamic_slice_in_dim(w_Dv, first, size, axis=1).astype(dtype)
     if not axes:
         return w_Dc
     return jnp.moveaxis(lax.all_gather(w_Dc, axes), 0, 1).reshape(w_Dc.shape[0], -1)

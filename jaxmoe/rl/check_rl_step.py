@@ -144,10 +144,12 @@ def check_inputs(
 def check_teacher(state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer) -> None:
     """Raise ConfigError if the loss takes a teacher's arrays, and the step has no such teacher."""
     frozen, logp_BT = state.frozen, batch.teacher_logp_BT
+    lists = batch.teacher_top_ids_BTK, batch.teacher_top_logp_BTK
     has_weights = any(x is not None for x in (frozen.teacher, frozen.reference, frozen.base))
     has_model = scorer.teacher is not None and has_weights
+    lacks_list = a.needs_divergences and lists[0] is None
     require(
-        has_model or not (a.needs_divergences or (a.needs_teacher_logp and logp_BT is None)),
+        has_model or not (lacks_list or (a.needs_teacher_logp and logp_BT is None)),
         "a loss that takes a teacher's arrays needs a teacher, and the step has none. Try "
         "Scorer(teacher=Scorer(model, ops)) and rl_step(state, batch, None, None, params, …).",
     )
@@ -161,6 +163,12 @@ def check_teacher(state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer)
         logp_BT is None or logp_BT.shape == np.shape(batch.tokens_BT),
         f"batch.teacher_logp_BT must have shape {np.shape(batch.tokens_BT)}, got "
         f"{getattr(logp_BT, 'shape', None)}.",
+    )
+    ids_shape, top_shape = (getattr(x, "shape", None) for x in lists)
+    require(
+        ids_shape == top_shape and (not ids_shape or ids_shape[:-1] == np.shape(batch.tokens_BT)),
+        "batch.teacher_top_ids_BTK and teacher_top_logp_BTK must both have K words for each of the "
+        f"{np.shape(batch.tokens_BT)} tokens, got {ids_shape} and {top_shape}.",
     )
 
 

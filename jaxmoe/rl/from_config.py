@@ -81,7 +81,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
     available = {"ref_logp_BT": loss.kl_coef > 0, "teacher_logp_BT": bool(cfg.distill.teacher)}
     available |= dict.fromkeys(
         ("teacher_reverse_kl_BT", "teacher_forward_kl_BT"),
-        bool(cfg.distill.teacher) and not cfg.distill.is_url,
+        bool(cfg.distill.teacher) and (not cfg.distill.is_url or cfg.distill.top_k > 0),
     )
     available |= dict.fromkeys(
         ("routed_experts_BTLA", "load_LE", "switched_BT"), cfg.records_experts
@@ -126,6 +126,12 @@ def _check_teacher_acts(cfg: Config, a: Algorithm) -> None:
         f"distill.teacher={cfg.distill.teacher} needs a weight in the loss, got "
         "distill.advantage_coef=0.0, distill.reverse_kl_coef=0.0 and distill.forward_kl_coef=0.0. "
         "Try --set distill.advantage_coef=1.0, or --set distill.teacher=.",
+    )
+    require(
+        cfg.distill.top_k == 0 or a.needs_divergences,
+        f"distill.top_k ({cfg.distill.top_k}) needs a divergence in the loss, got "
+        "distill.reverse_kl_coef=0.0 and distill.forward_kl_coef=0.0. Try --set "
+        "distill.reverse_kl_coef=0.1, or --set distill.top_k=0.",
     )
 
 

@@ -210,7 +210,9 @@ def policy_loss(
 ) -> tuple[Array, LossAux]:
     """Return the loss of one (micro)batch by `sum_terms`, and the arrays that its metrics need."""
     params = scorer.full_params(params, frozen)
-    teacher = (scorer.full_teacher(frozen),) if algorithm.needs_divergences else ()
+    # Words that a teacher listed are in the batch; its weights are on a server.
+    has_model = algorithm.needs_divergences and batch.teacher_top_ids_BTK is None
+    teacher = (scorer.full_teacher(frozen),) if has_model else ()
     out = scorer.score_policy(params, batch, *teacher)
     if algorithm.critic == "own":
         out |= scorer.score_values(params, batch)

@@ -17,7 +17,11 @@ from jaxmoe.batches.batch import Batch
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.check_ops import check_recorded
-from jaxmoe.model.head import sequence_divergences, shift_right
+from jaxmoe.model.head import (
+    sequence_divergences,
+    sequence_listed_divergences,
+    shift_right,
+)
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import block_specs
 from jaxmoe.model.rounded import map_experts
@@ -78,8 +82,8 @@ class Scorer:
         self, params: Trained, batch: Batch, teacher: Params | None = None
     ) -> dict[str, Array]:
         """Return logp_BT and entropy_BT, `critic_values` of a critic that shares the layers, and
-        the arrays that `ops.record` recorded, [B, T, L, …] (`recorded_rows`); of a teacher also
-        teacher_reverse_kl_BT and teacher_forward_kl_BT."""
+        the arrays that `ops.record` recorded, [B, T, L, …] (`recorded_rows`); of a teacher, or of
+        words that it listed in the batch, also teacher_reverse_kl_BT and teacher_forward_kl_BT."""
         hidden_BTD, recorded = self.run_forward(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
@@ -93,27 +97,31 @@ class Scorer:
         out = {"logp_BT": unpack_rows(logp_BT, batch), "entropy_BT": unpack_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= critic_values(params, hidden_BTD, batch)
-        if teacher is not None:
+        if teacher is not None or rows.teacher_top_ids_BTK is not None:
             out |= self.score_divergences(params.policy, hidden_BTD, teacher, batch)
         return out | {name: unpack_rows(x, batch) for name, x in recorded_rows(recorded).items()}
 
     def score_divergences(
-        self, policy: Params, hidden_BTD: Float[Array, "_ _ D"], teacher: Params, batch: Batch
+        self,
+        policy: Params,
+        hidden_BTD: Float[Array, "_ _ D"],
+        teacher: Params | None,
+        batch: Batch,
     ) -> dict[str, Array]:
         """Return the divergences between the policy and the teacher, which has no gradient."""
-        assert self.teacher is not None
-        teacher = lax.stop_gradient(teacher)
-        # The same rows, so that packing and shared prompts are the teacher's too.
-        teacher_hidden_BTU, _ = self.teacher.run_forward(teacher, batch)
         names = "teacher_reverse_kl_BT", "teacher_forward_kl_BT"
-        divergences = sequence_divergences(
-            policy,
-            hidden_BTD,
-            teacher,
-            teacher_hidden_BTU,
-            self.model,
-            self.ops,
-            temperature=self.temperature,
+        rows = batch if batch.packed is None else batch.packed
+        if teacher is None:
+            compare: Callable[..., Any] = sequence_listed_divergences
+            of_teacher: Any = rows.teacher_top_ids_BTK, rows.teacher_top_logp_BTK
+        else:
+            assert self.teacher is not None
+            teacher = lax.stop_gradient(teacher)
+            # The same rows, so that packing and shared prompts are the teacher's too.
+            teacher_hidden_BTU, _ = self.teacher.run_forward(teacher, batch)
+            compare, of_teacher = sequence_divergences, (teacher, teacher_hidden_BTU)
+        divergences = compare(
+            policy, hidden_BTD, *of_teacher, self.model, self.ops, temperature=self.temperature
         )
         return {n: unpack_rows(x, batch) for n, x in zip(names, divergences, strict=True)}
 

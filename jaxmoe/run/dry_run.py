@@ -249,6 +249,7 @@ def _describe_teacher(cfg: Config) -> str:
         f"{d.advantage_coef:g} in advantages": d.advantage_coef,
         f"{d.reverse_kl_coef:g} kl(policy, teacher)": d.reverse_kl_coef,
         f"{d.forward_kl_coef:g} kl(teacher, policy)": d.forward_kl_coef,
+        f"of the teacher's {d.top_k} likeliest words": d.top_k,
         f"{d.warmup_share:g} of the warm start's loss": d.warmup_share,
         f"{d.reward_coef:g} of the rewards": d.reward_coef != 1.0,
         f"to 0 in {d.anneal_steps} steps": d.anneal_steps,

@@ -49,7 +49,7 @@ class Memory:
     table: int  # all rows of it, while sampling
     optimizer: int  # what the optimizer keeps, unless it is on the host
     reference: int  # trained weights as they were before RL, for the KL or as the teacher
-    teacher: int  # a second model
+    teacher: int  # a second model, or the words that a server lists
     engine_copy: int  # the engine's copy of the policy's weights
     gathered: (
         int  # gathered weights of a period of layers, except experts; their gradients in float32

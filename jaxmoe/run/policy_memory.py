@@ -27,9 +27,11 @@ def base_bytes(cfg: Config) -> tuple[int, int, int]:
 
 
 def teacher_bytes(cfg: Config) -> int:
-    """Bytes of a second model on one device; 0 if there is none, or it is on a server."""
+    """Bytes of a second model on one device, or of the words that a server lists for a batch: ids
+    and log-probs of four bytes each."""
     if not cfg.distill.has_folder:
-        return 0
+        tokens = cfg.rollout.sequences_per_step * cfg.context
+        return 8 * cfg.distill.top_k * tokens // (cfg.mesh.row_shards * cfg.mesh.sequence)
     teacher = find_teacher(cfg)
     packs = teacher.is_packed and cfg.mesh.devices == 1
     total = 0

@@ -167,7 +167,7 @@ def batch_shapes(
     if cfg.records_experts:
         dtype = expert_dtype(m.n_experts)
         routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
-    turns = array(jnp.int32, B, cfg.rollout.max_turns)
+    turns, top_k = array(jnp.int32, B, cfg.rollout.max_turns), cfg.distill.top_k
     takes_turns = not {*TURN_ARRAYS}.isdisjoint(a.array_names.advantages)
     batch = Batch(
         tokens_BT=array(jnp.int32, B, T),
@@ -184,6 +184,8 @@ def batch_shapes(
         routed_experts_BTLA=routed,
         packing=packing(B),
         teacher_logp_BT=array(jnp.float32, B, T) if cfg.distill.is_url else None,
+        teacher_top_ids_BTK=array(jnp.int32, B, T, top_k) if top_k else None,
+        teacher_top_logp_BTK=array(jnp.float32, B, T, top_k) if top_k else None,
         shared={"step": array(jnp.int32)},
     )
     if a.updates == 1:

@@ -9,6 +9,7 @@ from pallas_kernels.token_logprobs.divergence import (
     merge_divergence_statistics,
     vocabulary_divergences,
 )
+from pallas_kernels.token_logprobs.listed import listed_logits
 from pallas_kernels.token_logprobs.slices import (
     merge_statistics,
     token_gradients,
@@ -19,6 +20,7 @@ __all__ = [
     "divergence_gradients",
     "divergence_statistics",
     "finish_divergences",
+    "listed_logits",
     "merge_divergence_statistics",
     "merge_statistics",
     "token_gradients",

@@ -16,14 +16,13 @@ from pallas_kernels.arguments import as_floats, forbid_derivative
 from pallas_kernels.token_logprobs.api import check_logprobs_arguments
 from pallas_kernels.token_logprobs.xla import (
     MASKED_LOGIT,
-    TOKEN_BLOCK,
     VOCAB_BLOCK,
     block_logits,
     even_blocks,
     loop_blocks,
+    map_token_blocks,
     matmul_dtype,
     stream_gradients,
-    take_tokens,
 )
 
 COLUMNS = VOCAB_BLOCK // 2  # of a block: two models' logits take what one model's do
@@ -174,12 +173,9 @@ def divergence_statistics(
 ) -> tuple[PerToken, ...]:
     """(lse, mean of its logits minus the other's) of the student, then of the teacher, over a slice
     of the vocabulary."""
-    n_tokens = len(hidden_MD)
-    rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
     columns, column_blocks = even_blocks(vocab_size, COLUMNS)
 
-    def token_step(i, out):
-        start, _, hiddens = take_tokens(i, rows, (hidden_MD, teacher_hidden_MU))
+    def stream_block(*hiddens):
         models = [
             (h.astype(matmul_dtype(h, head)), head)
             for h, head in zip(hiddens, (w_head_DV, teacher_head_UV), strict=True)
@@ -192,15 +188,13 @@ def divergence_statistics(
             student, teacher = carry
             return _add_block(student, z_bc, q_bc), _add_block(teacher, q_bc, z_bc)
 
-        zero = jnp.zeros(rows, jnp.float32)
+        zero = jnp.zeros(len(hiddens[0]), jnp.float32)
         first = (jnp.full_like(zero, MASKED_LOGIT), zero, zero)
         sums: Any = loop_blocks(column_blocks, vocab_step, (first, first))
-        new = sum(map(_finish_sums, sums), ())
-        write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return tuple(write(o, n) for o, n in zip(out, new, strict=True))
+        return sum(map(_finish_sums, sums), ())
 
-    zero_M = jnp.zeros(n_tokens, jnp.float32)
-    return (zero_M,) * 4 if n_tokens == 0 else loop_blocks(row_blocks, token_step, (zero_M,) * 4)
+    zero_M = jnp.zeros(len(hidden_MD), jnp.float32)
+    return map_token_blocks(stream_block, (hidden_MD, teacher_hidden_MU), (zero_M,) * 4)
 
 
 def _add_block(sums: tuple[Array, Array, Array], z_bc: Array, other_bc: Array) -> tuple[Array, ...]:

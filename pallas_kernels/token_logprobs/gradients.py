@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_kernels.token_logprobs import signature as sig
 from pallas_kernels.token_logprobs import streamed
@@ -18,18 +19,19 @@ def logprobs_with_gradients(
     gradients: Callable[..., sig.Gradients],
     hidden_MD: sig.Hidden,
     w_head_DV: sig.Head,
-    targets_M: sig.Targets,
+    targets_M: Array,
     temperature: sig.Scalar,
-) -> sig.Result:
+) -> tuple[Array, Array]:
     """logp and entropy of forward(…) = (logp, entropy, lse), with the derivative by `gradients`.
 
     gradients(…, lse, entropy, dlogp, dentropy) returns (dhidden, dw_head), as `token_gradients`.
+    `listed.py` has targets [M, K], and in place of (logp, entropy, lse) its own three.
     """
     logp_M, entropy_M, _ = forward(hidden_MD, w_head_DV, targets_M, temperature)
     return logp_M, entropy_M
 
 
-def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[sig.Result, Any]:
+def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[Any, Any]:
     logp_M, entropy_M, lse_M = forward(*arrays)
     return (logp_M, entropy_M), (*arrays, lse_M, entropy_M)
 

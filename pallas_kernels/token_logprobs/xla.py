@@ -70,6 +70,20 @@ def take_tokens(i, size, arrays):
     return start, start + jnp.arange(size, dtype=jnp.int32) >= first, slices
 
 
+def map_token_blocks(
+    fn: Callable[..., tuple[Array, ...]], arrays: Sequence[Array], out: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """`out` with the results of fn(*rows of the arrays), a block of tokens at a time."""
+    size, count = even_blocks(len(arrays[0]), TOKEN_BLOCK)
+
+    def token_step(i, out):
+        start, _, rows = take_tokens(i, size, arrays)
+        write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return tuple(write(o, n) for o, n in zip(out, fn(*rows), strict=True))
+
+    return out if count == 0 else loop_blocks(count, token_step, out)
+
+
 def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish, temper):
     """Online softmax of one token block over vocabulary blocks; returns finish(final sums)."""
     size, count = even_blocks(vocab_size, VOCAB_BLOCK)
@@ -123,19 +137,14 @@ def stream_vocabulary(
     temper: Callable[..., Array] = operator.truediv,
 ):
     """finish(sums over the vocabulary) of each token, by default (logp, entropy, lse)."""
-    n_tokens = hidden_MD.shape[0]
-    size, count = even_blocks(n_tokens, TOKEN_BLOCK)
     dtype = matmul_dtype(hidden_MD, w_head_DV)
 
-    def token_step(i, out):
-        start, _, (h, targets) = take_tokens(i, size, (hidden_MD, targets_M))
+    def stream_block(h, targets):
         h = h.astype(dtype)
-        new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish, temper)
-        write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return tuple(write(o, n) for o, n in zip(out, new, strict=True))
+        return _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish, temper)
 
-    zero_M = jnp.zeros(n_tokens, jnp.float32)
-    return (zero_M,) * 3 if n_tokens == 0 else loop_blocks(count, token_step, (zero_M,) * 3)
+    zero_M = jnp.zeros(hidden_MD.shape[0], jnp.float32)
+    return map_token_blocks(stream_block, (hidden_MD, targets_M), (zero_M,) * 3)
 
 
 def token_logprobs_xla(
@@ -239,7 +248,10 @@ def stream_gradients(
         row_start, is_new, (h, *values) = take_tokens(i, rows, arrays)
         inputs, slopes = values[: len(of_tokens)], values[len(of_tokens) :]
         # Tokens that the previous block had get cotangents 0, so they add nothing a second time.
-        h, slopes = h.astype(dtype), [jnp.where(is_new, x, 0.0) for x in slopes]
+        h = h.astype(dtype)
+        slopes = [
+            jnp.where(jnp.expand_dims(is_new, tuple(range(1, x.ndim))), x, 0.0) for x in slopes
+        ]
         z_bc, w_Dc, first, start = block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
         dz_bc = find_slopes(z_bc, VocabBlock(v, columns, first, start), inputs, slopes)
         dz_bc = (dz_bc / temperature).astype(dtype)

@@ -6,16 +6,22 @@ from pathlib import Path
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.tokenizer import write_byte_tokenizer
+from jaxmoe.shapes import Params
 from tests.jaxmoe.random_weights import random_weights
+
+MODEL = override(load_config("tiny.py"), "model.d_model=32", "model.d_expert=48").model
+
+
+def draw_weights() -> Params:
+    """Return the weights that `write_teacher` writes."""
+    return random_weights(MODEL, 3)
 
 
 def write_teacher(folder: Path) -> Path:
     """Write a small model with the tokenizer of tiny.py; return its folder."""
-    model = override(load_config("tiny.py"), "model.d_model=32", "model.d_expert=48").model
-    params = random_weights(model, 3)
 
     def add_files(directory: Path) -> None:
         write_byte_tokenizer(directory)
 
-    save_params(params, model, folder, dtype="float32", add_files=add_files)
+    save_params(draw_weights(), MODEL, folder, dtype="float32", add_files=add_files)
     return folder

@@ -25,7 +25,19 @@ REFUSED = {
     "annealing without a teacher": (["distill.anneal_steps=5"], "needs a teacher"),
     "rewards scaled without a teacher": (["distill.reward_coef=0"], "needs a teacher"),
     "a negative weight": (["distill.teacher=base", "distill.reverse_kl_coef=-1"], "0 or more"),
-    "the vocabulary of a server": ([URL, "distill.reverse_kl_coef=1"], "given tokens, and not"),
+    "the vocabulary of a server": (
+        [URL, "distill.reverse_kl_coef=1"],
+        "likeliest words, and not of the vocabulary. Try --set distill.top_k=20",
+    ),
+    "words of no teacher": (["distill.top_k=20"], "needs a teacher"),
+    "words of a model": (
+        ["distill.teacher=base", "distill.reverse_kl_coef=1", "distill.top_k=20"],
+        r"distill.top_k \(20\) is for a server",
+    ),
+    "all words": (
+        [URL, "distill.reverse_kl_coef=1", "distill.top_k=265"],
+        r"must be below model.vocab_size \(265\)",
+    ),
     "a server at another temperature": (
         [URL, "distill.advantage_coef=1", "rollout.temperature=0.7"],
         "at temperature 1",
@@ -62,6 +74,19 @@ def test_settings_that_cannot_work_are_refused(case):
 def test_a_teacher_without_a_weight_is_refused():
     with pytest.raises(ConfigError, match="needs a weight in the loss"):
         algorithm_from_config(override(CFG, "distill.teacher=base"))
+
+
+def test_words_without_a_divergence_are_refused():
+    with pytest.raises(ConfigError, match="needs a divergence in the loss"):
+        algorithm_from_config(override(CFG, URL, "distill.advantage_coef=1", "distill.top_k=5"))
+
+
+def test_a_servers_words_are_part_of_the_plan():
+    settings = URL, "distill.forward_kl_coef=1", "distill.top_k=5"
+    cfg = override(CFG, *settings)
+    assert algorithm_from_config(cfg).needs_divergences
+    assert plan_memory(cfg).teacher == 8 * 5 * cfg.rollout.sequences_per_step * cfg.context
+    assert "the teacher's 5 likeliest words" in format_plan(cfg, "training")
 
 
 def test_a_servers_run_has_no_divergences():

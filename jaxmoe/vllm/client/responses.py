@@ -17,7 +17,10 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.http_engine.backend import Completion, RequestFailed
 from jaxmoe.http_engine.completions import check_logp, check_sampled
 from jaxmoe.http_engine.strict_json import format_value
+from jaxmoe.losses.distillation import NO_WORD
 from jaxmoe.recorded_experts import mark_unknown_experts
+
+SUM_ROUNDING = 1e-3  # rounded probabilities may add up to this much above 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,38 @@ def parse_prompt_logps(response: Any, tokens: list[int]) -> np.ndarray:
             raise RequestFailed(f"prompt_logprobs[{i}] must have token {token}")
         logps.append(check_logp(entry.get("logprob"), f"prompt_logprobs[{i}]"))
     return np.asarray(logps, np.float32)
+
+
+def parse_prompt_lists(
+    response: Any, tokens: list[int], top_k: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return int32 and float32 [T, K]: the likeliest words at each token, likeliest first, and
+    their log-probs; no word at the first token. `parse_prompt_logps` has accepted the response."""
+    ids_TK = np.full((len(tokens), top_k), -1, np.int32)
+    logp_TK = np.full(ids_TK.shape, NO_WORD, np.float32)
+    for i in range(1, len(tokens) if top_k else 0):
+        row, field = response["prompt_logprobs"][i], f"prompt_logprobs[{i}]"
+        try:
+            ranked = sorted(
+                (entry["rank"], int(word), check_logp(entry["logprob"], field))
+                for word, entry in row.items()
+                if entry["rank"] <= top_k
+            )
+        except (KeyError, TypeError, ValueError):
+            raise RequestFailed(f"{field} must have an id, a rank and a log-prob a word") from None
+        ranks, ids, logps = ([entry[n] for entry in ranked] for n in range(3))
+        problem = ""
+        # The prompt's own token is one more, if it is not among the likeliest.
+        if ranks != [*range(1, top_k + 1)] or len(row) != top_k + (tokens[i] not in ids):
+            problem = f"the {top_k} likeliest words by rank, and the prompt's token"
+        elif len({*ids}) < top_k or min(ids) < 0 or max(ids) >= vocab_size:
+            problem = f"different ids below {vocab_size}"
+        elif sum(map(math.exp, logps)) > 1 + SUM_ROUNDING or logps != sorted(logps, reverse=True):
+            problem = "falling log-probs, of probabilities that add up to at most 1"
+        if problem:
+            raise RequestFailed(f"{field} must have {problem}, got {format_value(ranked)}")
+        ids_TK[i], logp_TK[i] = ids, logps
+    return ids_TK, logp_TK
 
 
 def _parse_completion(

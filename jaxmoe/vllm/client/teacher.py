@@ -2,8 +2,8 @@
 """A teacher behind a vLLM's URL: the log-probs of given tokens, by its OpenAI-compatible routes.
 
 Any vLLM serves them: POST /v1/completions with the tokens of a complete sequence as the prompt and
-prompt_logprobs=0, and POST /tokenize. The server is not trusted: what it answers is checked, and a
-row without usable log-probs is not trained on.
+prompt_logprobs=K, which adds the K likeliest words at each token, and POST /tokenize. The server is
+not trusted: what it answers is checked, and a row without usable log-probs is not trained on.
 """
 
 import os
@@ -23,12 +23,15 @@ from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.http_engine.backend import RequestFailed
 from jaxmoe.http_engine.json_client import MAX_BODY_BYTES, JsonClient
 from jaxmoe.http_engine.strict_json import format_value
-from jaxmoe.vllm.client.responses import parse_prompt_logps
+from jaxmoe.losses.distillation import NO_WORD
+from jaxmoe.vllm.client.responses import parse_prompt_lists, parse_prompt_logps
 
 KEY_VARIABLE = "JAXMOE_TEACHER_API_KEY"
 CONNECTIONS = 32  # requests at a time; the server queues what it cannot compute at once
-TOKEN_BYTES = 1024  # of a response; vLLM writes about 100 for a token
+TOKEN_BYTES = 1024  # of a response, for each word; vLLM writes about 100
 START_TIMEOUT_S = 60.0  # of a request before the run
+
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]  # of a row: `TeacherServer.score_tokens`
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class TeacherServer:
     url: str
     timeout_s: float  # of all requests for a row
     model: str = ""
+    top_k: int = 0  # words that it lists at each token
+    vocab_size: int = 0  # of the policy
 
     def open_client(self, timeout_s: float) -> JsonClient:
         """Return a client; the caller closes it."""
@@ -56,7 +61,8 @@ class TeacherServer:
         return {"distill.teacher": f"served {self.model}"}
 
     def score_batch(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Return the batch with teacher_logp_BT, and the metric of its lost rows.
+        """Return the batch with teacher_logp_BT and the listed words, and the metric of its lost
+        rows.
 
         A row for which the server does not answer in time, or with anything but the log-probs of
         its tokens, is taken out of the loss; it still counts as a member of its group.
@@ -70,11 +76,15 @@ class TeacherServer:
             with ThreadPoolExecutor(CONNECTIONS) as threads:
                 scores = list(threads.map(lambda row: self.score_or_fail(client, row), rows))
         logp_BT, is_lost_B = np.zeros(tokens_BT.shape, np.float32), np.zeros(len(mask_BT), bool)
+        ids_BTK = np.full((*tokens_BT.shape, self.top_k), -1, np.int32)
+        top_logp_BTK = np.full(ids_BTK.shape, NO_WORD, np.float32)
         for b, score in zip(trained, scores, strict=True):
             if isinstance(score, RequestFailed):
                 is_lost_B[b] = True
             else:
-                logp_BT[b, : len(score)] = score
+                for x_BT, x_T in zip((logp_BT, ids_BTK, top_logp_BTK), score, strict=True):
+                    is_trained_T = mask_BT[b, : len(x_T)]
+                    x_BT[b, : len(x_T)][is_trained_T] = x_T[is_trained_T]
         failures = [score for score in scores if isinstance(score, RequestFailed)]
         if failures and len(failures) == len(scores):
             raise EngineError(
@@ -82,13 +92,13 @@ class TeacherServer:
                 f"has log-probs of {self.url}: {failures[0]}. Nothing was trained on. Start the "
                 "server again, and type the same command."
             )
-        mask_BT = mask_BT & ~is_lost_B[:, None]
-        logp_BT = np.where(mask_BT, logp_BT, 0.0).astype(np.float32)
-        lost = {"distill/lost_rows": float(len(failures))}
-        return replace(batch, loss_mask_BT=mask_BT, teacher_logp_BT=logp_BT), lost
+        batch = replace(batch, loss_mask_BT=mask_BT & ~is_lost_B[:, None], teacher_logp_BT=logp_BT)
+        if self.top_k:
+            batch = replace(batch, teacher_top_ids_BTK=ids_BTK, teacher_top_logp_BTK=top_logp_BTK)
+        return batch, {"distill/lost_rows": float(len(failures))}
 
-    def score_or_fail(self, client: JsonClient, tokens: list[int]) -> np.ndarray | RequestFailed:
-        """Return the log-probs of a row, or why there are none; a failed request is sent again,
+    def score_or_fail(self, client: JsonClient, tokens: list[int]) -> Scores | RequestFailed:
+        """Return `score_tokens` of a row, or why there are none; a failed request is sent again,
         within the same time."""
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -104,8 +114,9 @@ class TeacherServer:
 
     def score_tokens(
         self, client: JsonClient, tokens: list[int], timeout_s: float | None = None
-    ) -> np.ndarray:
-        """Return float32 [T], the log-prob of each token given those before it; 0 for the first.
+    ) -> Scores:
+        """Return float32 [T], the log-prob of each token given those before it, 0 for the first;
+        and the ids and log-probs [T, K] of the likeliest words there.
 
         Raises RequestFailed.
         """
@@ -115,14 +126,14 @@ class TeacherServer:
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self.top_k,
         }
         response = client.request_json(
             "POST",
             "/v1/completions",
             body,
             timeout_s=timeout_s,
-            max_body_bytes=MAX_BODY_BYTES + TOKEN_BYTES * len(tokens),
+            max_body_bytes=MAX_BODY_BYTES + TOKEN_BYTES * len(tokens) * (1 + self.top_k),
         )
         choices = response.get("choices") if isinstance(response, dict) else None
         if (
@@ -134,7 +145,8 @@ class TeacherServer:
                 f"{self.url}/v1/completions must answer with one choice of {self.model}, got "
                 f"{format_value(response)}"
             )
-        return parse_prompt_logps(choices[0], tokens)
+        logp_T = parse_prompt_logps(choices[0], tokens)
+        return logp_T, *parse_prompt_lists(choices[0], tokens, self.top_k, self.vocab_size)
 
 
 def open_teacher_server(cfg: Config) -> TeacherServer:
@@ -144,7 +156,8 @@ def open_teacher_server(cfg: Config) -> TeacherServer:
     or returns no log-probs of a prompt.
     """
     url = cfg.distill.teacher.rstrip("/").removesuffix("/v1")
-    server = TeacherServer(url, cfg.distill.timeout_s)
+    top_k, vocab_size = cfg.distill.top_k, cfg.model.vocab_size
+    server = TeacherServer(url, cfg.distill.timeout_s, top_k=top_k, vocab_size=vocab_size)
     tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     try:
         with closing(server.open_client(min(START_TIMEOUT_S, server.timeout_s))) as client:
@@ -155,7 +168,7 @@ def open_teacher_server(cfg: Config) -> TeacherServer:
     except RequestFailed as error:
         raise ConfigError(
             f"distill.teacher={url} must be a vLLM that returns log-probs of a prompt; {error}. "
-            "Start one with: vllm serve MODEL"
+            "Start one with: vllm serve MODEL" + (f" --max-logprobs {top_k}" if top_k else "")
         ) from error
     # A row is followed by the one token that the server samples.
     if context <= cfg.context:

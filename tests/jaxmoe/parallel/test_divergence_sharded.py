@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences from a teacher over eight devices against those of one."""
+"""Divergences from a teacher, and logits of listed words, over eight devices and on one."""
+
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jaxmoe.model.ops import plain_ops
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
+from pallas_kernels.token_logprobs import listed_logits
 
 B, T, D, V = 8, 6, 24, 2400
 CFG = ModelConfig(
@@ -33,7 +37,7 @@ MESHES = {
     "expert": MeshConfig(fsdp=2, expert=2, tensor=2),
     "sequence": MeshConfig(fsdp=2, sequence=2, tensor=2),
 }
-U, TEMPERATURE = 40, 0.7
+U, K, TEMPERATURE = 40, 5, 0.7
 SHAPES = (B, T, D), (D, V), (B, T, U), (U, V)
 
 
@@ -88,3 +92,34 @@ def test_an_equal_teacher_has_divergence_zero_sharded():
 
     for x in jax.jit(run)(hidden, head):
         assert not np.asarray(x).any()
+
+
+def draw_lists():
+    """Words of every shard, the last word, and entries without one."""
+    ids = np.random.default_rng(0).random((B, T, V - 5)).argsort(axis=-1)[..., :K]
+    ids[0, 0, :3], ids[1, 1, 2:] = (0, V // 8 - 1, V - 6), -1
+    return jnp.asarray(ids, jnp.int32)
+
+
+def listed_values_and_gradients(run_op):
+    (hidden, head, *_), cotangents = draw_arrays()
+    ids, dwords = draw_lists(), jax.random.normal(jax.random.key(6), (B, T, K))
+
+    def run(hidden, head):
+        options = {"temperature": jnp.float32(TEMPERATURE), "vocab_size": V - 5}
+        out, pull = jax.vjp(lambda *x: run_op(*x, ids, **options), hidden, head)
+        return *out, *pull((dwords, cotangents[0]))
+
+    return jax.jit(run)(hidden, head)
+
+
+@pytest.mark.parametrize("name", [*MESHES, "own"])
+def test_a_meshs_listed_logits_are_those_of_one(name):
+    own = partial(listed_logits)  # an op of the user's, which gets the complete head
+    one = replace(plain_ops(), listed_logits=own) if name == "own" else plain_ops()
+    ops = sharded_ops(one, make_mesh(MESHES.get(name, MESHES["expert"])), CFG)
+    want = listed_values_and_gradients(listed_logits)
+    got = listed_values_and_gradients(ops.listed_logits)
+    for name, x, y in zip(("words", "rest", "dhidden", "dhead"), got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=name)
+    assert (np.asarray(got[0])[1, 1, 2:] == np.float32(-1e30)).all()

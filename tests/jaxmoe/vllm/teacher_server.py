@@ -37,6 +37,64 @@ def completion(tokens):
     return {"id": "cmpl-1", "object": "text_completion", "model": MODEL, "choices": [choice]}
 
 
+def lists(tokens, top_k):
+    """The likeliest words at each token, likeliest first, and their log-probs: a half, a quarter,
+    …; none is a token of the prompt, but for the likeliest at even tokens."""
+    ids = [[t if i % 2 == 0 else 200, *range(201, 200 + top_k)] for i, t in enumerate(tokens)]
+    return ids, [[-0.7 * (k + 1) for k in range(top_k)] for _ in tokens]
+
+
+def list_completion(tokens, top_k):
+    """The answer to a prompt of tokens with the likeliest words at each."""
+    body = completion(tokens)
+    rows = body["choices"][0]["prompt_logprobs"]
+    for t, row, ids, logps in list(zip(tokens, rows, *lists(tokens, top_k), strict=True))[1:]:
+        # vLLM writes the prompt's token first, with its rank; among the likeliest it is theirs.
+        row[str(t)]["rank"] = 40
+        row.update(
+            (str(word), {"logprob": logp, "rank": k, "decoded_token": "x"})
+            for k, (word, logp) in enumerate(zip(ids, logps, strict=True), start=1)
+        )
+    return body
+
+
+def edit_last_list(change):
+    """A fault of the entry of the second likeliest word at the last token, or of its row."""
+
+    def answer(tokens, top_k):
+        body = list_completion(tokens, top_k)
+        row = body["choices"][0]["prompt_logprobs"][-1]
+        change(row, row["201"])
+        return body
+
+    return answer
+
+
+LIST_FAULTS = {
+    "a word less": (lambda row, entry: row.pop("201"), "by rank"),
+    "a word more": (lambda row, entry: row.update({"7": {"logprob": -9, "rank": 50}}), "by rank"),
+    "two of a rank": (lambda row, entry: entry.update(rank=1), "by rank"),
+    "no rank": (lambda row, entry: entry.update(rank=None), "a rank and a log-prob"),
+    "rank true": (lambda row, entry: entry.update(rank=True), "by rank"),
+    "rank 0": (lambda row, entry: entry.update(rank=0), "by rank"),
+    "outside": (lambda row, entry: row.update({"258": row.pop("201")}), "ids below 258"),
+    "negative": (lambda row, entry: row.update({"-1": row.pop("201")}), "ids below 258"),
+    "a text": (lambda row, entry: row.update({"a": row.pop("201")}), "an id, a rank"),
+    "twice": (lambda row, entry: row.update({"0202": row.pop("201")}), "ids below 258"),
+    "long": (lambda row, entry: row.update({"9" * 5000: entry}), "an id, a rank"),
+    "no entry": (lambda row, entry: row.update({"201": -1.0}), "an id, a rank"),
+    "above 0": (lambda row, entry: entry.update(logprob=0.5), "must be a log-prob"),
+    "NaN": (lambda row, entry: entry.update(logprob=float("nan")), "not a finite number"),
+    "missing": (lambda row, entry: entry.update(logprob=-9999.0), "must be a log-prob"),
+    "rising": (lambda row, entry: entry.update(logprob=-0.1), "falling log-probs"),
+    "too much": (
+        lambda row, entry: [x.update(logprob=-0.7) for x in row.values()],
+        "add up to at most 1",
+    ),
+}
+LIST_FAULTS = {name: (edit_last_list(f), message) for name, (f, message) in LIST_FAULTS.items()}
+
+
 def edit(change):
     """A fault that changes the first choice, or the answer if it returns one."""
 
@@ -87,8 +145,9 @@ FAULTS = {
 
 
 @contextmanager
-def run_teacher(answer=completion, *, tokenize=None, context=100) -> Iterator[str]:
-    """Yield the URL of a server whose answer(tokens) is a response's JSON, or a status."""
+def run_teacher(answer=completion, *, tokenize=None, context=100, top_k=0) -> Iterator[str]:
+    """Yield the URL of a server whose answer(tokens), or answer(tokens, top_k) if it lists words,
+    is a response's JSON, or a status."""
     encode = tokenize or ByteTokenizer().encode
 
     class Handler(QuietHandler):
@@ -109,8 +168,8 @@ def run_teacher(answer=completion, *, tokenize=None, context=100) -> Iterator[st
                 assert body["add_special_tokens"] is False
                 self.reply({"tokens": encode(body["prompt"]), "count": 1})
                 return
-            assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
-            self.reply(answer(body["prompt"]))
+            assert body["prompt_logprobs"] == top_k and body["max_tokens"] == 1
+            self.reply(answer(body["prompt"], *([top_k] if top_k else [])))
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -18,8 +18,7 @@ WIDTH, TEACHER_WIDTH = 13, 7
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Two blocks of tokens and two of words, which overlap, at small sizes."""
-    for module in (xla, divergence):
-        monkeypatch.setattr(module, "TOKEN_BLOCK", 128)
+    monkeypatch.setattr(xla, "TOKEN_BLOCK", 128)
     monkeypatch.setattr(divergence, "COLUMNS", 256)
 
 
