@@ -64,7 +64,7 @@ def open_group_flow(
         r.prompts_per_step,
         r.max_lag,
         n_draws=saved["draws"] if saved else 0,
-        taken=saved["taken"] if saved else (),
+        drawn=saved["drawn"] if saved else (),
     )
 
     def admit(number: int) -> Callable[[], Group]:
@@ -92,7 +92,7 @@ def save_flow(
     saved = {
         "stream": data.get_state(state.oldest),
         "draws": state.n_draws,
-        "taken": state.taken,
+        "drawn": state.drawn,
         "unfinished": state.unfinished,
     }
     return saved, serialize_rollouts(rollouts, groups=list(state.finished))

@@ -155,6 +155,11 @@ class RolloutConfig(Section, key="rollout"):
         return self.sequences_per_step // self.samples_per_prompt
 
     @property
+    def older_versions(self) -> int:
+        """Number of versions that may sample although the engine has newer weights."""
+        return self.max_staleness if self.schedule == "groups" else min(1, self.max_staleness)
+
+    @property
     def groups_at_once(self) -> int:
         """Number of prompts whose samples are in flight at once on one server."""
         return max(1, self.max_parallel_sequences // self.samples_per_prompt)

@@ -34,7 +34,7 @@ class FlowState(Generic[T]):
 
     n_draws: int
     oldest: int  # that is not trained
-    taken: list[int]  # trained before an older one
+    drawn: list[int]  # trained before an older one
     finished: Mapping[int, T]  # not trained
     unfinished: int  # groups that were admitted, and are sampled anew
 
@@ -85,7 +85,7 @@ class GroupFlow(Generic[T]):
         with self._changed:
             self._collected = step - 1
             self._admit()
-            while (numbers := self._order.take(self._finished)) is None:
+            while (numbers := self._order.draw(self._finished)) is None:
                 if self._error is not None:
                     raise self._error
                 if self._closed:
@@ -111,24 +111,24 @@ class GroupFlow(Generic[T]):
         """Return the state after a step; groups drawn for later steps count as finished."""
         with self._changed:
             order = self._order
-            later = {
+            returned = {
                 n: g for s, groups in self._drawn.items() if s > step for n, g in groups.items()
             }
-            n_draws = order.n_draws - len(later) // order.per_draw
-            is_taken = {*range(order.oldest), *order.taken} - later.keys()
-            oldest = min([order.oldest, *later])
+            n_draws = order.n_draws - len(returned) // order.per_draw
+            is_drawn = {*range(order.oldest), *order.drawn} - returned.keys()
+            oldest = min([order.oldest, *returned])
             return FlowState(
                 n_draws,
                 oldest,
-                sorted(n for n in is_taken if n > oldest),
-                self._finished | later,
+                sorted(n for n in is_drawn if n > oldest),
+                self._finished | returned,
                 len(self._unfinished),
             )
 
     def settle(self, version: int, stop: Callable[[], object]) -> None:
         """Wait for the groups that began with older weights, which cannot be sampled again."""
         with self._changed:
-            while any(began < version for began in self._unfinished.values()) and not (
+            while min(self._unfinished.values(), default=version) < version and not (
                 self._closed or self._error or stop()
             ):
                 self._changed.wait(POLL_S)
@@ -166,7 +166,7 @@ class GroupFlow(Generic[T]):
         while self._next < end:
             number, self._next = self._next, self._next + 1
             sample = self._admit_group(number)
-            if number in order.taken or number in self._finished:
+            if number in order.drawn or number in self._finished:
                 continue
             self._unfinished[number] = self._version
             self._waiting.append((number, sample))
@@ -189,9 +189,8 @@ class GroupFlow(Generic[T]):
         except BaseException as raised:
             error = raised
         with self._changed:
-            if error is not None:
-                self._error = self._error or error
-            else:
+            self._error = self._error or error
+            if result is not None:
                 self._finished[number] = result
                 del self._unfinished[number]
             self._count_time()

@@ -14,19 +14,19 @@ class GroupOrder:
     """Groups that are drawn and those that are not; numbers only."""
 
     def __init__(
-        self, per_draw: int, max_lag: int, *, n_draws: int = 0, taken: Iterable[int] = ()
+        self, per_draw: int, max_lag: int, *, n_draws: int = 0, drawn: Iterable[int] = ()
     ) -> None:
         """The order after `n_draws` draws.
 
-        taken: the groups that were drawn, possibly without those older than `oldest`.
+        drawn: the groups that were drawn before an older one.
         """
         self.per_draw, self.max_lag, self.n_draws = per_draw, max_lag, n_draws
-        self.taken = set(taken)  # those younger than `oldest`
-        # All others are older than every group that is not drawn.
-        self.oldest = n_draws * per_draw - len(self.taken)
+        self.drawn = set(drawn)
+        # The first that is not drawn: all that were, but these, are older.
+        self.oldest = n_draws * per_draw - len(self.drawn)
         self._advance()
 
-    def take(self, finished: Collection[int]) -> list[int] | None:
+    def draw(self, finished: Collection[int]) -> list[int] | None:
         """Draw the oldest finished groups; None if the draw must wait for others.
 
         It waits for a group whose turn was `max_lag` draws ago. It can never wait for more groups
@@ -35,12 +35,12 @@ class GroupOrder:
         chosen = sorted(finished)[: self.per_draw]
         n_due = (self.n_draws + 1 - self.max_lag) * self.per_draw
         waits = any(
-            number not in self.taken and number not in finished
+            number not in self.drawn and number not in finished
             for number in range(self.oldest, n_due)
         )
         if waits or len(chosen) < self.per_draw:
             return None
-        self.taken.update(chosen)
+        self.drawn.update(chosen)
         self.n_draws += 1
         self._advance()
         return chosen
@@ -50,6 +50,6 @@ class GroupOrder:
         return self.n_draws - 1 - number // self.per_draw
 
     def _advance(self) -> None:
-        while self.oldest in self.taken:
-            self.taken.remove(self.oldest)
+        while self.oldest in self.drawn:
+            self.drawn.remove(self.oldest)
             self.oldest += 1
