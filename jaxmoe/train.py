@@ -55,6 +55,7 @@ from jaxmoe.rl.state import (
 from jaxmoe.rl.turns import add_turns
 from jaxmoe.rl.update import CheckedStep
 from jaxmoe.rollout.engine import BaseReader
+from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.job import Job
@@ -227,9 +228,11 @@ def train_rl(job: Job) -> None:
         engine,
         job.position.step,
         job.position.data,
+        job.position.queue,
         report=job.show_phase,
         stop_signal=lambda: job.stop.signal,
     )
+    job.groups = rollouts if isinstance(rollouts, GroupRollouts) else None
     # On an error the state is saved first. Closing the rollouts may take a minute.
     with closing(rollouts), job.save_on_error():
         if job.base is not None and isinstance(engine, BaseReader):

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import store
@@ -44,7 +45,8 @@ class Position:
     stage: str
     step: int
     state: Leaf  # TrainState: trained and frozen parameters, optimizer, number of updates
-    data: dict[str, Any] | None  # PromptIterator.get_state()
+    data: dict[str, Any] | None  # PromptIterator.get_state(), or of a flow of groups `save_flow`
+    queue: bytes = b""  # groups that were sampled and are not trained
 
     @property
     def checkpoint_number(self) -> int:
@@ -178,10 +180,14 @@ def save_run(
         "config": json.loads(to_json(cfg)),
         "contents": dict(contents or {}),
     }
+    parts = dict(position.state.parts)
+    if position.queue:
+        parts["queue"] = {"bytes": np.frombuffer(position.queue, np.uint8)}
+        extra["queue_bytes"] = len(position.queue)
     store.save_checkpoint(
         work / "checkpoints",
         position.checkpoint_number,
-        position.state.parts,
+        parts,
         extra,
         keep=cfg.save.keep,
     )
@@ -211,10 +217,15 @@ def restore_run(
     digests = ContentDigests(extra["contents"], contents or {})
     changed = check_resume(work, extra["config"], cfg, digests)
     state = shapes[extra["stage"]]
-    parts = _restore_parts(work, number, state.parts, cfg)
+    shapes = dict(state.parts)
+    if size := extra.get("queue_bytes", 0):
+        shapes["queue"] = {"bytes": jax.ShapeDtypeStruct((size,), np.uint8)}
+    parts = _restore_parts(work, number, shapes, cfg)
+    queue = np.asarray(parts.pop("queue")["bytes"]).tobytes() if size else b""
     change_text = "".join(f"; {change}" for change in changed)
     print(f"resuming {work} after {extra['stage']} step {extra['step']}{change_text}", flush=True)
-    return Position(extra["stage"], extra["step"], state.replace_parts(parts), extra["data"])
+    state = state.replace_parts(parts)
+    return Position(extra["stage"], extra["step"], state, extra["data"], queue)
 
 
 def restore_policy(

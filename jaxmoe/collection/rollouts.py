@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.collection.group_flows import open_group_flow, sample_prompts, save_flow
 from jaxmoe.collection.lost_episodes import report_lost
 from jaxmoe.collection.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.collection.scores import print_fault, select_scored
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
+from jaxmoe.data.rows import LockedRows
 from jaxmoe.distributed.processes import map_shares
 from jaxmoe.records import Rollout, add_token_rewards
 from jaxmoe.rewards.rewards import (
@@ -32,14 +34,17 @@ from jaxmoe.rewards.rewards import (
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import (
     check_masks,
-    check_order,
     check_samples,
     check_token_ids,
 )
 from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.episode_metrics import turn_reward_metrics
+from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.shapes import Metrics
+
+# (step, number of the batch among those of the step) -> its rollouts, metrics
+SampleBatch = Callable[[int, int], tuple[list[Rollout], Metrics]]
 
 
 @dataclass(frozen=True)
@@ -55,37 +60,23 @@ class ScoredRollouts:
 def collect_rollouts(
     cfg: Config,
     task: Task,
-    engine: Engine,
+    sample_batch: SampleBatch,
     data: PromptIterator,
     step: int,
     *,
     report: ReportProgress = ignore_progress,
 ) -> ScoredRollouts:
-    """Generate and score the rollouts of a step.
-
-    The samples depend only on (cfg.seed, step), the prompts, and the engine's weights.
-    """
+    """Generate and score the rollouts of a step."""
     rollout_cfg = cfg.rollout
     parts: list[dict[str, float]] = []  # of all generated rollouts, also those dropped later
     seconds = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
+    drawn: Metrics = {}
 
     def generate(number: int) -> GenBatch:
         start = time.perf_counter()
         report("sampling")
-        # Derived from the step and the number of the batch, so that a resumed run samples the same
-        # answers.
-        seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
-        prompts = next(data)
-        rollouts = task.sample(
-            engine,
-            prompts,
-            replace(task.sampling, explores=True),
-            seed=seed,
-            samples=rollout_cfg.samples_per_prompt,
-        )
-        # Checked before they are scored: a reward of another prompt's answer would be trained on
-        # without an error.
-        check_order(rollouts, prompts, samples=rollout_cfg.samples_per_prompt)
+        rollouts, metrics = sample_batch(step, number)
+        drawn.update(metrics)
         check_masks(rollouts)
         check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
@@ -114,8 +105,7 @@ def collect_rollouts(
     )
     metrics |= turn_reward_metrics(rollouts, rewards)
     select_scored(rewards, task)
-    metrics |= mean_part_metrics(parts) | seconds
-    metrics["data/epoch"] = data.epoch
+    metrics |= mean_part_metrics(parts) | seconds | drawn
     if task.overlong is not None:
         metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))
     # The state is taken at once, because with asynchronous rollouts the stream is further ahead
@@ -129,29 +119,48 @@ def open_rollouts(
     engine: Engine,
     step: int,
     data_state: dict[str, Any] | None,
+    queue: bytes = b"",
     *,
     report: ReportProgress = ignore_progress,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:
     """Return the rollouts of the steps after `step`: in sync with training, or ahead in a thread.
 
-    `data_state` is the state of the prompt stream after `step`; None is its beginning.
+    `data_state` is the state of the prompt stream after `step`; None is its beginning. With groups
+    it is that of their flow, and `queue` has those that have finished.
     """
-    data = task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
+    r = cfg.rollout
+    options: dict[str, Any] = dict(first=step + 1, last=cfg.steps, stop=stop_signal)
+    # close() is the call that ends a generate() in another thread.
+    options["interrupt"] = engine.close
+    if r.schedule == "groups":
+        task = replace(task, train=LockedRows(task.train))
+        flow, data = open_group_flow(cfg, task, engine, step, data_state, queue)
+
+        def draw_batch(step: int, _number: int) -> tuple[list[Rollout], Metrics]:
+            groups, metrics = flow.draw(step)
+            metrics["data/epoch"] = flow.n_drawn / len(task.train)
+            return [rollout for group in groups.values() for rollout in group], metrics
+
+        return GroupRollouts(
+            partial(collect_rollouts, cfg, task, draw_batch, data, report=report),
+            flow,
+            ahead=r.max_staleness - r.max_lag,
+            save=partial(save_flow, flow, data),
+            **options,
+        )
+    data = task.stream(r.prompts_per_step, cfg.seed + 2)
     if data_state is not None:
         data.set_state(data_state)
-    make = partial(collect_rollouts, cfg, task, engine, data, report=report)
-    if cfg.rollout.max_staleness == 0:
+
+    def sample_batch(step: int, number: int) -> tuple[list[Rollout], Metrics]:
+        rollouts = sample_prompts(cfg, task, engine, next(data), step, number)
+        return rollouts, {"data/epoch": data.epoch}
+
+    make = partial(collect_rollouts, cfg, task, sample_batch, data, report=report)
+    if r.max_staleness == 0:
         return SyncRollouts(make)
-    return AsyncRollouts(
-        make,
-        first=step + 1,
-        last=cfg.steps,
-        max_staleness=cfg.rollout.max_staleness,
-        # close() is the call that ends a generate() in another thread.
-        stop=stop_signal,
-        interrupt=engine.close,
-    )
+    return AsyncRollouts(make, max_staleness=r.max_staleness, **options)
 
 
 def score_across_processes(

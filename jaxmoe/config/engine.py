@@ -75,6 +75,8 @@ class EngineDescription:
     # It loads experts in four bits as such; others get the same values in the model's dtype.
     reads_four_bits: bool = False
     runs_episodes: bool = False  # generate() takes an environment
+    runs_groups: bool = False  # several threads may call generate() at once
+    replicas: int = 1  # servers, each with rollout.max_parallel_sequences
     # Options of the function that describes the engine, which a resumed run may change.
     changeable_options: frozenset[str] = frozenset()
     check: Callable[["Config"], None] = accept_config
@@ -162,6 +164,11 @@ def check_engine(cfg: "Config") -> None:
         engine.runs_episodes or not cfg.has_environment,
         f"rollout.engine={r.engine} must run episodes for data.environment and data.tools; its "
         "description has runs_episodes=False. Try --set rollout.engine=native.",
+    )
+    require(
+        engine.runs_groups or r.schedule == "batch",
+        f"rollout.engine={r.engine} must sample several groups at once for rollout.schedule="
+        "groups; its description has runs_groups=False. Try --set rollout.schedule=batch.",
     )
     require(
         engine.reports_experts or not cfg.records_experts,

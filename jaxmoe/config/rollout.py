@@ -114,6 +114,12 @@ class RolloutConfig(Section, key="rollout"):
     vllm: VllmConfig = VllmConfig()
     compare_experts: bool = setting(False, "log router/expert_switches")
     max_staleness: int = setting(0, "steps that sampling may be ahead", at_least(0))
+    schedule: str = setting(
+        "batch",
+        "a step's prompts at once, or each as soon as there is room",
+        one_of("batch", "groups"),
+    )
+    max_lag: int = setting(0, "groups: steps that a prompt may be late", at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,6 +137,29 @@ class RolloutConfig(Section, key="rollout"):
             "Try --set rollout.overlong_buffer=0.",
         )
 
+        s, lag = self.max_staleness, self.max_lag
+        require(
+            self.schedule == "groups" or lag == 0,
+            f"rollout.max_lag ({lag}) must be 0 with rollout.schedule=batch. Try --set "
+            "rollout.schedule=groups.",
+        )
+        require(
+            self.schedule == "batch" or lag < s,
+            f"rollout.max_lag ({lag}) must be below rollout.max_staleness ({s}) with "
+            "rollout.schedule=groups: a prompt can be late only if others were sampled ahead. Try "
+            f"--set rollout.max_staleness={lag + 1}.",
+        )
+
     @property
     def prompts_per_step(self) -> int:
         return self.sequences_per_step // self.samples_per_prompt
+
+    @property
+    def older_versions(self) -> int:
+        """Number of versions that may sample although the engine has newer weights."""
+        return self.max_staleness if self.schedule == "groups" else min(1, self.max_staleness)
+
+    @property
+    def groups_at_once(self) -> int:
+        """Number of prompts whose samples are in flight at once on one server."""
+        return max(1, self.max_parallel_sequences // self.samples_per_prompt)

@@ -34,9 +34,13 @@ class PromptIterator(Iterator[list[Prompt]]):
         steps = self._steps.get_state()["next_index"]
         return steps * self._stream["prompts_per_step"] / self._stream["rows"]
 
-    def get_state(self) -> dict[str, Any]:
-        """The position in the stream, as JSON values; the same on every process."""
-        return {"stream": dict(self._stream), "position": self._steps.get_state()}
+    def get_state(self, step: int | None = None) -> dict[str, Any]:
+        """The position in the stream, as JSON values; the same on every process.
+
+        step: a step to return the position before it, instead of the present one.
+        """
+        position = self._steps.get_state() if step is None else {"next_index": step}
+        return {"stream": dict(self._stream), "position": position}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue right after the step at which the state was saved.

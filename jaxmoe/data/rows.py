@@ -8,6 +8,7 @@ resumed run or another process sees the same rows. Next: jaxmoe/data/sources.py 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -144,3 +145,22 @@ class MappedRows:
 
     def score(self, response: str, index: int) -> float:
         return self.source.score(response, index)
+
+
+@dataclass(frozen=True)
+class LockedRows:
+    """A source that several threads may read."""
+
+    source: Source
+    lock: Lock = field(default_factory=Lock)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Row:
+        with self.lock:
+            return self.source[index]
+
+    def score(self, response: str, index: int) -> float:
+        with self.lock:
+            return self.source.score(response, index)

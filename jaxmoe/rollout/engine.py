@@ -81,6 +81,15 @@ class BaseReader(Protocol):
 
 
 @runtime_checkable
+class Pinnable(Protocol):
+    """An engine that can go on with older weights while it samples with newer ones."""
+
+    def pin(self) -> Engine:
+        """Return this engine with its present weights, to sample one prompt at a time."""
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """An engine that shows the doctor what it loaded and what it computes."""
 

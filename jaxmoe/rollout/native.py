@@ -6,8 +6,10 @@ Next: jaxmoe/rollout/native_turns.py samples a batch; jaxmoe/rollout/decoding.py
 
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from threading import Event
 from typing import Any
 
 import jax
@@ -126,7 +128,7 @@ class NativeEngine:
             self._read = jax.jit(self._read, out_shardings=shardings)
         # One tuple, so that a thread reads a consistent pair.
         self._loaded: tuple[Params, int] | None = None
-        self._closed = False
+        self._closed = Event()
 
     def share_base(self, base: Params) -> None:
         """Declare weights that are never changed or donated, so that load() does not copy them.
@@ -142,9 +144,18 @@ class NativeEngine:
         """
         self._loaded = self._read(params), version
 
+    def pin(self) -> "NativeEngine":
+        """Return this engine with its present weights, to sample one prompt at a time.
+
+        Both have the same programs, and end together.
+        """
+        pinned = copy(self)
+        pinned._max_rows = 0  # a batch then has one prompt for each device
+        return pinned
+
     def close(self) -> None:
         """End a generate() in another thread when it next returns from the device."""
-        self._closed = True
+        self._closed.set()
 
     def count_compilations(self) -> int:
         """Number of programs compiled so far; it does not grow with the length of a run."""
@@ -322,7 +333,7 @@ class NativeEngine:
             self._append_tokens,
             self._mesh,
             self._rules,
-            lambda: self._closed,
+            self._closed.is_set,
         )
 
     def _prefill_batch(

@@ -8,7 +8,7 @@ from jaxmoe.config import Config
 from jaxmoe.config.engine import EngineDescription, EngineMemory, accept_config
 
 
-def describe_native(_cfg: Config) -> EngineDescription:
+def describe_native(cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_native,
         summary="native engine",
@@ -17,6 +17,8 @@ def describe_native(_cfg: Config) -> EngineDescription:
         reports_kept_mass=True,
         reports_experts=True,
         runs_episodes=True,
+        # The programs of several devices must not be started by several threads at once.
+        runs_groups=cfg.mesh.devices == 1,
         reads_four_bits=True,
         check_processes=accept_config,
     )

@@ -34,7 +34,8 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     cache = cache_bytes(cfg.model, rows, cfg.context)
     if mesh.devices == 1:
         # Rows that return keep their cache while a small batch continues with a copy.
-        cache += cache_bytes(cfg.model, shrunk_size(rows), cfg.context)
+        batches = r.groups_at_once if r.schedule == "groups" else 1
+        cache += batches * cache_bytes(cfg.model, shrunk_size(rows // batches), cfg.context)
     return EngineMemory(weights=weights, cache=cache)
 
 

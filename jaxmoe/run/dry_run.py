@@ -21,6 +21,7 @@ from jaxmoe.model.ops import make_ops
 from jaxmoe.model.params import count_params
 from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.records import expert_dtype
 from jaxmoe.rewards.sandbox_rewards import describe_run_sandbox
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
@@ -179,9 +180,22 @@ def _format_recomputation(cfg: Config) -> str:
 
 def _engine_line(cfg: Config) -> str:
     """Describe the engine, its location, and how far it may be ahead of the weights."""
-    steps = cfg.rollout.max_staleness
-    ahead = f", up to {steps} steps ahead of the weights" if steps else ""
+    r = cfg.rollout
+    ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
+    if r.schedule == "groups":
+        ahead += f"; {format_bytes(queue_bytes(cfg))} of host memory for groups that wait"
     return describe_engine(cfg).summary + ahead
+
+
+def queue_bytes(cfg: Config) -> int:
+    """Bytes of the groups that are admitted and not trained, if all answers have full length."""
+    r, m = cfg.rollout, cfg.model
+    sequences = r.sequences_per_step * (1 + r.max_staleness - r.max_lag)
+    # tokens, log-probs, versions; the mask and the rewards of episodes; log_kept
+    token_bytes = 12 + 9 * cfg.has_environment + 4 * (r.top_k > 0 or r.top_p < 1)
+    if cfg.records_experts:
+        token_bytes += m.n_layers * m.experts_per_token * expert_dtype(m.n_experts).itemsize
+    return sequences * cfg.context * token_bytes
 
 
 def _algorithm_lines(cfg: Config) -> dict[str, str]:

@@ -41,7 +41,8 @@ from jaxmoe.records import Prompt
 from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
-from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.engine import Engine, Pinnable
+from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.guards import (
     check_finite,
@@ -75,6 +76,7 @@ class Job:
     progress: Progress | None = None  # the progress bar on the terminal
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
     teacher: Params | None = None  # the weights of a second model
+    groups: GroupRollouts[Any, Any] | None = None  # with rollout.schedule=groups
 
     def __post_init__(self) -> None:
         self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
@@ -309,19 +311,27 @@ class Job:
 
     def _write_checkpoint(self) -> None:
         """Write a checkpoint, and retry once, since the cleanup may have freed disk space."""
+        position = self.position
+        if self.groups is not None:
+            data, queue = self.groups.save(position.step)
+            position = replace(position, data=data, queue=queue)
         try:
-            save_run(self.work, self.cfg, self.position, self.contents)
+            save_run(self.work, self.cfg, position, self.contents)
         except CheckpointError as error:
             # Other processes may have written their part already.
             if jax.process_count() > 1:
                 raise
             print(f"! {error} Retrying once.", file=sys.stderr, flush=True)
-            save_run(self.work, self.cfg, self.position, self.contents)
+            save_run(self.work, self.cfg, position, self.contents)
 
     def save_or_stop(self, *, last: bool) -> None:
         """Save a checkpoint if it is due; raise Stopped, after saving, if a stop was requested."""
         self.log.check_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
+            # Answers of older weights could not be repeated after a resume. Other engines do not
+            # repeat an answer in any case.
+            if self.groups is not None and isinstance(self.engine, Pinnable):
+                self.groups.settle(self.position.step)
             self.save_checkpoint()
         # A checkpoint needs all processes, so those without the signal must stop too.
         stop_signal = max_over_processes(self.stop.signal)

@@ -162,7 +162,7 @@ def plan_memory(cfg: Config) -> Memory:
         record = record_from_config(cfg.router, m.experts_per_token)
         recorded = sum(math.prod(x) for x in find_recorded_sizes(record, m).values())
         saved_activations += 3 * 4 * recorded * tokens
-    engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
+    engine, older = describe_engine(cfg).memory(cfg), cfg.rollout.older_versions
     packed, frozen, table = base_bytes(cfg)
     frozen_arrays = (period - 1) * arrays if weights.base else 0
     has_host_table = cfg.lora.embedding_rows > 0
@@ -184,8 +184,8 @@ def plan_memory(cfg: Config) -> Memory:
         + (period * layer - frozen_arrays if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
         cache=engine.cache,
-        ahead=engine.cache + engine.weights + (table if has_host_table else 0)
-        if samples_ahead
+        ahead=engine.cache + older * engine.weights + (table if has_host_table else 0)
+        if older
         else 0,
         host=host_moments
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)

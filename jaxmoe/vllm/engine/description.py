@@ -20,12 +20,16 @@ UNBOUNDED_ABS_DIFF = 1e9  # of the probe after a weight sync
 
 
 def describe_vllm(cfg: Config) -> EngineDescription:
+    vllm = cfg.rollout.vllm
+    servers = len(vllm.urls) or vllm.launch
     return EngineDescription(
         open=open_vllm_engine,
         summary=_summarize(cfg),
         reports_kept_mass=True,
         reports_experts=True,
         runs_episodes=True,
+        runs_groups=servers > 0,  # a vLLM in this process has no server's queue
+        replicas=max(1, servers),
         reads_four_bits=True,
         check=check_vllm,
         check_processes=check_vllm_processes,
