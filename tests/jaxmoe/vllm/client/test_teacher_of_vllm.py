@@ -131,6 +131,26 @@ def test_log_probs_of_vllm_engine_and_trainer_agree(params, vllm):
     assert all(x.max() > 1 and np.median(x) > 0.1 for x in shifted)
 
 
+def test_listed_words_are_the_teachers_likeliest(params, vllm):
+    top_k = 5
+    batch = sample_answers(params)
+    mask = np.asarray(batch.loss_mask_BT)
+    listing = "distill.reverse_kl_coef=1", "distill.advantage_coef=0", f"distill.top_k={top_k}"
+    cfg = override(load_config("tiny.py"), f"distill.teacher={vllm.url}", *listing)
+    scored, metrics = open_teacher_server(cfg).score_batch(batch)
+    assert metrics == {"distill/lost_rows": 0.0}
+    hidden_BTD, _ = Scorer(TEACHER.model, OPS).run_forward(params, batch)
+    logits_BTV = np.asarray(hidden_BTD @ params["head"], np.float64)[..., : cfg.model.vocab_size]
+    logp_BTV = logits_BTV - np.logaddexp.reduce(logits_BTV, axis=-1, keepdims=True)
+    logp_BTV = np.roll(logp_BTV, 1, axis=1)  # of each token given those before it
+    ids_BTK, top_BTK = scored.teacher_top_ids_BTK, scored.teacher_top_logp_BTK
+    np.testing.assert_array_equal(ids_BTK >= 0, mask[..., None].repeat(top_k, axis=-1))
+    ids, top, logp = ids_BTK[mask], top_BTK[mask], logp_BTV[mask]
+    np.testing.assert_allclose(top, np.take_along_axis(logp, ids, axis=1), atol=ATOL)
+    # Words whose log-probs are closer than the tolerance may change places.
+    np.testing.assert_allclose(top, -np.sort(-logp, axis=1)[:, :top_k], atol=2 * ATOL)
+
+
 @pytest.fixture(scope="module")
 def learned(vllm, tmp_path_factory):
     """The folder of a run with the server as its teacher, and its steps."""
