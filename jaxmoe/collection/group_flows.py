@@ -17,7 +17,12 @@ from jaxmoe.config import Config, describe_engine
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.http_engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.records import Prompt, Rollout
-from jaxmoe.rollout.check_rollouts import check_order
+from jaxmoe.rollout.check_rollouts import (
+    check_masks,
+    check_order,
+    check_samples,
+    check_token_ids,
+)
 from jaxmoe.rollout.engine import Engine, Pinnable
 from jaxmoe.rollout.group_flow import GroupFlow
 from jaxmoe.rollout.group_order import GroupOrder
@@ -38,6 +43,9 @@ def sample_prompts(
     # Checked before they are scored: a reward of another prompt's answer would be trained on
     # without an error.
     check_order(rollouts, prompts, samples=samples)
+    check_masks(rollouts)
+    check_samples(rollouts, samples=samples)
+    check_token_ids(rollouts, cfg.model.vocab_size)
     return rollouts
 
 
@@ -54,10 +62,13 @@ def open_group_flow(
         rollouts, extra = deserialize_rollouts(queue)
         samples = r.samples_per_prompt
         for i, number in enumerate(extra["groups"]):
-            finished[number] = rollouts[i * samples : (i + 1) * samples]
+            group = rollouts[i * samples : (i + 1) * samples]
+            # Otherwise a run that such a group stopped would stop at it again.
+            if is_within(group, step - r.max_staleness, step):
+                finished[number] = group
+        n_anew = saved["unfinished"] + len(extra["groups"]) - len(finished)
         print(
-            f"groups   {len(finished)} of the queue are kept; {saved['unfinished']} that had not "
-            "finished are sampled anew",
+            f"groups   {len(finished)} of the queue are kept; {n_anew} others are sampled anew",
             flush=True,
         )
     order = GroupOrder(
@@ -81,6 +92,12 @@ def open_group_flow(
         finished=finished,
     )
     return flow, data
+
+
+def is_within(group: Group, oldest: int, newest: int) -> bool:
+    """Return True if weights of these versions sampled all tokens of the policy."""
+    versions = np.concatenate([r.weight_versions[r.sampled_mask] for r in group])
+    return bool(((oldest <= versions) & (versions <= newest)).all())
 
 
 def save_flow(

@@ -32,11 +32,6 @@ from jaxmoe.rewards.rewards import (
     mean_part_metrics,
 )
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
-from jaxmoe.rollout.check_rollouts import (
-    check_masks,
-    check_samples,
-    check_token_ids,
-)
 from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.episode_metrics import turn_reward_metrics
@@ -77,9 +72,6 @@ def collect_rollouts(
         report("sampling")
         rollouts, metrics = sample_batch(step, number)
         drawn.update(metrics)
-        check_masks(rollouts)
-        check_samples(rollouts, samples=rollout_cfg.samples_per_prompt)
-        check_token_ids(rollouts, cfg.model.vocab_size)
         report_lost(rollouts, task.train, task.max_lost_frac)
         answered = time.perf_counter()
         scores = score_across_processes(

@@ -85,7 +85,8 @@ class GroupFlow(Generic[T]):
         with self._changed:
             self._collected = step - 1
             self._admit()
-            while (numbers := self._order.draw(self._finished)) is None:
+            while self._error or (numbers := self._order.draw(self._finished)) is None:
+                # Even if groups are ready: the trainer should learn of it at once.
                 if self._error is not None:
                     raise self._error
                 if self._closed:

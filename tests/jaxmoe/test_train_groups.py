@@ -74,6 +74,20 @@ def test_a_stopped_run_continues_with_its_queue(tmp_path, capsys, max_lag):
     assert 0 < kept and f"groups   {kept} of the queue are kept" in capsys.readouterr().out
 
 
+def test_a_wrong_version_is_sampled_anew(tmp_path):
+    """The run stops at the group; after the fix it does not stop at what the queue has of it."""
+
+    def script(call, engine):
+        if call == "load" and engine.version == 1:  # version 2 follows
+            engine.claimed_version = 99
+
+    liar = Run(tmp_path, Scripted(script), 2, changes=GROUPS)
+    with pytest.raises(EngineError, match="must be sampled by weight version"):
+        liar()
+    honest = Run(tmp_path, Scripted(), 2, changes=GROUPS)
+    assert honest() == STEPS and [*liar.trained, *honest.trained] == stream()
+
+
 def test_a_broken_group_ends_the_run_saved(tmp_path):
     calls = iter(range(100))
 
