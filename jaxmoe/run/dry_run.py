@@ -183,7 +183,7 @@ def _engine_line(cfg: Config) -> str:
     r = cfg.rollout
     ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
     if r.schedule == "groups":
-        ahead += f"; {format_bytes(queue_bytes(cfg))} of host memory for groups that wait"
+        ahead += f"; {format_bytes(queue_bytes(cfg)).strip()} of host memory for groups that wait"
     return describe_engine(cfg).summary + ahead
 
 
