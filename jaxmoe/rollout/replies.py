@@ -21,6 +21,7 @@ from jaxmoe.records import StopReason
 Reply = Sequence[int] | StopReason
 T = TypeVar("T")
 POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
+IDLE_S = 60.0  # a thread without a call ends after this time, or those of a finished run would stay
 
 
 @runtime_checkable
@@ -64,7 +65,7 @@ class _Call:
 
 
 class ReplyThreads:
-    """At most `count` daemon threads for the replies of a run, started when they are needed."""
+    """At most `count` daemon threads for the replies of a run, while they are needed."""
 
     def __init__(self, count: int) -> None:
         self._count, self._n_threads, self._n_idle = count, 0, 0
@@ -131,8 +132,11 @@ class ReplyThreads:
         while True:
             with self.changed:
                 self._n_idle += 1
-                self.changed.wait_for(lambda: self._queue)
+                has_call = self.changed.wait_for(lambda: self._queue, IDLE_S)
                 self._n_idle -= 1
+                if not has_call:
+                    self._n_threads -= 1
+                    return
                 call = self._queue.popleft()
                 call.started_s = time.monotonic()
             try:
