@@ -84,6 +84,25 @@ def test_async_episodes_have_the_version_of_each_turn(tmp_path):
     assert run.steps[0]["train_rollout_logprob_abs_diff_max"] <= 1e-5
 
 
+def test_episodes_flow_in_groups_by_their_version(tmp_path):
+    run = run_tools(
+        tmp_path / "run",
+        rollout__schedule="groups",
+        rollout__max_staleness=1,
+        steps=3,
+        loss__rollout_correction="token_is",
+    )
+    for number, row in enumerate(run.steps):
+        assert (row["rollout/oldest_group"], row["rollout/newest_group"]) == (
+            4 * number,
+            4 * number + 3,
+        )
+        assert row["staleness/max"] == min(number, 1) and row["staleness/mixed_frac"] == 0
+        assert row["tool/calls"] > 0.5 and row["turns/mean"] > 1.2 and row["grad/norm"] > 0
+    assert len(run.steps) == 3
+    assert run.steps[0]["train_rollout_logprob_abs_diff_max"] <= 1e-5
+
+
 def test_late_tools_change_no_bit_of_invariant_runs(tmp_path):
     exact = {"model__numerics": "invariant", "rollout__temperature": 0.9}
     runs = [

@@ -3,6 +3,7 @@
 
 import time
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,29 +11,58 @@ from vllm_cases import NEW, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.async_rollouts import AsyncRollouts
+from jaxmoe.rollout.group_flow import GroupFlow, GroupRollouts
+from jaxmoe.rollout.group_order import GroupOrder
 from jaxmoe.rollout.staleness import check_versions
 
 FREE = Sampling(NEW, ())
 LAST, MAX_STALENESS, PROMPTS_PER_STEP = 6, 2, 4
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_async_tokens_are_of_their_labelled_versions(opened, mode):
-    engine = opened(mode)
+OPTIONS = dict(first=1, last=LAST, stop=lambda: False)
 
+
+def open_batches(engine):
     def make(step):
         return engine.generate(
             prompts(PROMPTS_PER_STEP, PROMPTS_PER_STEP * step), FREE, seed=step, samples=2
         )
 
-    batches = AsyncRollouts(
-        make,
-        first=1,
+    return AsyncRollouts(make, max_staleness=MAX_STALENESS, interrupt=engine.close, **OPTIONS)
+
+
+def open_groups(engine):
+    def admit(number):
+        prompt = prompts(1, PROMPTS_PER_STEP + number)
+        return partial(engine.generate, prompt, FREE, seed=number, samples=2)
+
+    flow = GroupFlow(
+        admit,
+        GroupOrder(PROMPTS_PER_STEP, 0),
+        places=6,
+        ahead=MAX_STALENESS,
         last=LAST,
-        max_staleness=MAX_STALENESS,
-        stop=lambda: False,
-        interrupt=engine.close,
+        step=0,
     )
+
+    def make(step):
+        return [rollout for group in flow.draw(step)[0].values() for rollout in group]
+
+    return GroupRollouts(
+        make,
+        flow,
+        ahead=MAX_STALENESS,
+        save=lambda step: ({}, b""),
+        interrupt=engine.close,
+        **OPTIONS,
+    )
+
+
+@pytest.mark.parametrize("open_rollouts", [open_batches, open_groups])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_async_tokens_are_of_their_labelled_versions(opened, mode, open_rollouts):
+    engine = opened(mode)
+    batches = open_rollouts(engine)
     ages = []
     with closing(batches):
         engine.load(weights(0), 0)
