@@ -60,8 +60,7 @@ def listed_logits(
         return listed_gradients(*inputs, temperature=temperature, vocab_size=words)
 
     tau = jnp.asarray(forbid_derivative("temperature", temperature), jnp.float32)
-    operands = hidden_MD, w_head_DV, ids_MK, tau
-    z_MK, tail_M = logprobs_with_gradients(forward, gradients, *operands)
+    z_MK, tail_M = logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, ids_MK, tau)
     return z_MK.reshape(ids.shape), tail_M.reshape(ids.shape[:-1])
 
 

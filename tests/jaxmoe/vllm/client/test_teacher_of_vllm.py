@@ -139,7 +139,8 @@ def test_listed_words_are_the_teachers_likeliest(params, vllm):
     cfg = override(load_config("tiny.py"), f"distill.teacher={vllm.url}", *listing)
     scored, metrics = open_teacher_server(cfg).score_batch(batch)
     assert metrics == {"distill/lost_rows": 0.0}
-    hidden_BTD, _ = Scorer(TEACHER.model, OPS).run_forward(params, batch)
+    scorer = Scorer(TEACHER.model, OPS)
+    hidden_BTD = jax.jit(lambda p, b: scorer.run_forward(p, b)[0])(params, batch)
     logits_BTV = np.asarray(hidden_BTD @ params["head"], np.float64)[..., : cfg.model.vocab_size]
     logp_BTV = logits_BTV - np.logaddexp.reduce(logits_BTV, axis=-1, keepdims=True)
     logp_BTV = np.roll(logp_BTV, 1, axis=1)  # of each token given those before it
