@@ -7,6 +7,8 @@ log-prob has the accuracy of any other, and a gradient of at most 1.
 Logits are recomputed in blocks, forward and backward, as in `xla.py`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -60,7 +62,9 @@ def listed_logits(
         return listed_gradients(*inputs, temperature=temperature, vocab_size=words)
 
     tau = jnp.asarray(forbid_derivative("temperature", temperature), jnp.float32)
-    z_MK, tail_M = logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, ids_MK, tau)
+    operands = hidden_MD, w_head_DV, ids_MK, tau
+    result: Any = logprobs_with_gradients(forward, gradients, *operands)
+    z_MK, tail_M = result
     return z_MK.reshape(ids.shape), tail_M.reshape(ids.shape[:-1])
 
 
