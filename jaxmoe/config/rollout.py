@@ -140,8 +140,7 @@ class RolloutConfig(Section, key="rollout"):
         s, lag = self.max_staleness, self.max_lag
         require(
             self.schedule == "groups" or lag == 0,
-            f"rollout.max_lag ({lag}) must be 0 with rollout.schedule=batch. Try --set "
-            "rollout.schedule=groups.",
+            f"rollout.max_lag ({lag}) needs rollout.schedule=groups. Try --set rollout.max_lag=0.",
         )
         require(
             self.schedule == "batch" or lag < s,

@@ -117,7 +117,7 @@ def test_dynamic_sampling_draws_further_groups(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (["rollout.max_lag=1"], r"rollout.max_lag \(1\) must be 0 with rollout.schedule=batch"),
+        (["rollout.max_lag=1"], r"rollout.max_lag \(1\) needs rollout.schedule=groups"),
         (GROUPS, r"rollout.max_lag \(0\) must be below rollout.max_staleness \(0\)"),
         (
             [*GROUPS, "rollout.max_staleness=1", "rollout.max_lag=1"],

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,7 @@ def test_close_ends_the_sampling_of_another_thread(engine):
         with pytest.raises(EngineError, match="closed while it sampled"):
             engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     finally:
-        engine._programs, engine._closed = programs, False
+        engine._programs, engine._closed = programs, Event()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
