@@ -190,7 +190,7 @@ def run_config_command(study: ConfigStudy, args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         show_line(f"stopped; finished runs are in {folder}: the same command continues")
         return 130  # as a shell reports it
-    table = format_config_study(comparisons)
+    table = format_config_study(comparisons, study.name)
     replace_text(folder / f"{study.name}.md", table)
     show_line(table)
     return 0

@@ -112,13 +112,16 @@ def read_curves(path: Path) -> dict[str, list[list[float]]]:
     return {"rewards": rewards, "accuracies": accuracies}
 
 
-def format_config_study(comparisons: Sequence[Comparison]) -> str:
+def format_config_study(comparisons: Sequence[Comparison], name: str) -> str:
     """Return Markdown: the accuracies after all steps, then those after equal seconds.
+
+    Each table has the command of the study with this name.
 
     The limit is what the contender with the cheapest step takes for all steps. A step's seconds are
     those of `measure_step`, so that other work on the machine changes them little.
     """
-    parts = ["Accuracy after all steps:", format_comparisons(comparisons)]
+    command = f"`python -m studies {name}`"
+    parts = [f"Accuracy after all steps, by {command}:", format_comparisons(comparisons)]
     curves = [[np.array(run["accuracies"]) for run in c.metrics] for c in comparisons]
     if all(len(curve) > 2 for runs in curves for curve in runs):
         costs = [measure_step([run["rewards"] for run in c.metrics]) for c in comparisons]
@@ -131,7 +134,8 @@ def format_config_study(comparisons: Sequence[Comparison]) -> str:
             f"{c.contender.name}: {cost:.2f}" for c, cost in zip(comparisons, costs, strict=True)
         )
         parts += [
-            f"Accuracy after {limit:.0f} s of sampling and training (a step takes {seconds} s):",
+            f"Accuracy after {limit:.0f} s of sampling and training, by {command} (a step takes "
+            f"{seconds} s):",
             format_comparisons(compare_values(comparisons, at_limit)),
         ]
     return "\n\n".join(parts) + "\n"
