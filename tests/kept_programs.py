@@ -6,6 +6,7 @@ jax never changes a program that is there. It writes one bit by bit, and who rea
 a warning, which is an error here: what a killed process left is not kept.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -46,11 +47,10 @@ def keep_programs(cache: Path, run: Path) -> None:
 
 
 def link_program(source: Path | str, target: Path) -> None:
-    """Link a program, unless another run has done so, or has just removed the source."""
-    try:
+    """Link a program. Without links nothing is kept, and a program that another run has linked or
+    removed meanwhile is left out."""
+    with contextlib.suppress(OSError):
         os.link(source, target)
-    except (FileExistsError, FileNotFoundError):
-        pass
 
 
 def is_complete(program: bytes) -> bool:
