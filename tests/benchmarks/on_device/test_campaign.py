@@ -127,7 +127,10 @@ def test_a_killed_campaign_loses_only_what_ran(call, tmp_path):
         for line in killed.stdout:
             if line.endswith("begins slow\n"):
                 break
-        running = [x for x in psutil.Process(killed.pid).children() if "hang" in x.cmdline()]
+        # The line is printed before the stage's process has its command.
+        running, end = [], time.monotonic() + 60
+        while not running and time.monotonic() < end:
+            running = [x for x in psutil.Process(killed.pid).children() if "hang" in x.cmdline()]
         killed.send_signal(signal.SIGKILL)
     assert len(running) == 1
     _, alive = psutil.wait_procs(running, timeout=5)
