@@ -88,6 +88,7 @@ class PooledEngine:
         self._weights_path, self._dtype = weights_dir, dtype or cfg.dtype
         self._run = run or create_run_id()
         self.incidents: list[str] = []
+        self.sent_frac: float | None = None
         self._logp = partial(TRAINER_LOGPS, cfg=cfg, ops=ops)
         self._closed = Event()
         self._reusable_file: WeightFile | None = None

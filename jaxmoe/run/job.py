@@ -41,7 +41,7 @@ from jaxmoe.records import Prompt
 from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
-from jaxmoe.rollout.engine import Engine, Pinnable
+from jaxmoe.rollout.engine import Engine, Pinnable, SyncReporter
 from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.guards import (
@@ -273,6 +273,8 @@ class Job:
         incidents = self.engine.incidents[self.n_reported_incidents :]
         self.n_reported_incidents += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
+        if isinstance(self.engine, SyncReporter) and self.engine.sent_frac is not None:
+            metrics["rollout/sent_frac"] = self.engine.sent_frac
         metrics["batch/padding_frac"] = padding_frac(batch)
         self.bad_steps = count_bad_steps(metrics, self.bad_steps)
         step_alerts = find_alerts(metrics, self.bad_steps)

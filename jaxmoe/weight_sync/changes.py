@@ -6,7 +6,7 @@ moves one value in fifty over the border of its bfloat16, and far fewer codes of
 of changes is a bitmap of the changed words, compressed, then the words themselves; where that is
 not shorter, it is the block's bytes as they are. It has no digest: that of the complete result is
 checked. Numpy alone, because vLLM's processes read it too. Next: sent_weights.py writes blocks,
-jaxmoe/vllm/plugin/kept_tensors.py applies them.
+jaxmoe/vllm/plugin/received_bytes.py applies them.
 """
 
 import zlib
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     changed_nbytes: int  # of the words after the bitmap
 
 
-def encode_changes(
+def encode_block(
     old: NDArray[np.uint8], new: NDArray[np.uint8], itemsize: int
 ) -> tuple[bytes, NDArray[np.uint8]]:
     """Return (compressed bitmap, new words) of the words of `itemsize` bytes that differ.
@@ -50,7 +50,7 @@ def encode_changes(
     return mask, words[differ].view(np.uint8)
 
 
-def apply_changes(
+def apply_block(
     block: NDArray[np.uint8], mask: bytes, changed: NDArray[np.uint8], itemsize: int
 ) -> None:
     """Write changed words into a block of old bytes, in place.

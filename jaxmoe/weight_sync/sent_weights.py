@@ -5,7 +5,7 @@ A server can make a version from the last complete file and the changes of all l
 if it has an earlier one of them, from the changes since. This process keeps the bytes of the
 version that it sent last, which it compares with the next. Each manifest has the digests of the
 complete tensors, so a lost or damaged change is seen before anything is sampled; then the complete
-weights are sent. Next: changes.py has the format, jaxmoe/vllm/plugin/kept_tensors.py the other end.
+weights are sent. Next: changes.py has the format, jaxmoe/vllm/plugin/received_bytes.py reads it.
 """
 
 import json
@@ -29,7 +29,7 @@ from jaxmoe.checkpoint.tensor_files import (
 )
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, encode_changes
+from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, encode_block
 from jaxmoe.weight_sync.files import (
     WeightFile,
     check_free_space,
@@ -154,7 +154,7 @@ class _ChangesWriter:
         name, dtype, _ = self._planned[number]
         new = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
         old = self._old[offset : offset + new.size]
-        mask, changed = encode_changes(old, new, DTYPES[dtype].itemsize)
+        mask, changed = encode_block(old, new, DTYPES[dtype].itemsize)
         if changed.size == 0:
             return
         old[:] = new

@@ -98,8 +98,7 @@ def check_vllm(cfg: Config) -> None:
     check_lora_of_vllm(cfg)
     is_in_files = (bool(vllm.urls) or vllm.launch > 0) and vllm.transport == "files"
     require(
-        vllm.complete_sync_every == 1
-        or (is_in_files and not (cfg.lora.ranks and vllm.lora == "adapter")),
+        vllm.complete_sync_every == 1 or is_in_files,
         f"rollout.vllm.complete_sync_every ({vllm.complete_sync_every}) must be 1 unless all "
         "weights are sent to servers in files. Try --set rollout.vllm.complete_sync_every=1.",
     )
@@ -147,6 +146,8 @@ def _summarize(cfg: Config) -> str:
     if cfg.lora.ranks:
         sent = {"merged": "merged full weights", "adapter": "only the adapter"}[vllm.lora]
         text += f", receives {sent}"
+    if vllm.complete_sync_every > 1:
+        text += ", keeps the weights that it received in host memory, as this process does"
     return text
 
 

@@ -136,7 +136,7 @@ class VllmEngine(PooledEngine):
         sent, write_complete = self._sent_weights, None
         if sent is not None:
             file = sent.write(
-                params, self._cfg, dtype=self._dtype, version=version, experts=self.experts
+                params, self._cfg, dtype=self._dtype, version=version, experts=named["experts"]
             )
             write_complete = partial(sent.write_complete, version)
             self.sent_frac = file.sent_nbytes / sent.nbytes

@@ -25,7 +25,6 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 )
 
 from jaxmoe.vllm.plugin import manifest, tensor_mailbox
-from jaxmoe.vllm.plugin.kept_tensors import KeptTensors
 from jaxmoe.vllm.plugin.live_parameters import (
     Form,
     digest_parameters,
@@ -36,6 +35,7 @@ from jaxmoe.vllm.plugin.loaded_state import ExpectedParameter, LoadedState
 from jaxmoe.vllm.plugin.loading import LoadTensors, TensorStream, reload_model
 from jaxmoe.vllm.plugin.manifest import Manifest, ManifestTensor, UpdateRejected
 from jaxmoe.vllm.plugin.names import PACKED_ENDS, checkpoint_shapes, vllm_parameter_name
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -173,7 +173,7 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.loaded_state = LoadedState()
-        self._kept = KeptTensors()
+        self._received_bytes = ReceivedBytes()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: update_info names the files."""
@@ -192,12 +192,12 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
             if update_info.changes is None:
                 tensors = dict(read_tensors(expected, folders[0]))
             else:
-                kept = self._kept.read(folders)
-                tensors = {name: view_bytes(kept[name], t) for name, t in expected.tensors.items()}
+                raw = self._received_bytes.read(folders)
+                tensors = {name: view_bytes(raw[name], t) for name, t in expected.tensors.items()}
             try:
                 digests = check_digests(expected, tensors)
             except UpdateRejected:
-                self._kept.forget()
+                self._received_bytes.forget()
                 raise
             with self.load_verified(expected, digests) as load_tensors:
                 load_tensors(tensors.items())

@@ -26,7 +26,7 @@ from jaxmoe.checkpoint.peft.read import read_adapter
 from jaxmoe.checkpoint.tensor_files import encode_header
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.vllm.plugin.kept_tensors import KeptTensors
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
 from jaxmoe.weight_sync.checksum import digest_array
 from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
@@ -67,7 +67,10 @@ class StandIn:
         """Start as a new process: with random weights, or with those of an older folder."""
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
-        self.kept, self.applied = KeptTensors(), []  # of changes: the number of files of each sync
+        self.kept, self.applied = (
+            ReceivedBytes(),
+            [],
+        )  # of changes: the number of files of each sync
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
         if self.base is not None:
             self.params = self.base
@@ -209,14 +212,14 @@ class StandIn:
         folder = Path(info["path"])
         with TemporaryDirectory() as scratch:
             if info.get("changes") is not None:
-                folder = self.apply_changes([folder, *map(Path, info["changes"])], Path(scratch))
+                folder = self.apply_block([folder, *map(Path, info["changes"])], Path(scratch))
             self.waiting = load_params(folder, self.cfg, "float32")
             self.manifest = json.loads((folder / "manifest.json").read_text())
             files = [load_file(path) for path in folder.glob("model*.safetensors")]
             self.received = {name: digest_array(array) for f in files for name, array in f.items()}
         return {}
 
-    def apply_changes(self, folders, scratch):
+    def apply_block(self, folders, scratch):
         """Write what vLLM's worker would have, after the checks that the plugin makes."""
         kept = self.kept.read(folders)
         manifest = json.loads((folders[-1] / "manifest.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.weight_sync.changes import apply_changes, encode_changes
+from jaxmoe.weight_sync.changes import apply_block, encode_block
 
 
 def random_block(seed, n_words, itemsize, frac):
@@ -26,36 +26,36 @@ def random_block(seed, n_words, itemsize, frac):
 )
 def test_applied_changes_give_the_new_bytes(seed, n_words, itemsize, frac):
     old, new = random_block(seed, n_words, itemsize, frac)
-    mask, changed = encode_changes(old, new, itemsize)
+    mask, changed = encode_block(old, new, itemsize)
     assert len(mask) + changed.size <= new.size
     if changed.size:
-        apply_changes(old, mask, changed.copy(), itemsize)
+        apply_block(old, mask, changed.copy(), itemsize)
     np.testing.assert_array_equal(old, new)
 
 
 def test_equal_blocks_need_no_bytes():
     old, _ = random_block(0, 1001, 2, 0.0)
-    mask, changed = encode_changes(old, old.copy(), 2)
+    mask, changed = encode_block(old, old.copy(), 2)
     assert mask == b"" and changed.size == 0
 
 
 def test_few_changes_take_few_bytes():
     """One bfloat16 in fifty: the words, and the entropy of where they are."""
     old, new = random_block(3, 1 << 20, 2, 0.02)
-    mask, changed = encode_changes(old, new, 2)
+    mask, changed = encode_block(old, new, 2)
     assert changed.size <= 0.021 * new.size
     assert len(mask) + changed.size < 0.04 * new.size
 
 
 def test_damaged_bitmaps_and_words_are_refused():
     old, new = random_block(5, 4096, 2, 0.02)
-    mask, changed = encode_changes(old, new, 2)
+    mask, changed = encode_block(old, new, 2)
     for bad_mask, bad_changed in (
         (mask[:-9], changed),
         (b"\x00" + mask[1:], changed),
-        (encode_changes(old[:4096], new[:4096], 2)[0], changed),
+        (encode_block(old[:4096], new[:4096], 2)[0], changed),
         (mask, changed[:-2]),
         (b"", changed),
     ):
         with pytest.raises(ValueError):
-            apply_changes(old.copy(), bad_mask, bad_changed, 2)
+            apply_block(old.copy(), bad_mask, bad_changed, 2)

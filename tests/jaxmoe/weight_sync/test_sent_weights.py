@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 from weight_updates import CFG, RUN, list_leftovers, random_params
 
-from jaxmoe.vllm.plugin.kept_tensors import KeptTensors
 from jaxmoe.vllm.plugin.manifest import UpdateRejected
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
 from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.sent_weights import SentWeights
@@ -49,7 +49,7 @@ def sent(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_worker_has_every_versions_bytes(tmp_path, sent, dtype):
-    kept, late, params = KeptTensors(), KeptTensors(), PARAMS
+    kept, late, params = ReceivedBytes(), ReceivedBytes(), PARAMS
     for version in range(7):
         file = sent.write(params, CFG, dtype=dtype, version=version)
         assert len(file.update_info["changes"]) == version % 4
@@ -62,7 +62,7 @@ def test_a_worker_has_every_versions_bytes(tmp_path, sent, dtype):
                 assert kept.read(folders_of(file))[name].tobytes() == array.tobytes()
         params = change(params, version)
     # One that comes later, and one that missed some, have them too.
-    assert receive(late, file) == [] and receive(KeptTensors(), file) == []
+    assert receive(late, file) == [] and receive(ReceivedBytes(), file) == []
 
 
 def test_changes_take_a_part_of_the_bytes(sent):
@@ -78,18 +78,18 @@ def test_equal_weights_send_no_bytes(sent):
     sent.write(PARAMS, CFG, dtype="float32", version=0)
     file = sent.write(PARAMS, CFG, dtype="float32", version=1)
     assert (Path(file.update_info["changes"][0]) / "changes.bin").stat().st_size == 0
-    assert receive(KeptTensors(), file) == []
+    assert receive(ReceivedBytes(), file) == []
 
 
 def test_a_version_written_twice_is_complete(sent):
     """Its folder is that of the changes, or of what they change."""
     for version in (0, 0, 1, 1):
         file = sent.write(change(PARAMS, version), CFG, dtype="float32", version=version)
-        assert receive(KeptTensors(), file) == []
+        assert receive(ReceivedBytes(), file) == []
 
 
 def test_complete_weights_can_be_written_at_any_time(sent):
-    kept = KeptTensors()
+    kept = ReceivedBytes()
     receive(kept, sent.write(PARAMS, CFG, dtype="float32", version=0))
     changed = sent.write(change(PARAMS, 1), CFG, dtype="float32", version=1)
     assert sent.write_complete(0) is None
@@ -109,14 +109,14 @@ def test_files_that_no_version_needs_go(tmp_path, sent):
             previous.close()
         previous = file
     assert {name.split("/")[1] for name in list_leftovers(tmp_path) if "/" in name} == {"4", "5"}
-    assert receive(KeptTensors(), file) == []
+    assert receive(ReceivedBytes(), file) == []
 
 
 def test_after_an_interrupted_write_all_is_sent(tmp_path, sent, monkeypatch):
     from jaxmoe.weight_sync import sent_weights
 
     sent.write(PARAMS, CFG, dtype="float32", version=0)
-    real, calls = sent_weights.encode_changes, []
+    real, calls = sent_weights.encode_block, []
 
     def interrupt(*args):
         calls.append(1)
@@ -125,12 +125,12 @@ def test_after_an_interrupted_write_all_is_sent(tmp_path, sent, monkeypatch):
         return real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sent_weights, "encode_changes", interrupt)
+        patched.setattr(sent_weights, "encode_block", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sent.write(change(PARAMS, 1, 0.5), CFG, dtype="float32", version=1)
     assert sent.write_complete(0) is None  # its bytes are partly those of 1
     file = sent.write(change(PARAMS, 1, 0.5), CFG, dtype="float32", version=1)
-    assert file.update_info["changes"] == [] and receive(KeptTensors(), file) == []
+    assert file.update_info["changes"] == [] and receive(ReceivedBytes(), file) == []
 
 
 def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
@@ -149,7 +149,7 @@ def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
     )
     rng, unseen = np.random.default_rng(0), []
     for number in range(200):
-        kept, blocks, data = KeptTensors(), [list(b) for b in index["blocks"]], bytearray(raw)
+        kept, blocks, data = ReceivedBytes(), [list(b) for b in index["blocks"]], bytearray(raw)
         kind = ("bit", "missing", "cut", "moved", "other")[number % 5]
         begins = np.cumsum([0, *(b[3] + b[4] for b in blocks)])
         i = int(rng.integers(len(blocks)))
@@ -179,4 +179,4 @@ def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
     assert unseen in ([], ["bit"])
     shutil.rmtree(folder)
     shutil.copytree(good, folder)
-    assert receive(KeptTensors(), file) == []
+    assert receive(ReceivedBytes(), file) == []

@@ -22,10 +22,10 @@ from jaxmoe.vllm.plugin.manifest import (
     open_without_links,
     read_manifest,
 )
-from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, apply_changes
+from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, apply_block
 
 
-class KeptTensors:
+class ReceivedBytes:
     """The bytes of each tensor of version `label`; None: nothing is known of them."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class KeptTensors:
         if len(mask) + len(changed) != block.mask_nbytes + block.changed_nbytes:
             raise ValueError("the file is cut off")
         itemsize = DTYPE_BYTES[manifest.tensors[block.tensor].dtype]
-        apply_changes(raw, mask, np.frombuffer(changed, np.uint8), itemsize)
+        apply_block(raw, mask, np.frombuffer(changed, np.uint8), itemsize)
 
 
 def read_index(folder: Path) -> list[Block]:
