@@ -28,6 +28,7 @@ from jaxmoe.vllm.engine.open_backends import check_available, check_context, ope
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.transport import Transport
 from jaxmoe.weight_sync.files import write_files
+from jaxmoe.weight_sync.sent_tensors import Experts
 from jaxmoe.weight_sync.sent_weights import SentWeights
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest
 
@@ -87,7 +88,7 @@ class VllmEngine(PooledEngine):
             for backend in [backend for backend, _ in opened if backend not in unavailable]:
                 with suppress(RequestFailed):  # checked again with the first weights
                     backend.read_workers()
-            self.experts = choose_sent_experts(
+            self.experts: Experts = choose_sent_experts(
                 [backend for backend, _ in opened if backend not in unavailable], sent.four_bits
             )
             loosest = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
@@ -136,7 +137,7 @@ class VllmEngine(PooledEngine):
         sent, write_complete = self._sent_weights, None
         if sent is not None:
             file = sent.write(
-                params, self._cfg, dtype=self._dtype, version=version, experts=named["experts"]
+                params, self._cfg, dtype=self._dtype, version=version, experts=self.experts
             )
             write_complete = partial(sent.write_complete, version)
             self.sent_frac = file.sent_nbytes / sent.nbytes
