@@ -28,7 +28,9 @@ from jaxmoe.batches.microbatches import (
 )
 from jaxmoe.config import ConfigError, GateConfig, require
 from jaxmoe.losses import masked_sum, token_rewards
-from jaxmoe.losses.ratios import log_ratios, sequence_sum
+from jaxmoe.losses.aggregation import sequence_sum
+from jaxmoe.losses.mismatch import mismatch_metrics
+from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import Algorithm
@@ -36,7 +38,6 @@ from jaxmoe.rl.distillation import total_advantages
 from jaxmoe.rl.metrics.router_metrics import expert_switches, replay_agreement, router_rows
 from jaxmoe.rl.metrics.switches import find_switched_tokens, find_switches_of_loss
 from jaxmoe.rl.metrics.update_metrics import (
-    engine_gap,
     find_tokens_without_gradient,
     is_gate_closed,
     update_metrics,
@@ -173,7 +174,9 @@ def update_minibatch(
     metrics |= term_metrics | sums
     if algorithm.critic != "none":
         metrics["critic/grad_norm"] = optax.tree.norm(grads.critic)
-    metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
+    if gap is None:
+        gap = mismatch_metrics(aux.rows["logp_BT"], batch.rollout_logp_BT, batch.loss_mask_BT)
+    metrics |= gap
     if "experts_BTLA" in aux.rows:
         metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
     if "chosen_experts_BTLA" in aux.rows:

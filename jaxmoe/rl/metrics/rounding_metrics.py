@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool
 from jaxmoe.config.layer_plan import LayerPlan
 from jaxmoe.model.rounded import MATRICES, round_experts
 from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
@@ -20,6 +22,15 @@ from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.rounded import is_saturated
 
 SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
+
+
+def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metrics:
+    """Return `rounding_metrics` of a step; {} if weights are read as they are."""
+    if scorer.round_params is None:
+        return {}
+    before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
+    masters = new.policy if scorer.place_masters is None else scorer.place_masters(new.policy)
+    return rounding_metrics(before, after, masters, scorer.model.plan)
 
 
 def rounding_metrics(before: Params, after: Params, masters: Params, plan: LayerPlan) -> Metrics:

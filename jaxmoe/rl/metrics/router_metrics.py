@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxmoe.batches.batch import Batch
 from jaxmoe.losses import masked_mean
-from jaxmoe.losses.kl import k3_from_log_ratio
-from jaxmoe.losses.ratios import log_ratios
+from jaxmoe.losses.ratios import k3_from_log_ratio, log_ratios
 from jaxmoe.records import UNKNOWN_EXPERT, expert_dtype
 from jaxmoe.rl.metrics.switches import (
     compare_expert_sets,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.batches.batch import Batch
 from jaxmoe.config import GateConfig
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
-from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
+from jaxmoe.losses.mismatch import weight_metrics
 from jaxmoe.losses.ratios import clamped_exp, log_ratios
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.shapes import Metrics
@@ -36,11 +36,6 @@ def reduce_updates(metrics: Metrics) -> Metrics:
     """Reduce arrays with one entry per update to one value each; most are means of the updates."""
     extremes: dict[str, Any] = {**dict.fromkeys(MAXIMA, jnp.max), **dict.fromkeys(MINIMA, jnp.min)}
     return {name: extremes.get(name, jnp.mean)(x_U) for name, x_U in metrics.items()}
-
-
-def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> Metrics:
-    """Metrics of the difference between the trainer's log-probs and the engine's."""
-    return mismatch_metrics(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
 
 
 def update_metrics(batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array, "B T"]) -> Metrics:
