@@ -38,7 +38,7 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.records import Prompt
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.router_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine, Pinnable, SyncReporter

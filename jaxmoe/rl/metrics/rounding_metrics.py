@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 
 from jaxmoe.config.layer_plan import LayerPlan
 from jaxmoe.model.rounded import MATRICES, round_experts
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.router_metrics import LAYER_PREFIX
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params

@@ -20,9 +20,9 @@ from jaxmoe.rl.metrics.switches import (
     move_switches,
     sort_expert_sets,
 )
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
 from jaxmoe.shapes import Metrics
 
+LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 BOUNDARY = 0.1  # margin in logits below which a token counts as near a switch
 STATISTICS = ("router_margin_BTL", "router_entropy_BTL", "router_mass_BTL")
 
