@@ -3,9 +3,8 @@
 
 The ratio is r = π_old/π_rollout, trainer over engine: log r = old_logp − rollout_logp. With
 `loss.old_logp=recomputed` π_old is the trainer before the update, otherwise the current forward
-without gradient. Bounds are always bounds of r.
-No result of `log_ratios` has a gradient. Next:
-jaxmoe/losses/rollout_correction.py truncates and tests ratios; mismatch.py has the metrics.
+without gradient. Bounds are always bounds of r. No result of `log_ratios` has a gradient.
+Next: jaxmoe/losses/rollout_correction.py truncates and tests ratios; mismatch.py has the metrics.
 """
 
 import jax.numpy as jnp
