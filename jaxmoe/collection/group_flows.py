@@ -85,7 +85,9 @@ def open_group_flow(
     flow = GroupFlow(
         admit,
         order,
-        places=r.groups_at_once * describe_engine(cfg).replicas,
+        places=(places := r.groups_at_once * describe_engine(cfg).replicas),
+        # Rows are refilled at once only if other groups have begun to wait for them.
+        begun=(1 + r.changes_in_flight) * places,
         ahead=r.max_staleness - r.max_lag,
         last=cfg.steps,
         step=step,

@@ -81,6 +81,18 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
 
 
 @dataclass(frozen=True)
+class NativeConfig(Section, key="rollout.native", resume=True):
+    """Config of the native engine."""
+
+    on_weight_sync: str = setting(
+        "admission",
+        "groups: weights of unfinished answers: those of the prompt's admission; keep: the newest, "
+        "keys and values stay; recompute: the newest, they are computed again",
+        one_of("admission", "keep", "recompute"),
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Section, key="rollout"):
     """Config of sampling a step's sequences."""
 
@@ -114,6 +126,7 @@ class RolloutConfig(Section, key="rollout"):
     )
     max_parallel_sequences: int = setting(256, "of an engine batch", at_least(1), resume=True)
     engine: str = setting("native", "native (the trainer's forward), vllm or module:function")
+    native: NativeConfig = NativeConfig()
     vllm: VllmConfig = VllmConfig()
     compare_experts: bool = setting(False, "log router/expert_switches")
     max_staleness: int = setting(0, "steps that sampling may be ahead", at_least(0))
@@ -152,6 +165,19 @@ class RolloutConfig(Section, key="rollout"):
             f"--set rollout.max_staleness={lag + 1}.",
         )
 
+        sync = self.native.on_weight_sync
+        require(
+            not self.changes_in_flight or (self.schedule, self.engine) == ("groups", "native"),
+            f"rollout.native.on_weight_sync={sync} needs rollout.schedule=groups with "
+            f"rollout.engine=native, got {self.schedule} with {self.engine}: a batch has the "
+            "weights with which it began. Try --set rollout.native.on_weight_sync=admission.",
+        )
+
+    @property
+    def changes_in_flight(self) -> bool:
+        """True if the native engine goes on with new weights in answers that have begun."""
+        return self.native.on_weight_sync != "admission"
+
     @property
     def prompts_per_step(self) -> int:
         return self.sequences_per_step // self.samples_per_prompt
@@ -159,7 +185,8 @@ class RolloutConfig(Section, key="rollout"):
     @property
     def older_versions(self) -> int:
         """Number of versions that may sample although the engine has newer weights."""
-        return self.max_staleness if self.schedule == "groups" else min(1, self.max_staleness)
+        pins = self.schedule == "groups" and not self.changes_in_flight
+        return self.max_staleness if pins else min(1, self.max_staleness)
 
     @property
     def groups_at_once(self) -> int:

@@ -132,6 +132,30 @@ def restore_rows(rows: DecodeState, part: DecodeState, keep: Array) -> DecodeSta
     return replace(rows, cache=put_rows(rows.cache, part.cache, keep), column=part.column, **arrays)
 
 
+def place_rows(
+    rows: DecodeState,
+    cache: KVCache,
+    hidden_BD: Array,
+    lengths_B: Array,
+    sources: Array,
+    places: Array,
+    alive: Array,
+    streams: Array,
+) -> DecodeState:
+    """Return the rows with those at `places` replaced by the prefilled ones with these indices.
+
+    The results of `prefill_prompts`, with slots per row; places behind the last row are dropped.
+    """
+    return replace(
+        rows,
+        cache=put_rows(rows.cache, take_rows(cache, sources), places),
+        hidden_BD=rows.hidden_BD.at[places].set(hidden_BD[sources]),
+        position_B=rows.position_B.at[places].set(lengths_B[sources]),
+        alive_B=rows.alive_B.at[places].set(alive),
+        stream_B2=rows.stream_B2.at[places].set(streams),
+    )
+
+
 def _row_arrays(rows: DecodeState) -> dict[str, Array]:
     """The arrays whose first axis are the rows, by name."""
     arrays = {name: x for name, x in vars(rows).items() if name not in ("cache", "column")}

@@ -85,7 +85,8 @@ class Pinnable(Protocol):
     """An engine that can go on with older weights while it samples with newer ones."""
 
     def pin(self) -> Engine:
-        """Return this engine with its present weights, to sample one prompt at a time."""
+        """Return an engine that samples one prompt at a time, with the present weights unless it
+        was opened to go on with newer ones."""
         ...
 
 

@@ -42,6 +42,8 @@ class FlowState(Generic[T]):
 class GroupFlow(Generic[T]):
     """Admits groups, samples at most `places` of them at once, and hands them out in order.
 
+    `begun`: groups whose function runs at once, if they share the places.
+
     `admit(number)` is called for one number after the other, from that of the oldest group that is
     not trained, with the newest weights loaded; it returns the function that samples the group.
     `finished` are groups of an earlier process.
@@ -53,12 +55,14 @@ class GroupFlow(Generic[T]):
         order: GroupOrder,
         *,
         places: int,
+        begun: int = 0,
         ahead: int,
         last: int,
         step: int,
         finished: Mapping[int, T] | None = None,
     ) -> None:
         self._admit_group, self._order, self._places = admit, order, places
+        self._begun = begun or places
         self._ahead, self._last, self._collected = ahead, last, step
         self._changed = threading.Condition()  # guards all attributes
         self._finished = dict(finished or {})
@@ -175,7 +179,7 @@ class GroupFlow(Generic[T]):
 
     def _start(self) -> None:
         self._count_time()
-        while self._waiting and self._n_running < self._places:
+        while self._waiting and self._n_running < self._begun:
             self._n_running += 1
             # A daemon, so that a second Ctrl-C does not wait for it.
             threading.Thread(
@@ -201,7 +205,7 @@ class GroupFlow(Generic[T]):
 
     def _count_time(self) -> None:
         now_s = time.perf_counter()
-        self._busy_s += self._n_running * (now_s - self._counted_s)
+        self._busy_s += min(self._n_running, self._places) * (now_s - self._counted_s)
         self._counted_s = now_s
 
 

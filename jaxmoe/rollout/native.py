@@ -42,6 +42,7 @@ from jaxmoe.rollout.decoding import (
     restore_rows,
     select_rows,
 )
+from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.native_turns import NativeBatch, NativePrograms
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.rollout.turns import Episode, check_room
@@ -82,21 +83,17 @@ class NativeEngine:
         self._mesh, self._shards = mesh, count_shards(mesh, rules.rows)
         self._merges_parts = merges_parts(ops.decode)
         ops = sharded_ops(ops, mesh, cfg, rules)
-        self._keep_experts = keep_experts
         # All caches have one size, so that decode is compiled for one number of slots.
         self._longest = prompt_slots(max_prompt_tokens)
         self.slots = max_context or self._longest + max_new_tokens
-        self._prefill = jax.jit(
-            partial(
-                prefill_prompts,
-                cfg=cfg,
-                ops=ops,
-                slots=self.slots,
-                keep_experts=keep_experts,
-                slots_per_row=max_context > 0,
-            ),
-            static_argnames="full_slots",
+        prefill = partial(
+            prefill_prompts, cfg=cfg, ops=ops, slots=self.slots, keep_experts=keep_experts
         )
+        self._prefill = jax.jit(
+            partial(prefill, slots_per_row=max_context > 0), static_argnames="full_slots"
+        )
+        # For rows that are refilled one by one; compiled where they are.
+        self.prefill_rows = jax.jit(partial(prefill, slots_per_row=True))
         decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops),
             static_argnames=("top_k", "top_p", "enough"),
@@ -144,7 +141,7 @@ class NativeEngine:
         """
         self._loaded = self._read(params), version
 
-    def pin(self) -> "NativeEngine":
+    def pin(self) -> Engine:
         """Return this engine with its present weights, to sample one prompt at a time.
 
         Both have the same programs, and end together.
@@ -157,9 +154,18 @@ class NativeEngine:
         """End a generate() in another thread when it next returns from the device."""
         self._closed.set()
 
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
     def count_compilations(self) -> int:
         """Number of programs compiled so far; it does not grow with the length of a run."""
-        jitted = (self._prefill, self._repeat, self._share, *vars(self._programs).values())
+        jitted = (
+            self._prefill,
+            self.prefill_rows,
+            self._repeat,
+            self._share,
+            *vars(self._programs).values(),
+        )
         return sum(count_compilations(f) for f in jitted)
 
     def prompts_per_batch(self, samples: int) -> int:
@@ -254,8 +260,36 @@ class NativeEngine:
         Raises ConfigError for a prompt or an answer length above the engine's limits, an empty
         prompt, or token ids outside the vocabulary.
         """
+        sampling = self.check_sampling(sampling, environment)
+        # Read once and used for all tokens, even if another thread calls load() in between.
+        loaded = to_device(self.read_loaded())
+        per_batch = self.prompts_per_batch(samples)
+        rollouts: list[Rollout] = []
+        for start in range(0, len(prompts), per_batch):
+            batch = self._open_batch(
+                loaded,
+                prompts[start : start + per_batch],
+                sampling,
+                seed,
+                samples,
+                per_batch,
+                start,
+            )
+            rollouts += (
+                batch.sample_answers()
+                if environment is None
+                else batch.sample_episodes(environment, start * samples)
+            )
+        return rollouts
+
+    def read_loaded(self) -> tuple[Params, int]:
+        """Return the newest weights and their version."""
         if self._loaded is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
+        return self._loaded
+
+    def check_sampling(self, sampling: Sampling, environment: TokenEnvironment | None) -> Sampling:
+        """Return the sampling as the programs take it; raise ConfigError above the limits."""
         if sampling.max_new_tokens > self._max_new:
             raise ConfigError(
                 f"sampling.max_new_tokens ({sampling.max_new_tokens}) must be at most the "
@@ -276,28 +310,60 @@ class NativeEngine:
         # Greedy answers take the most likely token, which top-k and top-p never exclude.
         if sampling.temperature <= 0.0:
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        # Read once and used for all tokens, even if another thread calls load() in between.
-        params, version = self._loaded
-        # An embedding in host memory is copied to the device for these rollouts.
-        loaded = jax.tree.map(jnp.asarray, params), version
-        per_batch = self.prompts_per_batch(samples)
-        rollouts: list[Rollout] = []
-        for start in range(0, len(prompts), per_batch):
-            batch = self._open_batch(
-                loaded,
-                prompts[start : start + per_batch],
-                sampling,
-                seed,
-                samples,
-                per_batch,
-                start,
+        return sampling
+
+    def open_episodes(
+        self, prompts: Sequence[Prompt], sampling: Sampling, samples: int
+    ) -> list[Episode]:
+        """Return `samples` episodes of each prompt; raise ConfigError for one that does not fit."""
+        for prompt in prompts:
+            _check_prompt(prompt, self._cfg.vocab_size)
+        longest = max(len(p.tokens) for p in prompts)
+        if longest > self._longest:
+            raise ConfigError(
+                f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
+                f"Try --set data.max_prompt_tokens={longest}."
             )
-            rollouts += (
-                batch.sample_answers()
-                if environment is None
-                else batch.sample_episodes(environment, start * samples)
-            )
-        return rollouts
+        limit = sampling.max_context or self._max_context or sys.maxsize
+        episodes = [Episode(prompt, sampling, limit) for prompt in prompts for _ in range(samples)]
+        check_room(episodes)
+        return episodes
+
+    def open_rows(
+        self,
+        loaded: tuple[Params, int],
+        sampling: Sampling,
+        rows: DecodeState,
+        episodes: dict[int, Episode],
+    ) -> NativeBatch:
+        """Return a batch of these rows, for which the engine has the programs."""
+        return NativeBatch(
+            self._programs,
+            *loaded,
+            sampling,
+            rows,
+            episodes,
+            self._append_tokens,
+            self._mesh,
+            self._rules,
+            self.is_closed,
+        )
+
+    def pad_tokens(
+        self, rows: Sequence[Sequence[int]], width: int, longest: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of `width` rows, right-padded to one of few lengths, and their counts.
+
+        Rows without a sequence have one padding token. They retain the shape of the last batch.
+        """
+        # Every length is a program of its own, so lengths are rounded up to a few.
+        time = _round_up_to_bucket(max(map(len, rows)), MIN_PROMPT_TOKENS)
+        tokens = np.zeros((width, min(time, longest, self.slots)), np.int32)
+        lengths = np.ones(width, np.int32)
+        for row, sequence in enumerate(rows):
+            tokens[row, : len(sequence)] = sequence
+            lengths[row] = len(sequence)
+        return tokens, lengths
 
     def _open_batch(
         self,
@@ -310,10 +376,7 @@ class NativeEngine:
         first: int,
     ) -> NativeBatch:
         """Prefill the prompts; `first` is the index of the first one among all prompts."""
-        params, version = loaded
-        limit = sampling.max_context or self._max_context or sys.maxsize
-        episodes = [Episode(prompt, sampling, limit) for prompt in prompts for _ in range(samples)]
-        check_room(episodes)
+        episodes = self.open_episodes(prompts, sampling, samples)
         limits = np.zeros(width * samples, np.int32)
         limits[: len(episodes)] = [episode.turn_limit for episode in episodes]
         rows, prompt_experts = self._prefill_batch(
@@ -323,18 +386,7 @@ class NativeEngine:
             for i, episode in enumerate(episodes):
                 n = len(episode.prompt.tokens)
                 episode.add_experts(prompt_experts[i // samples][:n])
-        return NativeBatch(
-            self._programs,
-            params,
-            version,
-            sampling,
-            rows,
-            episodes,
-            self._append_tokens,
-            self._mesh,
-            self._rules,
-            self._closed.is_set,
-        )
+        return self.open_rows(loaded, sampling, rows, dict(enumerate(episodes)))
 
     def _prefill_batch(
         self,
@@ -348,23 +400,7 @@ class NativeEngine:
         limit_B: np.ndarray,
     ) -> tuple[DecodeState, np.ndarray]:
         """Return rows before their first token, and the prompts' experts."""
-        for prompt in prompts:
-            _check_prompt(prompt, self._cfg.vocab_size)
-        longest = max(len(p.tokens) for p in prompts)
-        if longest > self._longest:
-            raise ConfigError(
-                f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
-                f"Try --set data.max_prompt_tokens={longest}."
-            )
-        # Every length is a program of its own, so lengths are rounded up to a few.
-        time = min(_round_up_to_bucket(longest, MIN_PROMPT_TOKENS), self._longest, self.slots)
-        tokens = np.zeros((width, time), np.int32)
-        # Rows without a prompt have one padding token and are never alive. They keep the shape of
-        # the last batch.
-        lengths = np.ones(width, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt.tokens)] = prompt.tokens
-            lengths[row] = len(prompt.tokens)
+        tokens, lengths = self.pad_tokens([p.tokens for p in prompts], width, self._longest)
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         params, version = loaded
         shares = self._shares_prompts(samples)
@@ -380,13 +416,12 @@ class NativeEngine:
             cache = (self._share if shares else self._repeat)(cache, samples=samples)
         # A random stream belongs to the number of an answer among all answers, and not to its
         # batch, so that max_parallel_sequences does not change the tokens.
-        ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
-        streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
+        streams_B2 = random_streams(seed, first * samples, width * samples)
         state = init_rows(
             hidden[repeat],
             jnp.asarray(lengths[repeat]),
             jnp.asarray(repeat < len(prompts)),
-            jax.random.key_data(streams),
+            streams_B2,
             jnp.asarray(limit_B),
             prompt_experts,
             sampling,
@@ -418,6 +453,19 @@ def prompt_slots(max_prompt_tokens: int) -> int:
 def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:
     """Number of prompts of a batch: a multiple of the shards of rows, and at least one on each."""
     return max(shards, max_rows // samples // shards * shards)
+
+
+def to_device(loaded: tuple[Params, int]) -> tuple[Params, int]:
+    """Return the weights without an embedding in host memory, which is copied to the device."""
+    params, version = loaded
+    return jax.tree.map(jnp.asarray, params), version
+
+
+def random_streams(seed: int, first: int, count: int) -> jax.Array:
+    """Return uint32 [B, 2]: the random streams of the answers from number `first` on."""
+    ids = np.arange(count, dtype=np.uint32) + np.uint32(first)
+    streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
+    return jax.random.key_data(streams)
 
 
 def _check_prompt(prompt: Prompt, vocab_size: int) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native engine's description, without an import of jax. Next: jaxmoe/rollout/native.py."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,13 @@ def describe_native(cfg: Config) -> EngineDescription:
 def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
     """Open the native engine on the run's mesh; it shards the `ops` of one device."""
     from jaxmoe.rollout.native import NativeEngine
+    from jaxmoe.rollout.native_flow import FlowEngine
 
-    return NativeEngine(
+    open_rows: Callable[..., Any] = NativeEngine
+    if cfg.rollout.changes_in_flight:
+        recompute = cfg.rollout.native.on_weight_sync == "recompute"
+        open_rows = partial(FlowEngine, recompute=recompute)
+    return open_rows(
         cfg.model,
         ops,
         keep_experts=cfg.records_experts,

@@ -4,7 +4,7 @@
 All rows sample a turn together. When at most a quarter of them is alive, these continue as a small
 batch, so that rows that have ended cost no more time. Rows whose episode goes on keep their cache:
 they are put back, and read the environment's replies. Rows whose reply is late wait, and read it
-before a later turn. Next: jaxmoe/rollout/decoding.py.
+before a later turn. Next: jaxmoe/rollout/native_flow.py refills rows; jaxmoe/rollout/decoding.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +42,14 @@ class NativePrograms:
 
 @dataclass
 class NativeBatch:
-    """A batch after its prefill; `rows` are on the device, the first of them have the episodes."""
+    """A batch after its prefill; `rows` are on the device."""
 
     programs: NativePrograms
     params: Params
     version: int
     sampling: Sampling
     rows: DecodeState
-    episodes: list[Episode]
+    episodes: dict[int, Episode]  # by row
     append_tokens: int  # tokens of a reply that one call of `append` reads
     mesh: Mesh | None
     rules: MeshRules
@@ -62,15 +62,15 @@ class NativeBatch:
 
     def sample_answers(self) -> list[Rollout]:
         """Return one answer of each row; it ends at its first stop token."""
-        self._sample_turn(range(len(self.episodes)), returns=False)
-        for episode in self.episodes:
+        self._sample_turn(list(self.episodes), returns=False)
+        for episode in self.episodes.values():
             episode.stop = episode.stop or StopReason.STOP_TOKEN
-        return [episode.make_rollout() for episode in self.episodes]
+        return [episode.make_rollout() for episode in self.episodes.values()]
 
     def sample_episodes(self, environment: TokenEnvironment, first: int) -> list[Rollout]:
         """Return one episode of each row; `first` is the number of the first one in its call."""
         replies = SharedReplies(environment, self.is_closed, first)
-        active: Sequence[int] = range(len(self.episodes))
+        active = list(self.episodes)
         while active:
             self._sample_turn(active, returns=True)
             for row in active:
@@ -84,16 +84,38 @@ class NativeBatch:
                         continuing[row] = reply
             active = sorted(continuing)
             if active:
-                self._append_replies(continuing)
-        return [episode.make_rollout() for episode in self.episodes]
+                self.append_replies(continuing)
+                self.start_columns(
+                    {row: (e.n_sampled, e.turn_limit) for row, e in self.episodes.items()}
+                )
+        return [episode.make_rollout() for episode in self.episodes.values()]
 
     def _sample_turn(self, active: Sequence[int], *, returns: bool) -> None:
-        """Sample one turn of the active rows; the others wait or have ended.
+        """Sample one turn of the active rows; see `sample_columns`."""
+        limits = {row: self.episodes[row].turn_limit for row in active}
+        for row, turn in self.sample_columns(limits, returns=returns).items():
+            self.add_turn(row, turn)
+            self.add_experts(row, turn)
 
-        returns: rows may continue in a later turn, so `rows` is complete again at the end.
+    def add_turn(self, row: int, turn: Mapping[str, np.ndarray]) -> None:
+        self.episodes[row].add_turn(
+            turn["tokens_BT"], turn["logp_BT"], turn["versions_BT"], turn.get("log_kept_BT")
+        )
+
+    def add_experts(self, row: int, turn: Mapping[str, np.ndarray]) -> None:
+        """Add the experts of all tokens but the last, which no forward has read."""
+        if (experts := turn.get("experts_BTLA")) is not None:
+            self.episodes[row].add_experts(experts[:-1])
+
+    def sample_columns(
+        self, limits: Mapping[int, int], *, returns: bool
+    ) -> dict[int, dict[str, np.ndarray]]:
+        """Sample columns of these rows, up to their limits; the others wait or have ended.
+
+        Returns what each row sampled up to its first stop token, by the name of the array.
+        returns: rows may continue later, so `rows` is complete again at the end.
         """
-        columns = self.rows.tokens_BT.shape[1]
-        limits = [self.episodes[row].turn_limit for row in active]
+        columns, active = self.rows.tokens_BT.shape[1], list(limits)
         rows, sampled, index = self.rows, _Columns(self.rows), np.arange(self._size)
         if returns and len(active) <= self._small < self._size:
             index = self._choose_rows(active)
@@ -129,17 +151,14 @@ class NativeBatch:
         # A row is decoded on until the batch ends, so its first stop token ends the turn.
         is_stop_BT = np.isin(sampled.arrays["tokens_BT"], self.sampling.stop_ids)
         first_B = np.where(is_stop_BT.any(axis=1), is_stop_BT.argmax(axis=1), columns)
-        for row, limit in zip(active, limits, strict=True):
-            end = min(int(first_B[row]) + 1, limit)
-            turn = {name: x[row, :end].copy() for name, x in sampled.arrays.items()}
-            versions = np.full(end, self.version, np.int32)
-            self.episodes[row].add_turn(
-                turn["tokens_BT"], turn["logp_BT"], versions, turn.get("log_kept_BT")
-            )
-            if (experts := turn.get("experts_BTLA")) is not None:
-                self.episodes[row].add_experts(experts[: end - 1])
+        turns: dict[int, dict[str, np.ndarray]] = {}
+        for row, limit in limits.items():
+            end = min(int(first_B[row]) + 1, limit, columns)
+            turns[row] = {name: x[row, :end].copy() for name, x in sampled.arrays.items()}
+            turns[row]["versions_BT"] = np.full(end, self.version, np.int32)
+        return turns
 
-    def _append_replies(self, replies: Mapping[int, Sequence[int]]) -> None:
+    def append_replies(self, replies: Mapping[int, Sequence[int]]) -> None:
         """Have the rows read these replies, which their episodes have already."""
         # The last token of a turn is in no cache, so the reply begins with it.
         new = {
@@ -156,10 +175,16 @@ class NativeBatch:
                 for row, tokens in new.items()
                 if len(tokens) > offset
             }
-            self._append_part(parts, {row: starts[row] + offset for row in parts})
+            self.append_part(
+                parts, {row: starts[row] + offset for row in parts}, self.append_tokens
+            )
+
+    def start_columns(self, counts_and_limits: Mapping[int, tuple[int, int]]) -> None:
+        """Begin at column 0, with the number of tokens that each row sampled so far, and the
+        largest number of those that follow."""
         counts, limits = np.zeros((2, self._size), np.int32)
-        for row, episode in enumerate(self.episodes):
-            counts[row], limits[row] = episode.n_sampled, episode.turn_limit
+        for row, pair in counts_and_limits.items():
+            counts[row], limits[row] = pair
         n_sampled_B, limit_B, column = shard_batch(
             (jnp.asarray(counts), jnp.asarray(limits), jnp.zeros((), jnp.int32)),
             self.mesh,
@@ -167,10 +192,14 @@ class NativeBatch:
         )
         self.rows = replace(self.rows, n_sampled_B=n_sampled_B, limit_B=limit_B, column=column)
 
-    def _append_part(self, parts: Mapping[int, np.ndarray], starts: Mapping[int, int]) -> None:
-        is_small = len(parts) <= self._small < self._size
+    def append_part(
+        self, parts: Mapping[int, np.ndarray], starts: Mapping[int, int], width: int
+    ) -> None:
+        """Have rows read at most `width` tokens each, which begin at these positions."""
+        # A copy of rows costs more than the forward of a single token that it saves.
+        is_small = len(parts) <= self._small < self._size and width > 1
         index = self._choose_rows(list(parts)) if is_small else np.arange(self._size)
-        tokens = np.zeros((len(index), self.append_tokens), np.int32)
+        tokens = np.zeros((len(index), width), np.int32)
         lengths, positions = np.zeros((2, len(index)), np.int32)
         for i, row in enumerate(index):
             if (part := parts.get(int(row))) is not None:

@@ -182,13 +182,16 @@ class PendingReplies:
             ready |= self.poll()
         return ready
 
-    def wait_for_change(self, is_over: Callable[[], bool]) -> None:
+    def wait_for_change(self, is_over: Callable[[], object]) -> None:
         """Wait until a reply is there or `is_over`, at most POLL_S."""
         changed = self._threads.changed
         with changed:
-            changed.wait_for(
-                lambda: is_over() or any(call.is_done for call in self._calls.values()), POLL_S
-            )
+            changed.wait_for(lambda: is_over() or self.has_reply, POLL_S)
+
+    @property
+    def has_reply(self) -> bool:
+        """True if `poll` has a reply, or raises an error of one."""
+        return any(call.is_done for call in self._calls.values())
 
     def poll(self) -> dict[int, Reply]:
         """Return the replies that are there, without waiting; as `wait` otherwise."""

@@ -310,9 +310,10 @@ class Job:
         """Save a checkpoint if it is due; raise Stopped, after saving, if a stop was requested."""
         self.log.check_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
-            # Answers of older weights could not be repeated after a resume. Other engines do not
-            # repeat an answer in any case.
-            if self.groups is not None and isinstance(self.engine, Pinnable):
+            # Answers of older weights could not be repeated after a resume. Answers whose weights
+            # change, and those of other engines, are not repeated in any case.
+            pins = isinstance(self.engine, Pinnable) and not self.cfg.rollout.changes_in_flight
+            if self.groups is not None and pins:
                 self.groups.settle(self.position.step)
             self.save_checkpoint()
         # A checkpoint needs all processes, so those without the signal must stop too.
