@@ -110,7 +110,8 @@ class NativeFlow:
     def __init__(self, engine: NativeEngine, cfg: ModelConfig, *, recompute: bool) -> None:
         self._engine, self._cfg, self._recompute = engine, cfg, recompute
         self.place = jax.jit(partial(place_rows), donate_argnums=0)
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next five
+        self._calls = set[_Call]()  # without a result
         self._waiting: deque[_Row] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -172,6 +173,7 @@ class NativeFlow:
                     "all calls must have the samples and the sampling of the first, but for "
                     f"limits: {self._sampling}; got {chunks}. Open another engine for these."
                 )
+            self._calls.add(call)
             self._waiting.extend(
                 _Row(call, i, episode, streams_B2[i]) for i, episode in enumerate(episodes)
             )
@@ -201,9 +203,8 @@ class NativeFlow:
         except BaseException as error:
             with self._changed:
                 self._error, self._trace = error, error.__traceback__
-                calls = {row.call for row in (*self._rows.values(), *self._waiting)}
-            for call in calls:
-                call.is_over.set()
+                for call in self._calls:
+                    call.is_over.set()
 
     def _sample_chunk(self) -> None:
         """Sample one chunk of each row that has a place and does not wait for its environment."""
@@ -264,6 +265,8 @@ class NativeFlow:
         row = self._rows.pop(place)
         row.call.rollouts[row.number] = row.episode.make_rollout()
         if all(rollout is not None for rollout in row.call.rollouts):
+            with self._changed:
+                self._calls.remove(row.call)
             row.call.is_over.set()
 
     def _read_replies(self) -> None:

@@ -138,6 +138,16 @@ def test_dynamic_sampling_draws_further_groups(tmp_path):
             "rollout.engine=vllm must sample several groups at once",
         ),
         (["rollout.schedule=rows"], "rollout.schedule"),
+        (["rollout.native.on_weight_sync=keep"], "needs rollout.schedule=groups"),
+        (
+            [
+                *GROUPS,
+                "rollout.max_staleness=1",
+                "rollout.native.on_weight_sync=recompute",
+                "mesh.fsdp=2",
+            ],
+            "rollout.engine=native must sample several groups at once",
+        ),
     ],
 )
 def test_settings_that_cannot_flow_are_refused(changes, message):
@@ -146,24 +156,42 @@ def test_settings_that_cannot_flow_are_refused(changes, message):
     assert "\n" not in str(error.value)
 
 
+CHANGES = dict(
+    rollout__schedule="groups",
+    rollout__max_staleness=2,
+    rollout__max_gen_batches=1,
+    loss__rollout_correction="token_is",
+    steps=7,
+)
+
+
+def run_killed(work, **changes):
+    """What a resumed run prints, killed after the fifth step."""
+    process = commands.start(commands.command(work, **CHANGES, **changes))
+    commands.wait_for(process, work, "rl", 5)
+    process.kill()
+    process.communicate()
+    code, out, err = commands.finish(commands.command(work, **CHANGES, **changes))
+    assert code == 0, err
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["keep", "recompute"])
+def test_killed_runs_train_each_group_once_in_flight(tmp_path, sync):
+    out = run_killed(tmp_path, rollout__native__on_weight_sync=sync)
+    assert re.search(r"^groups   [0-6] of the queue are kept", out, re.M)
+    rows = commands.lines(tmp_path)[-7:]
+    assert [groups_of(row) for row in rows] == [[2 * k, 2 * k + 1] for k in range(7)]
+    assert max(row["staleness/max"] for row in rows) <= 2
+
+
 @pytest.mark.slow
 def test_a_killed_run_of_groups_resumes_bitwise(tmp_path):
     """With the native engine, strict order and one draw a step."""
-    changes = dict(
-        rollout__schedule="groups",
-        rollout__max_staleness=2,
-        rollout__max_gen_batches=1,
-        loss__rollout_correction="token_is",
-        steps=7,
-    )
-    code, _, err = commands.finish(commands.command(tmp_path / "a", **changes))
+    code, _, err = commands.finish(commands.command(tmp_path / "a", **CHANGES))
     assert code == 0, err
-    process = commands.start(commands.command(tmp_path / "b", **changes))
-    commands.wait_for(process, tmp_path / "b", "rl", 5)
-    process.kill()
-    process.communicate()
-    code, out, err = commands.finish(commands.command(tmp_path / "b", **changes))
-    assert code == 0, err
+    out = run_killed(tmp_path / "b")
     # Those of older weights are waited for, others may have finished.
     assert re.search(r"^groups   [456] of the queue are kept", out, re.M)
     complete, resumed = (commands.lines(tmp_path / name) for name in "ab")

@@ -53,11 +53,11 @@ def sample_groups(flow, sampling, prompts=PROMPTS, environment=lambda: None):
         except Exception as error:
             results[i] = error
 
-    threads = [threading.Thread(target=sample, args=(i,)) for i in range(len(prompts))]
+    threads = [threading.Thread(target=sample, args=(i,), daemon=True) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(300)
+        thread.join(120)
     return results
 
 
@@ -144,8 +144,8 @@ def test_each_log_prob_is_of_its_version(recompute, is_episode):
         calls, decode = itertools.count(), engine._programs.decode
 
         def loads(*args, **named):
-            if (call := next(calls)) % 3 == 1:
-                engine.load(weights_of(version := FIRST + 1 + call // 3), version)
+            if (call := next(calls)) % 2 == 1:
+                engine.load(weights_of(version := FIRST + 1 + call // 2), version)
             return decode(*args, **named)
 
         engine._programs = replace(engine._programs, decode=loads)
@@ -159,7 +159,7 @@ def test_each_log_prob_is_of_its_version(recompute, is_episode):
     assert largest == 0 if recompute else 0.01 < largest < np.inf
     for r in rollouts:
         assert (np.diff(r.weight_versions) >= 0).all()
-    assert max(gap for gap, n in gaps if n == 1 or recompute) == 0 if is_episode else True
+    assert not any(gap for gap, n in gaps if n == 1)
 
 
 def test_an_error_reaches_every_thread():
@@ -190,8 +190,8 @@ def test_close_ends_every_thread():
 
 def test_a_wrong_request_spoils_no_other():
     engine = open_flow()
-    with pytest.raises(ConfigError, match=r"max_prompt_tokens=60"):
-        long = replace(PROMPTS[0], tokens=(20,) * 60)
+    with pytest.raises(ConfigError, match=r"max_prompt_tokens=70"):
+        long = replace(PROMPTS[0], tokens=(20,) * 70)
         engine.pin().generate([long], FREE, seed=0, samples=SAMPLES)
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=81"):
         engine.pin().generate(PROMPTS, replace(FREE, max_new_tokens=81), seed=0)
