@@ -86,8 +86,8 @@ class NativeConfig(Section, key="rollout.native", resume=True):
 
     on_weight_sync: str = setting(
         "admission",
-        "groups: weights of unfinished answers: those of the prompt's admission; keep: the newest, "
-        "keys and values stay; recompute: the newest, they are computed again",
+        "groups: an answer's weights are those of its admission, or the newest: its keys and "
+        "values stay, or are computed again",
         one_of("admission", "keep", "recompute"),
     )
 

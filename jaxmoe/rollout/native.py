@@ -38,6 +38,7 @@ from jaxmoe.rollout.decoding import (
     append_tokens,
     decode_tokens,
     init_rows,
+    place_rows,
     prefill_prompts,
     restore_rows,
     select_rows,
@@ -92,8 +93,9 @@ class NativeEngine:
         self._prefill = jax.jit(
             partial(prefill, slots_per_row=max_context > 0), static_argnames="full_slots"
         )
-        # For rows that are refilled one by one; compiled where they are.
+        # For rows that are refilled one by one (native_flow.py); compiled where they are.
         self.prefill_rows = jax.jit(partial(prefill, slots_per_row=True))
+        self.place_rows = jax.jit(partial(place_rows), donate_argnums=0)
         decode = jax.jit(
             partial(decode_tokens, cfg=cfg, ops=ops),
             static_argnames=("top_k", "top_p", "enough"),
@@ -162,6 +164,7 @@ class NativeEngine:
         jitted = (
             self._prefill,
             self.prefill_rows,
+            self.place_rows,
             self._repeat,
             self._share,
             *vars(self._programs).values(),
@@ -350,7 +353,7 @@ class NativeEngine:
         )
 
     def pad_tokens(
-        self, rows: Sequence[Sequence[int]], width: int, longest: int
+        self, rows: Sequence[Sequence[int] | np.ndarray], width: int, longest: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of `width` rows, right-padded to one of few lengths, and their counts.
 

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +22,8 @@ from jaxmoe.config import EngineError, ModelConfig
 from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.model import Ops, init_cache
 from jaxmoe.model.cache import own_slots
-from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.rollout.decoding import init_rows, place_rows
+from jaxmoe.rollout.decoding import init_rows
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.native import NativeEngine, random_streams, to_device
 from jaxmoe.rollout.native_turns import NativeBatch, shrunk_size
@@ -56,12 +54,9 @@ class FlowEngine(NativeEngine):
         super().close()
         self._flow.wake()
 
-    def count_compilations(self) -> int:
-        return super().count_compilations() + count_compilations(self._flow.place)
-
 
 @dataclass(eq=False)
-class _Call:
+class _Request:
     """One call of `generate`, in a thread that waits for the result."""
 
     rollouts: list[Rollout | None]
@@ -73,8 +68,8 @@ class _Call:
 class _Row:
     """One answer, which has a place or waits for one."""
 
-    call: _Call
-    number: int  # among the answers of the call
+    request: _Request
+    number: int  # among the answers of the request
     episode: Episode
     stream_2: np.ndarray
     parts: list[dict[str, np.ndarray]] = field(default_factory=list)  # of the turn, by chunk
@@ -98,7 +93,7 @@ class _Row:
     def read(self) -> np.ndarray:
         """All tokens but the last, which no forward has read."""
         parts = [part["tokens_BT"] for part in self.parts]
-        tokens = [np.int32(self.episode.prompt.tokens), self.episode.tokens, *parts]
+        tokens = [np.asarray(self.episode.prompt.tokens), self.episode.tokens, *parts]
         return np.concatenate(tokens)[:-1]
 
 
@@ -109,9 +104,8 @@ class NativeFlow:
 
     def __init__(self, engine: NativeEngine, cfg: ModelConfig, *, recompute: bool) -> None:
         self._engine, self._cfg, self._recompute = engine, cfg, recompute
-        self.place = jax.jit(partial(place_rows), donate_argnums=0)
         self._changed = threading.Condition()  # guards the next five
-        self._calls = set[_Call]()  # without a result
+        self._requests = set[_Request]()  # without a result
         self._waiting: deque[_Row] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -120,7 +114,7 @@ class NativeFlow:
         self._rows: dict[int, _Row] = {}  # by place
         self._size, self._sampling = 0, Sampling(0, ())
         self._loaded: tuple[Params, int] | None = None
-        self._weights: tuple[Params, int] = None, -1  # those on the device
+        self._weights: tuple[Params, int] = {}, -1  # those on the device
         self._batch: NativeBatch | None = None
         # The last prompt's cache: its other samples may get their places later.
         self._prefilled: tuple[Any, Any] = None, None
@@ -145,7 +139,7 @@ class NativeFlow:
         samples: int = 1,
         environment: TokenEnvironment | None = None,
     ) -> list[Rollout]:
-        """As NativeEngine.generate, but each token is of the newest weights at its chunk.
+        """Return rollouts as NativeEngine.generate, each token by the newest weights at its chunk.
 
         All calls must have one `samples` and, but for limits, one sampling.
         """
@@ -156,7 +150,7 @@ class NativeFlow:
         replies = (
             None if environment is None else PendingReplies(environment, self._engine.is_closed)
         )
-        call = _Call([None] * len(episodes), replies)
+        request = _Request([None] * len(episodes), replies)
         chunks = replace(
             sampling, max_new_tokens=CHUNK_TOKENS, max_turns=1, max_turn_tokens=0, max_context=0
         )
@@ -173,13 +167,13 @@ class NativeFlow:
                     "all calls must have the samples and the sampling of the first, but for "
                     f"limits: {self._sampling}; got {chunks}. Open another engine for these."
                 )
-            self._calls.add(call)
+            self._requests.add(request)
             self._waiting.extend(
-                _Row(call, i, episode, streams_B2[i]) for i, episode in enumerate(episodes)
+                _Row(request, i, episode, streams_B2[i]) for i, episode in enumerate(episodes)
             )
             self._changed.notify_all()
-        call.is_over.wait()
-        rollouts = [rollout for rollout in call.rollouts if rollout is not None]
+        request.is_over.wait()
+        rollouts = [rollout for rollout in request.rollouts if rollout is not None]
         if len(rollouts) < len(episodes):
             self._raise_error()
         return rollouts
@@ -203,8 +197,8 @@ class NativeFlow:
         except BaseException as error:
             with self._changed:
                 self._error, self._trace = error, error.__traceback__
-                for call in self._calls:
-                    call.is_over.set()
+                for request in self._requests:
+                    request.is_over.set()
 
     def _sample_chunk(self) -> None:
         """Sample one chunk of each row that has a place and does not wait for its environment."""
@@ -252,7 +246,7 @@ class NativeFlow:
         turn = {name: np.concatenate([part[name] for part in row.parts]) for name in names}
         batch.add_turn(place, turn)
         row.parts.clear()
-        replies, episode = row.call.replies, row.episode
+        replies, episode = row.request.replies, row.episode
         if replies is None:
             episode.stop = episode.stop or StopReason.STOP_TOKEN
         elif episode.stop is None:
@@ -263,19 +257,19 @@ class NativeFlow:
 
     def _finish(self, place: int) -> None:
         row = self._rows.pop(place)
-        row.call.rollouts[row.number] = row.episode.make_rollout()
-        if all(rollout is not None for rollout in row.call.rollouts):
+        row.request.rollouts[row.number] = row.episode.make_rollout()
+        if all(rollout is not None for rollout in row.request.rollouts):
             with self._changed:
-                self._calls.remove(row.call)
-            row.call.is_over.set()
+                self._requests.remove(row.request)
+            row.request.is_over.set()
 
     def _read_replies(self) -> None:
         """Have rows read the replies that are there; those whose episode ends leave their place."""
         waiting = {place: row for place, row in self._rows.items() if row.waits}
-        ready = {call: replies.poll() for call, replies in _pending(waiting.values()).items()}
+        ready = {request: replies.poll() for request, replies in _pending(waiting.values()).items()}
         continuing: dict[int, Sequence[int]] = {}
         for place, row in waiting.items():
-            if (reply := ready[row.call].get(row.number)) is None:
+            if (reply := ready[row.request].get(row.number)) is None:
                 continue
             row.waits = False
             if row.episode.add_reply(reply):
@@ -301,7 +295,10 @@ class NativeFlow:
             first, rows = self._waiting[0], dict[int, _Row]()
             while free and self._waiting and len(rows) < shrunk_size(self._size):
                 row = self._waiting[0]
-                if row.call is not first.call or row.episode.prompt is not first.episode.prompt:
+                if (
+                    row.request is not first.request
+                    or row.episode.prompt is not first.episode.prompt
+                ):
                     break
                 with self._changed:
                     rows[free.popleft()] = self._waiting.popleft()
@@ -326,7 +323,9 @@ class NativeFlow:
             *prefilled, experts_BTLA = self._prefill([row.read for row in part.values()], width)
             self._place_rows(prefilled, experts_BTLA, range(len(part)), part)
 
-    def _prefill(self, sequences: Sequence[Sequence[int]], width: int) -> tuple[Any, ...]:
+    def _prefill(
+        self, sequences: Sequence[Sequence[int] | np.ndarray], width: int
+    ) -> tuple[Any, ...]:
         """Return the cache, the last hidden states, the lengths, and the experts if recorded."""
         params, version = self._weights
         tokens, lengths = self._engine.pad_tokens(sequences, width, self._engine.slots)
@@ -360,7 +359,7 @@ class NativeFlow:
             streams.append(row.stream_2)
         streams += [np.zeros(2, np.uint32)] * (width - len(streams))
         placed = map(jnp.asarray, (index, places, alive, np.stack(streams)))
-        self._batch.rows = self.place(self._batch.rows, *prefilled, *placed)
+        self._batch.rows = self._engine.place_rows(self._batch.rows, *prefilled, *placed)
 
     def _open_batch(self, hidden_BD: Any, experts_BTLA: Any) -> NativeBatch:
         """Return a batch of empty places."""
@@ -380,6 +379,6 @@ class NativeFlow:
         return self._engine.open_rows(self._weights, self._sampling, rows, {})
 
 
-def _pending(rows: Iterable[_Row]) -> dict[_Call, PendingReplies]:
-    """The replies for which these rows wait, by call."""
-    return {row.call: row.call.replies for row in rows if row.waits and row.call.replies}
+def _pending(rows: Iterable[_Row]) -> dict[_Request, PendingReplies]:
+    """The replies for which these rows wait, by request."""
+    return {row.request: row.request.replies for row in rows if row.waits and row.request.replies}

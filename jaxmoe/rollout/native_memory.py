@@ -28,6 +28,12 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     shards = mesh.row_shards * mesh.sequence
     prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
     rows = prompts // shards * r.samples_per_prompt
+    if r.changes_in_flight:
+        prompt = prompt_slots(cfg.data.max_prompt_tokens)
+        slots = cfg.context if cfg.has_environment else prompt + r.max_new_tokens
+        # A part of the rows twice: as it was prefilled, and as it is put to its places.
+        parts = 2 * cache_bytes(cfg.model, shrunk_size(rows), slots)
+        return EngineMemory(weights=weights, cache=cache_bytes(cfg.model, rows, slots) + parts)
     if not cfg.has_environment:
         cache = rows_cache_bytes(cfg, prompts // shards, r.max_new_tokens)
         return EngineMemory(weights=weights, cache=cache)

@@ -217,8 +217,8 @@ class NativeBatch:
         self.rows = rows
         if experts is not None:
             experts_BTLA = gather_to_hosts(experts)
-            for i, row in enumerate(index):
-                if (part := parts.get(int(row))) is not None:
+            for i, row in enumerate(index.tolist()):
+                if (part := parts.get(row)) is not None:
                     self.episodes[row].add_experts(experts_BTLA[i, : len(part)])
 
     def _choose_rows(self, rows: Sequence[int]) -> np.ndarray:

@@ -178,7 +178,7 @@ def run_killed(work, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["keep", "recompute"])
-def test_killed_runs_train_each_group_once_in_flight(tmp_path, sync):
+def test_killed_runs_in_flight_train_each_group_once(tmp_path, sync):
     out = run_killed(tmp_path, rollout__native__on_weight_sync=sync)
     assert re.search(r"^groups   [0-6] of the queue are kept", out, re.M)
     rows = commands.lines(tmp_path)[-7:]

@@ -98,7 +98,7 @@ def test_refilled_rows_have_the_bits_of_own_batches(is_episode):
 
 
 @pytest.mark.slow
-def test_fast_numerics_give_equal_tokens_and_close_log_probs():
+def test_fast_numerics_give_equal_tokens():
     pinned = open_engine(CFG, plain_ops()).pin()
     own = flat(sample_groups(pinned, SAMPLING))
     with closing(open_flow(CFG, plain_ops(), max_context=0)) as engine:

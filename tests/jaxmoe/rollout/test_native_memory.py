@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +15,8 @@ from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.prompt_keys import merges_parts
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine, shares_prompt_keys
-from jaxmoe.rollout.native_memory import rows_cache_bytes
+from jaxmoe.rollout.native_description import open_native
+from jaxmoe.rollout.native_memory import plan_native_memory, rows_cache_bytes
 from pallas_kernels import decode_attention
 from tests.jaxmoe.random_weights import random_weights
 
@@ -55,6 +57,30 @@ def test_the_planned_cache_has_the_engines_bytes(prompt, answer):
     stored = sum(x.nbytes for x in jax.tree.leaves(state.cache))
     assert stored == rows_cache_bytes(cfg, 2, answer)
     assert bool(state.cache.prompts) == (answer == 8)
+
+
+@pytest.mark.parametrize("sync", ["keep", "recompute"])
+def test_the_planned_cache_has_all_refilled_rows(sync):
+    cfg = override(
+        load_config("tiny.py"),
+        "rollout.samples_per_prompt=4",
+        "rollout.max_parallel_sequences=35",
+        "rollout.schedule=groups",
+        "rollout.max_staleness=2",
+        f"rollout.native.on_weight_sync={sync}",
+        "loss.rollout_correction=token_is",
+    )
+    engine = open_native(cfg, plain_ops(), Path(), None)
+    engine.load(random_weights(cfg.model, 0), 0)
+    flow = engine.pin()
+    flow._size, flow._weights = engine.prompts_per_batch(4) * 4, engine.read_loaded()
+    rows = flow._open_batch(np.zeros((1, cfg.model.d_model), np.float32), None).rows
+    stored = sum(x.nbytes for x in jax.tree.leaves(rows.cache.stacks))
+    planned = plan_native_memory(cfg).cache
+    # 32 rows, and 8 of them twice while they are computed.
+    assert rows.alive_B.shape == (32,) and abs(planned - stored * 48 / 32) < 64
+    assert cfg.rollout.older_versions == 1
+    assert override(cfg, "rollout.native.on_weight_sync=admission").rollout.older_versions == 2
 
 
 def test_only_decode_attention_reads_a_prompt_in_parts():
