@@ -9,8 +9,8 @@ computed again. Next: jaxmoe/rollout/native_turns.py samples the columns of a ch
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -25,10 +25,10 @@ from jaxmoe.model.cache import own_slots
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import init_rows
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.flow_rows import FlowRequest, FlowRow, pending_replies
 from jaxmoe.rollout.native import NativeEngine, random_streams, to_device
 from jaxmoe.rollout.native_turns import NativeBatch, shrunk_size
 from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
-from jaxmoe.rollout.turns import Episode
 from jaxmoe.shapes import Params
 
 # Columns that are decoded before rows are refilled and new weights are read. A row that ends is
@@ -55,48 +55,6 @@ class FlowEngine(NativeEngine):
         self._flow.wake()
 
 
-@dataclass(eq=False)
-class _Request:
-    """One call of `generate`, in a thread that waits for the result."""
-
-    rollouts: list[Rollout | None]
-    replies: PendingReplies | None
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(eq=False)
-class _Row:
-    """One answer, which has a place or waits for one."""
-
-    request: _Request
-    number: int  # among the answers of the request
-    episode: Episode
-    stream_2: np.ndarray
-    parts: list[dict[str, np.ndarray]] = field(default_factory=list)  # of the turn, by chunk
-    waits: bool = False  # for the environment
-
-    @property
-    def n_sampled(self) -> int:
-        """Number of tokens that the policy sampled, in the present turn too."""
-        return self.episode.n_sampled + self.n_in_turn
-
-    @property
-    def n_in_turn(self) -> int:
-        return sum(len(part["tokens_BT"]) for part in self.parts)
-
-    @property
-    def length(self) -> int:
-        """Number of all tokens: of the prompt, turns and replies."""
-        return len(self.episode.prompt.tokens) + self.episode.length + self.n_in_turn
-
-    @property
-    def read(self) -> np.ndarray:
-        """All tokens but the last, which no forward has read."""
-        parts = [part["tokens_BT"] for part in self.parts]
-        tokens = [np.asarray(self.episode.prompt.tokens), self.episode.tokens, *parts]
-        return np.concatenate(tokens)[:-1]
-
-
 class NativeFlow:
     """An Engine over refilled rows; several threads may call `generate` at once."""
 
@@ -105,13 +63,13 @@ class NativeFlow:
     def __init__(self, engine: NativeEngine, cfg: ModelConfig, *, recompute: bool) -> None:
         self._engine, self._cfg, self._recompute = engine, cfg, recompute
         self._changed = threading.Condition()  # guards the next five
-        self._requests = set[_Request]()  # without a result
-        self._waiting: deque[_Row] = deque()
+        self._requests = set[FlowRequest]()  # without a result
+        self._waiting: deque[FlowRow] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
         # The thread's own. The first call decides how many rows there are, and how they sample.
-        self._rows: dict[int, _Row] = {}  # by place
+        self._rows: dict[int, FlowRow] = {}  # by place
         self._size, self._sampling = 0, Sampling(0, ())
         self._loaded: tuple[Params, int] | None = None
         self._weights: tuple[Params, int] = {}, -1  # those on the device
@@ -150,7 +108,7 @@ class NativeFlow:
         replies = (
             None if environment is None else PendingReplies(environment, self._engine.is_closed)
         )
-        request = _Request([None] * len(episodes), replies)
+        request = FlowRequest([None] * len(episodes), replies)
         chunks = replace(
             sampling, max_new_tokens=CHUNK_TOKENS, max_turns=1, max_turn_tokens=0, max_context=0
         )
@@ -169,7 +127,7 @@ class NativeFlow:
                 )
             self._requests.add(request)
             self._waiting.extend(
-                _Row(request, i, episode, streams_B2[i]) for i, episode in enumerate(episodes)
+                FlowRow(request, i, episode, streams_B2[i]) for i, episode in enumerate(episodes)
             )
             self._changed.notify_all()
         request.is_over.wait()
@@ -206,6 +164,7 @@ class NativeFlow:
         loaded = self._engine.read_loaded()
         if loaded is not self._loaded:
             self._loaded, self._weights = loaded, to_device(loaded)
+            self._prefilled = None, None
             if self._batch is not None:
                 self._batch.params, self._batch.version = self._weights
                 if self._recompute:
@@ -266,7 +225,10 @@ class NativeFlow:
     def _read_replies(self) -> None:
         """Have rows read the replies that are there; those whose episode ends leave their place."""
         waiting = {place: row for place, row in self._rows.items() if row.waits}
-        ready = {request: replies.poll() for request, replies in _pending(waiting.values()).items()}
+        ready = {
+            request: replies.poll()
+            for request, replies in pending_replies(waiting.values()).items()
+        }
         continuing: dict[int, Sequence[int]] = {}
         for place, row in waiting.items():
             if (reply := ready[row.request].get(row.number)) is None:
@@ -282,7 +244,7 @@ class NativeFlow:
             self._batch.append_replies(continuing)
 
     def _wait_for_replies(self) -> None:
-        pending = list(_pending(self._rows.values()).values())
+        pending = list(pending_replies(self._rows.values()).values())
         if pending:
             pending[0].wait_for_change(
                 lambda: self._waiting or any(replies.has_reply for replies in pending)
@@ -292,7 +254,7 @@ class NativeFlow:
         """Give free places to the rows that wait, in their order."""
         free = deque(place for place in range(self._size) if place not in self._rows)
         while free and self._waiting:
-            first, rows = self._waiting[0], dict[int, _Row]()
+            first, rows = self._waiting[0], dict[int, FlowRow]()
             while free and self._waiting and len(rows) < shrunk_size(self._size):
                 row = self._waiting[0]
                 if (
@@ -304,14 +266,15 @@ class NativeFlow:
                     rows[free.popleft()] = self._waiting.popleft()
             prompt = first.episode.prompt.tokens
             # Its other samples may have got their places before, under the same weights.
-            if self._prefilled[0] != (key := (prompt, self._weights[1])):
-                self._prefilled = key, self._prefill([prompt], 1)
+            if self._prefilled[0] != prompt:
+                self._prefilled = prompt, self._prefill([prompt], 1)
             *prefilled, experts_BTLA = self._prefilled[1]
             self._rows |= rows
             self._place_rows(prefilled, experts_BTLA, [0] * len(rows), rows)
             if experts_BTLA is not None:
+                experts_TLA = gather_to_hosts(experts_BTLA)[0, : len(prompt)]
                 for row in rows.values():
-                    row.episode.add_experts(gather_to_hosts(experts_BTLA)[0, : len(prompt)])
+                    row.episode.add_experts(experts_TLA)
 
     def _compute_keys(self) -> None:
         """Compute the keys and values of all rows again; the last token of each is read later."""
@@ -344,7 +307,7 @@ class NativeFlow:
         prefilled: Sequence[Any],
         experts_BTLA: Any,
         sources: Sequence[int],
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, FlowRow],
     ) -> None:
         """Write prefilled rows with these indices to their places."""
         if self._batch is None:
@@ -377,8 +340,3 @@ class NativeFlow:
         # Each array is donated, so none may be another one too.
         rows = jax.tree.map(jnp.copy, replace(rows, cache=cache))
         return self._engine.open_rows(self._weights, self._sampling, rows, {})
-
-
-def _pending(rows: Iterable[_Row]) -> dict[_Request, PendingReplies]:
-    """The replies for which these rows wait, by request."""
-    return {row.request: row.request.replies for row in rows if row.waits and row.request.replies}
