@@ -37,12 +37,12 @@ from jaxmoe.rollout.replies import ReplyThreads
 PROMPTS, SAMPLES, CONTEXT, TURN = 8, 4, 512, 32
 STOPS = tuple(range(32, 51))  # a random policy of tiny.py's 264 words stops after about 14 tokens
 TURNS = (1, 1, 1, 1, 2, 2, 3, 1, 1, 1, 1, 1, 2, 3, 6, 16)  # of prompts, by number
-# name, engine, schedule, max_staleness, max_lag
+# name, engine, (schedule, max_staleness, max_lag)
 SCHEDULES = (
-    ("batch", "admission", "batch", 1, 0),
-    ("groups admission", "admission", "groups", 2, 1),
-    ("groups keep", "keep", "groups", 2, 1),
-    ("groups recompute", "recompute", "groups", 2, 1),
+    ("batch", "admission", ("batch", 1, 0)),
+    ("groups admission", "admission", ("groups", 2, 1)),
+    ("groups keep", "keep", ("groups", 2, 1)),
+    ("groups recompute", "recompute", ("groups", 2, 1)),
 )
 THREADS = ReplyThreads(256)
 
@@ -162,11 +162,11 @@ def main() -> None:
     parser.add_argument("--train-s", type=float, default=0.5)
     parser.add_argument("--slow-s", type=float, default=1.0)
     args = parser.parse_args()
-    samplers = {name: Sampler(engine, args.slow_s) for name, engine, *_ in SCHEDULES}
+    samplers = {name: Sampler(engine, args.slow_s) for name, engine, _ in SCHEDULES}
     results: dict[str, list[tuple[float, ...]]] = {name: [] for name in samplers}
     for number in range(args.rounds + 1):
         # Alternately forward and backward.
-        for name, _, *schedule in SCHEDULES[:: -1 if number % 2 else 1]:
+        for name, _, schedule in SCHEDULES[:: -1 if number % 2 else 1]:
             result = time_run(samplers[name], schedule, args.steps, args.train_s)
             results[name] += [result] * (number > 0)
             print(f"round {number}  {name:17} {result[0]:6.0f} tokens/s", flush=True)
