@@ -55,12 +55,21 @@ class Engine:
         return sample
 
 
-def open_flow(engine, *, max_lag=0, ahead=1, places=4, step=0, **saved):
+def open_flow(engine, *, max_lag=0, ahead=1, places=4, step=0, begun=0, **saved):
     finished = saved.pop("finished", None)
     order = GroupOrder(PER_DRAW, max_lag, **saved)
-    return GroupFlow(
-        engine.admit, order, places=places, ahead=ahead, last=LAST, step=step, finished=finished
-    )
+    sizes = dict(places=places, begun=begun, ahead=ahead, last=LAST, step=step)
+    return GroupFlow(engine.admit, order, **sizes, finished=finished)
+
+
+def test_more_groups_begin_than_have_places():
+    engine = Engine()
+    flow = open_flow(engine, places=1, begun=3)
+    flow.weights_synced(0)
+    wait_until(lambda: engine.at_once == 3)
+    assert 0 <= flow.idle_metrics(0.0)["rollout/engine_idle_frac"] < 1
+    flow.close(engine.closed.set)
+    assert engine.most_at_once == 3
 
 
 def open_rollouts(flow, engine, *, ahead=1, first=1, stop=lambda: False):
