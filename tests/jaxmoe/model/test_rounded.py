@@ -61,7 +61,7 @@ def decode(params):
 @pytest.fixture(scope="module")
 def weights():
     """Parameters, the same in four bits, and tokens."""
-    params = init_params(jax.random.key(0), CFG)
+    params = jax.jit(lambda: init_params(jax.random.key(0), CFG))()
     tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, CFG.vocab_size)
     return params, jax.jit(round_experts)(params), tokens_BT
 

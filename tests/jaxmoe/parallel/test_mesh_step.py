@@ -82,6 +82,7 @@ def with_hot_biases(params):
     return jax.tree_util.tree_map_with_path(make_large, params)
 
 
+@partial(jax.jit, static_argnums=0)
 def make_state(a):
     params = with_hot_biases(init_params(jax.random.key(0), CFG))
     critic = None
