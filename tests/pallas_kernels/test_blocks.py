@@ -48,7 +48,7 @@ def test_skipped_blocks_hide_all_and_full_ones_none(seed, window, packed, shares
     assert not (full & ~needed).any()
 
 
-@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("window", [0, 127, 128])
 def test_the_table_is_exact_in_causal_layouts(window):
     layout = jax.tree.map(
         jnp.asarray, cases.case_layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8))
