@@ -42,8 +42,6 @@ from jaxmoe.model.params import Layout, Spec, param_shapes, param_specs, read_dt
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
-Progress = Callable[[int, int, str], None]  # bytes read, total bytes, name of the tensor
-
 QUANTIZATION = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -62,7 +60,6 @@ def load_params(
     dtype: str | None = None,
     *,
     experts: Literal["dense", "packed"] = "dense",
-    progress: Progress | None = None,
 ) -> Params:
     """The weights of a checkpoint folder as numpy arrays in our layout; padding rows are 0.
 
@@ -94,7 +91,7 @@ def load_params(
         leaf = leaf_of(params, entry)
         return leaf if entry.index is None else jax.tree.map(lambda x: x[entry.index], leaf)
 
-    for _ in read_entries(Path(directory), cfg, leaf_of_entry, experts=experts, progress=progress):
+    for _ in read_entries(Path(directory), cfg, leaf_of_entry, experts=experts):
         pass
     return params
 
@@ -105,7 +102,6 @@ def read_entries(
     init_leaf: Callable[[Entry], Leaf],
     *,
     experts: Literal["dense", "packed"] = "dense",
-    progress: Progress | None = None,
 ) -> Iterator[tuple[Entry, Leaf]]:
     """Read the tensors of a checkpoint one by one, each into the zeros that `init_leaf` returns.
 
@@ -113,17 +109,12 @@ def read_entries(
     Raises: ConfigError as `load_params` does.
     """
     table, tensors = read_headers(directory, cfg, experts)
-    bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = init_leaf(entry)
-        n_bad, read, kind = 0, _read_packed, "bfloat16"
+        read, kind = _read_packed, "bfloat16"
         if not isinstance(leaf, Mxfp4):
             read, kind = _read_dense, leaf.dtype
-        for infinite, nbytes in read(entry, tensors, leaf):
-            n_bad, bytes_read = n_bad + infinite, bytes_read + nbytes
-            if progress is not None:
-                progress(bytes_read, total, entry.name)
-        if n_bad:
+        if n_bad := sum(read(entry, tensors, leaf)):
             raise ConfigError(
                 f"{directory}: {entry.name} must be finite in {kind}, got {n_bad} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
@@ -131,27 +122,23 @@ def read_entries(
         yield entry, leaf
 
 
-def _read_dense(
-    entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf
-) -> Iterator[tuple[int, int]]:
-    """Read into a dense leaf; yields (number of non-finite values, bytes read) of each chunk."""
-    for start, chunk, nbytes in _read_chunks(entry, tensors):
+def _read_dense(entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf) -> Iterator[int]:
+    """Read into a dense leaf; yields the number of non-finite values of each chunk."""
+    for start, chunk in _read_chunks(entry, tensors):
         # An overflow gives infinity, which is counted below.
         with np.errstate(over="ignore"):
             chunk = chunk.astype(leaf.dtype, copy=False)
         _write_rows(leaf, chunk, start, entry.layout)
-        yield count_not_finite(chunk), nbytes
+        yield count_not_finite(chunk)
 
 
-def _read_packed(
-    entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf
-) -> Iterator[tuple[int, int]]:
+def _read_packed(entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf) -> Iterator[int]:
     """Read into a packed leaf; yields as `_read_dense`."""
     for e, block, scale in _read_packed_chunks(entry, tensors):
         packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]).codes)
         for half, chunk in zip(leaf.codes, packed, strict=True):
             _write_rows(half, chunk[None], e, entry.layout)
-        yield mxfp4.count_infinite(block, scale), block.nbytes + scale.nbytes
+        yield mxfp4.count_infinite(block, scale)
 
 
 def _write_rows(param: np.ndarray, rows: np.ndarray, start: int, layout: Layout) -> None:
@@ -169,17 +156,15 @@ def _write_rows(param: np.ndarray, rows: np.ndarray, start: int, layout: Layout)
 
 def _read_chunks(
     entry: Entry, tensors: dict[str, StoredTensor]
-) -> Iterator[tuple[int, np.ndarray, int]]:
-    """(first row, rows, bytes read) of each chunk of a tensor, dense and in its file's layout."""
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of each chunk of a tensor, dense and in its file's layout."""
     if entry.name in tensors:
         tensor = tensors[entry.name]
         rows = max(1, _CHUNK_BYTES * tensor.shape[0] // tensor.nbytes)
-        for start, chunk in read_tensor_rows(tensor, rows):
-            yield start, chunk, chunk.nbytes
+        yield from read_tensor_rows(tensor, rows)
         return
     for start, block, scale in _read_packed_chunks(entry, tensors):
-        dense = mxfp4.decode_blocks(block, scale).swapaxes(1, 2)
-        yield start, dense, block.nbytes + scale.nbytes
+        yield start, mxfp4.decode_blocks(block, scale).swapaxes(1, 2)
 
 
 def _read_packed_chunks(

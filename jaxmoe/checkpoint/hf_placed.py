@@ -13,21 +13,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxmoe.checkpoint.entries import Entry, leaf_of
-from jaxmoe.checkpoint.hf import Progress, read_entries
+from jaxmoe.checkpoint.hf import read_entries
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, param_specs, read_dtype
 from jaxmoe.parallel.sharding import param_shardings
 from jaxmoe.shapes import Params
 
 
-def load_sharded_params(
-    directory: str | Path,
-    cfg: ModelConfig,
-    dtype: str,
-    mesh: Mesh,
-    *,
-    progress: Progress | None = None,
-) -> Params:
+def load_sharded_params(directory: str | Path, cfg: ModelConfig, dtype: str, mesh: Mesh) -> Params:
     """Load parameters as `load_params`, sharded over a mesh; `dtype` may be "as_read".
 
     Memory: on the host, one tensor of the checkpoint; on a device, its shards and a second copy of
@@ -40,7 +33,7 @@ def load_sharded_params(
         read = read_dtype(leaf_of(specs, entry), cfg, "float32") if dtype == "as_read" else dtype
         return np.zeros(entry.param_shape, jnp.dtype(read))
 
-    for entry, tensor in read_entries(Path(directory), cfg, init_leaf, progress=progress):
+    for entry, tensor in read_entries(Path(directory), cfg, init_leaf):
         sharding, stacked = leaf_of(shardings, entry), entry.index is not None
         tensor = tensor[None] if stacked else tensor  # no mesh axis shards the axis of layers
         shards_by_device = parts.setdefault(entry.keys, {})

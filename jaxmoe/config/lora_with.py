@@ -79,6 +79,12 @@ def _check_adapter(cfg: "Config") -> None:
         f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
         f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
     )
+    require(
+        cfg.rollout.vllm.complete_sync_every == 1,
+        "rollout.vllm.lora=adapter sends each adapter complete, got "
+        f"rollout.vllm.complete_sync_every={cfg.rollout.vllm.complete_sync_every}. Try --set "
+        f"rollout.vllm.complete_sync_every=1, {alternative}",
+    )
     experts = [name for name in EXPERTS if name in cfg.lora.ranks]
     require(
         len(experts) != 1,

@@ -35,6 +35,9 @@ class VllmConfig(Section, key="rollout.vllm", resume=True):
         "merged", "into full weights, or over init.checkpoint", one_of("merged", "adapter")
     )
     weights_dir: str = setting("/dev/shm", "folder of sent weights; it holds two versions")
+    complete_sync_every: int = setting(
+        1, "weight syncs; those between send only what changed", at_least(1), resume=True
+    )
     on_weight_sync: str = setting(
         "keep", "what happens to running requests", one_of("keep", "wait", "abort")
     )

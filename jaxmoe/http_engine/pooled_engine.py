@@ -88,6 +88,7 @@ class PooledEngine:
         self._weights_path, self._dtype = weights_dir, dtype or cfg.dtype
         self._run = run or create_run_id()
         self.incidents: list[str] = []
+        self.sent_frac: float | None = None
         self._logp = partial(TRAINER_LOGPS, cfg=cfg, ops=ops)
         self._closed = Event()
         self._reusable_file: WeightFile | None = None
@@ -125,17 +126,22 @@ class PooledEngine:
         version: int,
         file: WeightFile | None,
         build_update: Callable[[Any], WeightUpdate] | None = None,
+        write_complete: Callable[[], WeightFile | None] | None = None,
     ) -> WeightFile | None:
         """Sync a version, by one file for all or an update for each replica.
 
-        Returns the previous version's file if nobody reads it any more.
+        `write_complete` is for a file with changes, see TargetWeights. Returns the previous
+        version's file if nobody reads it any more.
         """
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
 
         label = f"{self._run}:{version}"
-        return self._sync_target(TargetWeights(label, version, file, build_update, logps))
+        target = TargetWeights(
+            label, version, file, build_update, logps, write_complete=write_complete
+        )
+        return self._sync_target(target)
 
     def load_file(self, file: WeightFile, reference: ProbeReference) -> None:
         """Load a file that another process wrote, with the trainer's log-probs of the probe."""

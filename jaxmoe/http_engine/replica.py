@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmoe.config import EngineError, ModelConfig
 from jaxmoe.http_engine.backend import Backend, Completion, RequestFailed, ServerProcess
-from jaxmoe.http_engine.probe import NameSetting, Probe, name_option
+from jaxmoe.http_engine.probe import NameSetting, Probe, WeightSyncError, name_option
 from jaxmoe.http_engine.request import PromptRequest, sample_completions
 from jaxmoe.http_engine.strict_json import format_value
 from jaxmoe.http_engine.target_weights import FileSender, TargetWeights, WeightSender
@@ -98,7 +98,7 @@ class Replica:
                 self._try_out(self.backend)
             workers = self.backend.read_workers()
         self._connected, self.max_rows = workers.names, workers.rows
-        update = target.file
+        update = file = target.file
         if update is None:
             if target.build_update is None:
                 raise self.give_up_error(
@@ -111,14 +111,18 @@ class Replica:
             target.probe_reference = self._probe.check_weights(
                 self.backend, update, target.logps, target.probe_reference
             )
-        except BaseException:
+        except BaseException as error:
             self._invalidate_weights()
             if self._sender.breaks_on_failure:
                 self._sender.close()
                 self._connected = None
+            if isinstance(error, WeightSyncError) and target.send_complete(file):
+                raise RequestFailed(str(error)) from error  # to be tried again
+            if isinstance(error, RequestFailed):
+                target.send_complete(file)
             raise
         finally:
-            if target.file is None:
+            if file is None:
                 update.close()
         self._verified[target.label] = self._current_version = target.version
         self.generation += 1

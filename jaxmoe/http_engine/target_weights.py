@@ -51,3 +51,14 @@ class TargetWeights:
     build_update: Callable[[Any], WeightUpdate] | None
     logps: Logps | None  # while the trainer has the weights
     probe_reference: ProbeReference | None = None  # afterwards
+    # Writes a file with all weights of this version, if `file` has only the changes.
+    write_complete: Callable[[], WeightFile | None] | None = None
+
+    def send_complete(self, failed: WeightFile | None) -> bool:
+        """Send all weights from now on, if the file that failed has only changes."""
+        if self.write_complete is None or failed is None or not failed.update_info.get("changes"):
+            return False
+        # Several servers may fail at once, which then get one file.
+        complete = self.write_complete()
+        self.file = complete or self.file
+        return complete is not None

@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denominators of the loss: every mean over tokens is computed here.
+"""Sums over unmasked tokens and denominators: every mean over tokens is computed here.
 
 `total` is the number of tokens in the whole batch. All microbatches pass it, so that their losses
 and gradients add up to those of the batch. Next: jaxmoe/losses/objectives.py.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.same_shape import require_same_shape
+
+def require_same_shape(**arrays: Any) -> None:
+    """Raise ValueError unless all arrays have the shape of the first one.
+
+    Broadcasting would return a wrong number without an error.
+    """
+    (first, reference), *remaining = arrays.items()
+    expected = jnp.shape(reference)
+    for name, x in remaining:
+        if jnp.shape(x) != expected:
+            raise ValueError(
+                f"{name} must have the shape {expected} of {first}, got {jnp.shape(x)}. For one "
+                f"value per row, try jnp.broadcast_to({name.split('_')[0]}_B[:, None], {expected})."
+            )
 
 
 def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
@@ -37,6 +52,41 @@ def masked_mean(
 def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Maximum over unmasked tokens and 0, for quantities that are never negative."""
     return jnp.max(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), initial=0.0)
+
+
+def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Sum over the unmasked tokens of each row."""
+    require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
+    return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), axis=1, keepdims=True)
+
+
+def sequence_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
+    """Mean over the unmasked tokens of each row; 0 if it has none."""
+    count_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
+    return sequence_sum(x_BT, mask_BT) / jnp.maximum(count_B1, 1.0)
+
+
+def effective_sample_size(
+    weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """Return 1 / E[(w / E w)²] over unmasked tokens: 1 for equal weights, 0 if all are 0."""
+    mean, square = masked_mean(weights_BT, mask_BT), masked_mean(jnp.square(weights_BT), mask_BT)
+    return jnp.where(square > 0, jnp.square(mean) / jnp.where(square > 0, square, 1.0), 0.0)
+
+
+def correlation(
+    p_BT: Float[Array, "B T"], q_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """Return the Pearson correlation over unmasked tokens; 1 if one of the two is constant."""
+    count = token_total(mask_BT)
+    # Centred before they are multiplied, because E[pq] − E[p]·E[q] loses its digits by
+    # cancellation.
+    p_BT, q_BT = (
+        jnp.where(mask_BT, x - jnp.sum(jnp.where(mask_BT, x, 0.0)) / count, 0.0)
+        for x in (p_BT, q_BT)
+    )
+    scale = jnp.sqrt(jnp.sum(jnp.square(p_BT)) * jnp.sum(jnp.square(q_BT)))
+    return jnp.where(scale > 0, jnp.sum(p_BT * q_BT) / jnp.where(scale > 0, scale, 1.0), 1.0)
 
 
 def token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.aggregation import require_same_shape
+from jaxmoe.losses.ratios import clamped_exp, k3_from_log_ratio
 
 # In nats. Without it k3 grows like the ratio, and one token could outweigh a batch.
 K3_BOUND = 10.0
@@ -42,14 +42,6 @@ def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
     as verl's low_var_kl.
     """
     return jnp.minimum(k3_from_log_ratio(-kl_k1(logp_BT, logq_BT)), K3_BOUND)
-
-
-def k3_from_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return ρ − 1 − log ρ in nats, with log ρ clamped at 20; metrics use it without K3_BOUND."""
-    log_ratio = clamp_log_ratio(log_ratio)
-    # For small x, k3 is about x²/2. exp(x) − 1 would be rounded to about 1e-7 and lose it; expm1 is
-    # exact to float32 there.
-    return jnp.expm1(log_ratio) - log_ratio
 
 
 def kl_k3_importance(

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the difference between the trainer's and the engine's log-probs, with verl's names.
 
-Next: jaxmoe/losses/ratios.py has the corrections.
+Next: jaxmoe/losses/rollout_correction.py has the corrections.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
-from jaxmoe.losses.kl import k3_from_log_ratio
-from jaxmoe.losses.ratios import (
-    clamped_exp,
-    log_ratios,
+from jaxmoe.losses.aggregation import (
+    correlation,
+    effective_sample_size,
+    masked_max,
+    masked_mean,
     sequence_mean,
     sequence_sum,
+    token_total,
 )
+from jaxmoe.losses.ratios import clamped_exp, k3_from_log_ratio, log_ratios
 from jaxmoe.shapes import Metrics
 
 
@@ -41,7 +43,7 @@ def mismatch_metrics(
     """
     log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
     gap_BT = jnp.abs(log_ratio_BT)
-    ratio_BT = clamped_exp(log_ratio_BT)
+    ratio_BT, k3_BT = clamped_exp(log_ratio_BT), k3_from_log_ratio(log_ratio_BT)
     nonempty_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
     old_B1, rollout_B1 = (
         sequence_mean(jnp.where(mask_BT, x.astype(jnp.float32), 0.0), mask_BT)
@@ -55,7 +57,7 @@ def mismatch_metrics(
     return {
         "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT),
         "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
-        "rollout_corr/k3_kl": masked_mean(k3_from_log_ratio(log_ratio_BT), mask_BT),
+        "rollout_corr/k3_kl": masked_mean(k3_BT, mask_BT),
         "rollout_corr/chi2_token": masked_mean(jnp.square(ratio_BT) - 1.0, mask_BT),
         "rollout_corr/chi2_seq": masked_mean(chi2_seq_B1, nonempty_B1),
         "rollout_corr/training_ppl": masked_mean(clamped_exp(-old_B1), nonempty_B1),
@@ -63,23 +65,18 @@ def mismatch_metrics(
         "rollout_corr/ppl_ratio": masked_mean(clamped_exp(rollout_B1 - old_B1), nonempty_B1),
         "rollout_corr/ess": effective_sample_size(ratio_BT, mask_BT),
         "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
-        "rollout_actor_probs_pearson_corr": _pearson_correlation(p_BT, q_BT, mask_BT),
+        "rollout_actor_probs_pearson_corr": correlation(p_BT, q_BT, mask_BT),
         "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
         "rollout_probs_diff_max": masked_max(jnp.abs(p_BT - q_BT), mask_BT),
-        **ratio_quantiles(old_logp_BT, rollout_logp_BT, mask_BT),
+        **ratio_quantiles(log_ratio_BT, mask_BT),
     }
 
 
-def ratio_quantiles(
-    old_logp_BT: Float[Array, "B T"],
-    rollout_logp_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-) -> Metrics:
+def ratio_quantiles(log_ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Metrics:
     """Quantiles of ρ over unmasked tokens, by nearest rank; 1 if all are masked.
 
     Returns rollout_corr/ratio_p01, p50, p99.
     """
-    log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
     # Masked tokens are sorted to the end and not removed, since the shape of an array under jit
     # cannot depend on the mask. exp is monotonic, so the quantile is taken of the log ratio.
     ranked_M = jnp.sort(jnp.where(mask_BT, log_ratio_BT, jnp.inf).reshape(-1))
@@ -92,14 +89,6 @@ def ratio_quantiles(
     return {
         f"rollout_corr/ratio_p{round(100 * q):02d}": ratio_at_quantile(q) for q in (0.01, 0.5, 0.99)
     }
-
-
-def effective_sample_size(
-    weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
-) -> Float[Array, ""]:
-    """Return 1 / E[(w / E w)²] over unmasked tokens: 1 for equal weights, 0 if all are 0."""
-    mean, square = masked_mean(weights_BT, mask_BT), masked_mean(jnp.square(weights_BT), mask_BT)
-    return jnp.where(square > 0, jnp.square(mean) / jnp.where(square > 0, square, 1.0), 0.0)
 
 
 def weight_metrics(
@@ -150,18 +139,6 @@ def _masked_min(x_BT: Array, mask_BT: Array) -> Array:
     """Minimum over unmasked entries; 0 if there is none."""
     smallest = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
     return jnp.where(jnp.any(mask_BT), smallest, 0.0)
-
-
-def _pearson_correlation(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:
-    count = token_total(mask_BT)
-    # Centred before they are multiplied, because E[pq] − E[p]·E[q] loses its digits by
-    # cancellation.
-    p_BT, q_BT = (
-        jnp.where(mask_BT, x - jnp.sum(jnp.where(mask_BT, x, 0.0)) / count, 0.0)
-        for x in (p_BT, q_BT)
-    )
-    scale = jnp.sqrt(jnp.sum(jnp.square(p_BT)) * jnp.sum(jnp.square(q_BT)))
-    return jnp.where(scale > 0, jnp.sum(p_BT * q_BT) / jnp.where(scale > 0, scale, 1.0), 1.0)
 
 
 def _as_float(x: Array) -> Array:

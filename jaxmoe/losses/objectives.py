@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.aggregation import masked_mean
+from jaxmoe.losses.aggregation import masked_mean, require_same_shape, sequence_mean
 from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, check_option, check_options
-from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, log_ratios, sequence_mean
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, log_ratios
 from jaxmoe.shapes import Metrics
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights and masks for tokens sampled by another policy: the engine, or older weights.
+"""Ratios of the trainer's probability of a token to that of the policy which sampled it.
 
 The ratio is r = π_old/π_rollout, trainer over engine: log r = old_logp − rollout_logp. With
 `loss.old_logp=recomputed` π_old is the trainer before the update, otherwise the current forward
-without gradient. Bounds are always bounds of r.
-A row is one sequence. No result of `log_ratios` has a gradient. Next:
-jaxmoe/losses/rollout_correction.py truncates and tests ratios; mismatch.py has the metrics.
+without gradient. Bounds are always bounds of r. No result of `log_ratios` has a gradient.
+Next: jaxmoe/losses/rollout_correction.py truncates and tests ratios; mismatch.py has the metrics.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.aggregation import require_same_shape
 
 # exp(20) is 5e8, and its square is still finite in float32. A clamped estimate is wrong, but
 # finite.
@@ -45,13 +44,9 @@ def clamped_exp(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.exp(clamp_log_ratio(log_ratio))
 
 
-def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Sum over the unmasked tokens of each row."""
-    require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
-    return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), axis=1, keepdims=True)
-
-
-def sequence_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over the unmasked tokens of each row; 0 if it has none."""
-    count_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
-    return sequence_sum(x_BT, mask_BT) / jnp.maximum(count_B1, 1.0)
+def k3_from_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return ρ − 1 − log ρ in nats, with log ρ clamped at 20; metrics use it without K3_BOUND."""
+    log_ratio = clamp_log_ratio(log_ratio)
+    # For small x, k3 is about x²/2. exp(x) − 1 would be rounded to about 1e-7 and lose it; expm1 is
+    # exact to float32 there.
+    return jnp.expm1(log_ratio) - log_ratio

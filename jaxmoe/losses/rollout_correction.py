@@ -13,10 +13,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.aggregation import masked_mean
-from jaxmoe.losses.kl import k3_from_log_ratio
+from jaxmoe.losses.aggregation import masked_mean, sequence_mean, sequence_sum
 from jaxmoe.losses.options import NOT_NEGATIVE, check_bounds, check_option
-from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, sequence_mean, sequence_sum
+from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, k3_from_log_ratio
 
 
 class Correction(NamedTuple):

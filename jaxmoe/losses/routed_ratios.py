@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxmoe.losses.aggregation import require_same_shape
 from jaxmoe.losses.objectives import (
     dual_clipped_surrogate,
     log_ratio_and_advantages,
@@ -30,7 +31,6 @@ from jaxmoe.losses.options import (
 )
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.losses.router_terms import select_tokens
-from jaxmoe.losses.same_shape import require_same_shape
 
 
 def rspo(

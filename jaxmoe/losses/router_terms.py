@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Num
 
-from jaxmoe.losses.aggregation import masked_sum
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.aggregation import masked_sum, require_same_shape
 
 
 def load_balance(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic's loss."""
+"""The critic's loss, and its values after answers that were cut off."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.aggregation import masked_mean
+from jaxmoe.losses.aggregation import masked_mean, require_same_shape
 from jaxmoe.losses.options import POSITIVE, check_option
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.rewards import last_token_mask
 
 
 def clipped_value_loss(
@@ -59,3 +59,15 @@ def explained_variance(
 
     total = variance(returns)
     return jnp.where(total > 0, 1.0 - variance(error) / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def bootstrap_values(
+    values_after_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    truncated_B: Bool[Array, " B"] | None,
+) -> Float[Array, " B"]:
+    """Return the critic's value after each truncated answer; 0 for answers with an end token."""
+    if truncated_B is None:
+        return jnp.zeros(len(values_after_BT))
+    is_truncated_end_BT = last_token_mask(mask_BT) & truncated_B[:, None]
+    return jnp.sum(jnp.where(is_truncated_end_BT, values_after_BT, 0.0), axis=1)

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from functools import partial
 
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.shapes import Params
-from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense
 from pallas_kernels.grouped_matmul.mxfp4_encode import (
     choose_ocp_exponent,
@@ -30,30 +28,27 @@ from pallas_kernels.grouped_matmul.mxfp4_stochastic import round_stochastically
 MATRICES = ("w_gate_up", "w_down")
 
 
-def round_experts(params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4) -> Params:
+def round_experts(params: Params) -> Params:
     """Return the same weights with the experts' matrices in MXFP4; a critic has none and keeps all.
 
     Numerics: rounds as `encode_mxfp4`. Masters that are not finite become NaN.
     """
-    return map_experts(encode, params)
+    return map_experts(encode_mxfp4, params)
 
 
-def encoder_from_config(cfg: Config) -> Callable[[Array], Mxfp4]:
-    """Return `encode_mxfp4` with the rules of `quant.scale` and `quant.rounding`."""
+def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
+    """Return `round_experts` with the rules of `quant.scale` and `quant.rounding`; None if no
+    expert is rounded."""
+    if cfg.quant.experts == "none":
+        return None
     exponents = {"ocp": choose_ocp_exponent, "least_error": choose_least_error_exponent}
     roundings = {"nearest": round_to_nearest, "stochastic": round_stochastically}
-    return partial(
+    encode = partial(
         encode_mxfp4,
         choose_exponent=exponents[cfg.quant.scale],
         round_magnitude=roundings[cfg.quant.rounding],
     )
-
-
-def rounding_from_config(cfg: Config) -> Callable[[Params], Params] | None:
-    """Return `round_experts` with the rules of the config; None if no expert is rounded."""
-    if cfg.quant.experts == "none":
-        return None
-    return partial(round_experts, encode=encoder_from_config(cfg))
+    return partial(map_experts, encode)
 
 
 def decode_experts(params: Params, dtype: DTypeLike) -> Params:

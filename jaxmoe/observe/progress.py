@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
@@ -153,12 +152,11 @@ class _ActivityColumn(ProgressColumn):
 
 
 @contextmanager
-def report_phase(text: str, *, file: TextIO | None = None) -> Iterator[None]:
+def report_phase(text: str) -> Iterator[None]:
     """Print an activity of a few seconds, and how long it took."""
-    out = file or sys.stdout
-    print(f"{text}…", end="", file=out, flush=True)
+    print(f"{text}…", end="", flush=True)
     start = time.perf_counter()
     try:
         yield
     finally:
-        print(f" {time.perf_counter() - start:.1f} s", file=out, flush=True)
+        print(f" {time.perf_counter() - start:.1f} s", flush=True)

@@ -22,11 +22,10 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 Rows = Sequence[Mapping[str, Any]]
 
 
-def escape_invisible(text: str, keep: str = "") -> str:
+def escape_invisible(text: str) -> str:
     """A text in which every invisible character is written as its escape: ESC as \\x1b."""
     return "".join(
-        c if c in keep or unicodedata.category(c) not in _INVISIBLE else _escape_char(c)
-        for c in text
+        c if unicodedata.category(c) not in _INVISIBLE else _escape_char(c) for c in text
     )
 
 

@@ -4,7 +4,7 @@
 `forward` is unchanged and sees global arrays. Every op that reads weights, or looks beyond its own
 token, declares here how its arguments and results are sharded. Weights are gathered by the op that
 reads them, inside the scan over layers, so only one layer is unsharded at a time.
-Next: gather.py; sequence.py and expert.py for what travels between devices.
+Next: head_ops.py; gather.py; sequence.py and expert.py for what travels between devices.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import layers
 from jaxmoe.model.moe.router import RouterContext, WrappedOp
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, block_specs, param_specs
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.attention import attend_over_shards, attention_impl
-from jaxmoe.parallel.divergence import divergences_sharded, listed_logits_sharded
 from jaxmoe.parallel.expert import choose_dispatch
 from jaxmoe.parallel.gather import gather_param
+from jaxmoe.parallel.head_ops import HeadOps
 from jaxmoe.parallel.rounding import gather_packed, matrix_specs
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
-    AXES,
     TRAINING,
     MeshRules,
     Names,
@@ -45,7 +43,6 @@ from jaxmoe.parallel.sharding import (
 from jaxmoe.shapes import Params
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import Mxfp4
-from pallas_kernels.token_logprobs import listed_logits
 
 _TENSOR: Names = ("tensor",)
 
@@ -69,13 +66,20 @@ def sharded_ops(
     if mesh is None:
         return ops
     mesh_ops, defaults = MeshOps(mesh, cfg, rules, method), plain_ops()
+    head_ops = HeadOps(mesh, cfg, rules)
     if count_shards(mesh, rules.time) > 1:
         # A custom attention raises before anything is traced.
         attention_impl(ops.attend)
     # XLA partitions ops that see single tokens by itself; only custom ones need a shard_map.
+    single_token_ops = {
+        "norm": mesh_ops.norm,
+        "rotary": mesh_ops.rotary,
+        "rotate": mesh_ops.rotate,
+        "sampled_logprobs": head_ops.sampled_logprobs,
+    }
     replaced = {
-        name: WrappedOp(getattr(mesh_ops, name), getattr(ops, name))
-        for name in ("norm", "rotary", "rotate", "sampled_logprobs")
+        name: WrappedOp(run_on_mesh, getattr(ops, name))
+        for name, run_on_mesh in single_token_ops.items()
         if getattr(ops, name) is not getattr(defaults, name)
     }
     return replace(
@@ -88,10 +92,10 @@ def sharded_ops(
         decode=WrappedOp(mesh_ops.attend, ops.decode),
         router=WrappedOp(mesh_ops.router, ops.router),
         experts=WrappedOp(mesh_ops.experts, ops.experts),
-        logits=WrappedOp(mesh_ops.logits, ops.logits),
-        logprobs=WrappedOp(mesh_ops.logprobs, ops.logprobs),
-        divergences=WrappedOp(mesh_ops.divergences, ops.divergences),
-        listed_logits=WrappedOp(mesh_ops.listed_logits, ops.listed_logits),
+        logits=WrappedOp(head_ops.logits, ops.logits),
+        logprobs=WrappedOp(head_ops.logprobs, ops.logprobs),
+        divergences=WrappedOp(head_ops.divergences, ops.divergences),
+        listed_logits=WrappedOp(head_ops.listed_logits, ops.listed_logits),
     )
 
 
@@ -122,7 +126,7 @@ class MeshOps:
     ) -> Array:
         """Look up the tokens of several devices in a shard of the width."""
         check_batch_shape(tokens_BT.shape, self.mesh, self.rules)
-        cuts = self.cut_axes(self.specs["embed"])
+        cuts = self.cut_axes(param_specs(self.cfg)["embed"])
         run_shard = partial(vocabulary.embed_sharded, dtype=dtype, axes=cuts[1], lookup=inner)
         ins = mesh_spec(*self.tokens), mesh_spec(*cuts)
         return self.run_sharded(run_shard, ins, mesh_spec(*self.tokens))(tokens_BT, w_VD)
@@ -280,182 +284,10 @@ class MeshOps:
         ins = tokens, tokens, tokens, self.layer_specs(read)
         return self.run_sharded(run_shard, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
 
-    def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
-        """Compute logits of the rows of several devices over a shard of the vocabulary."""
-        cuts, rows = self.cut_axes(self.specs["head"]), self.rules.rows
-        run_shard = partial(
-            vocabulary.head_logits_sharded,
-            axes=cuts[1],
-            copies=self.replicated_axes(rows),
-            product=inner,
-        )
-        ins = mesh_spec(rows), mesh_spec(*cuts)
-        return self.run_sharded(run_shard, ins, mesh_spec(rows))(hidden_BD, w_DV)
-
-    def logprobs(
-        self,
-        inner: Callable[..., Any],
-        hidden_BTD: Array,
-        w_DV: Array,
-        targets_BT: Array,
-        *,
-        temperature: Any,
-        vocab_size: int,
-    ) -> tuple[Array, ...]:
-        """Compute log-probs over a streamed head; a custom `inner` receives the unsharded head."""
-        cuts, tokens = self.cut_axes(self.specs["head"]), mesh_spec(*self.tokens)
-        impl = vocabulary.logprobs_impl(inner)
-
-        def run_full(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
-            # One padding column, since `inner` drops the last column, and a row's last token may be
-            # on another device.
-            one_column = ((0, 0), (0, 1))
-            per_token = inner(
-                jnp.pad(hidden_btD, (*one_column, (0, 0))),
-                gather_param(w_Dv, cuts, hidden_btD.dtype),
-                jnp.pad(targets_bt, one_column),
-                temperature=temperature,
-                vocab_size=vocab_size,
-            )
-            return tuple(x[:, :-1] for x in per_token)
-
-        def run_streamed(
-            hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array
-        ) -> Any:
-            return vocabulary.target_logprobs_sharded(
-                hidden_btD,
-                w_Dv,
-                targets_bt,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                axes=cuts[1],
-                # An axis of size 1 does not exist inside the shard_map.
-                sequence_axis="sequence" if count_shards(self.mesh, self.rules.time) > 1 else None,
-                copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
-                impl=impl or "auto",
-            )
-
-        ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
-        run = self.run_sharded(run_streamed if impl else run_full, ins, (tokens, tokens))
-        return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
-
-    def divergences(
-        self,
-        inner: Callable[..., Any],
-        hidden_BTD: Array,
-        w_DV: Array,
-        teacher_hidden_BTU: Array,
-        teacher_head_UV: Array,
-        *,
-        temperature: Any,
-        vocab_size: int,
-    ) -> tuple[Array, Array]:
-        """Compute divergences over two streamed heads; a custom `inner` receives both unsharded."""
-        spec, tokens = self.specs["head"], mesh_spec(*self.tokens)
-        heads = tuple(
-            partition_axes(spec.axes, w.shape, self.mesh.shape, self.rules.rules)
-            for w in (w_DV, teacher_head_UV)
-        )
-
-        def run_full(h_btD: Array, w_dv: Array, h_btU: Array, w_uv: Array, tau: Array) -> Any:
-            w_DV, w_UV = (
-                gather_param(w, cut, h.dtype)
-                for w, cut, h in zip((w_dv, w_uv), heads, (h_btD, h_btU), strict=True)
-            )
-            return inner(h_btD, w_DV, h_btU, w_UV, temperature=tau, vocab_size=vocab_size)
-
-        streamed = partial(
-            divergences_sharded,
-            vocab_size=vocab_size,
-            axes=heads[0][1],
-            copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
-        )
-        is_default = inner is layers.token_divergences
-        ins = tokens, mesh_spec(*heads[0]), tokens, mesh_spec(*heads[1]), mesh_spec()
-        run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
-        temperature = jnp.asarray(temperature, jnp.float32)
-        return run(hidden_BTD, w_DV, teacher_hidden_BTU, teacher_head_UV, temperature)
-
-    def listed_logits(
-        self,
-        inner: Callable[..., Any],
-        hidden_BTD: Array,
-        w_DV: Array,
-        ids_BTK: Array,
-        *,
-        temperature: Any,
-        vocab_size: int,
-    ) -> tuple[Array, Array]:
-        """Compute logits of listed words over a streamed head; a custom `inner` receives the
-        unsharded head."""
-        cuts, tokens = self.cut_axes(self.specs["head"]), mesh_spec(*self.tokens)
-
-        def run_full(h_btD: Array, w_Dv: Array, ids_btK: Array, tau: Array) -> Any:
-            w_DV = gather_param(w_Dv, cuts, h_btD.dtype)
-            return inner(h_btD, w_DV, ids_btK, temperature=tau, vocab_size=vocab_size)
-
-        streamed = partial(
-            listed_logits_sharded,
-            vocab_size=vocab_size,
-            axes=cuts[1],
-            copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
-        )
-        is_default = inner is listed_logits
-        ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
-        run = self.run_sharded(streamed if is_default else run_full, ins, (tokens, tokens))
-        return run(hidden_BTD, w_DV, ids_BTK, jnp.asarray(temperature, jnp.float32))
-
-    def sampled_logprobs(
-        self,
-        inner: Callable[..., Any],
-        logp_B: Array,
-        log_kept_B: Array | None,
-        hidden_BD: Array,
-        w_DV: Array,
-        token_B: Array,
-        *,
-        temperature: Any,
-        vocab_size: int,
-    ) -> Any:
-        """Compute sampled log-probs with the unsharded head."""
-        cuts, rows = self.cut_axes(self.specs["head"]), mesh_spec(self.rules.rows)
-
-        def run_shard(
-            logp_b: Array,
-            log_kept_b: Array | None,
-            hidden_bD: Array,
-            w_dv: Array,
-            token_b: Array,
-            temperature: Array,
-        ) -> Any:
-            w_DV = gather_param(w_dv, cuts, hidden_bD.dtype)
-            return inner(
-                logp_b,
-                log_kept_b,
-                hidden_bD,
-                w_DV,
-                token_b,
-                temperature=temperature,
-                vocab_size=vocab_size,
-            )
-
-        run = self.run_sharded(run_shard, (rows, rows, rows, mesh_spec(*cuts), rows, P()), rows)
-        return run(
-            logp_B, log_kept_B, hidden_BD, w_DV, token_B, jnp.asarray(temperature, jnp.float32)
-        )
-
-    @property
-    def specs(self) -> Params:
-        return param_specs(self.cfg)
-
     @property
     def layer(self) -> dict[str, Spec]:
         """Specs of a layer, as the scan over stacks passes it to the ops."""
         return block_specs(self.cfg)
-
-    def replicated_axes(self, names: Names) -> Names:
-        """Return the axes along which devices have the same data, if `names` shard it."""
-        return tuple(n for n in AXES if self.mesh.shape[n] > 1 and n not in names)
 
     def weight_axes(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
         """Return the mesh axes that shard a matrix of these logical axes."""

@@ -28,15 +28,15 @@ from jaxmoe.batches.microbatches import (
 )
 from jaxmoe.config import ConfigError, GateConfig, require
 from jaxmoe.losses import masked_sum, token_rewards
-from jaxmoe.losses.ratios import log_ratios, sequence_sum
+from jaxmoe.losses.aggregation import sequence_sum
+from jaxmoe.losses.ratios import log_ratios
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.distillation import total_advantages
-from jaxmoe.rl.metrics.router_metrics import expert_switches, replay_agreement, router_rows
+from jaxmoe.rl.metrics.router_metrics import router_rows
 from jaxmoe.rl.metrics.switches import find_switched_tokens, find_switches_of_loss
 from jaxmoe.rl.metrics.update_metrics import (
-    engine_gap,
     find_tokens_without_gradient,
     is_gate_closed,
     update_metrics,
@@ -147,8 +147,7 @@ def update_minibatch(
     # Base and teacher are not part of the state, which is the carry of a scan and would be copied
     # with them.
     frozen = replace(state.frozen, base=base, teacher=teacher)
-    if scorer.round_params is not None:
-        frozen = scorer.pack_policy(state.params, frozen)
+    frozen = scorer.pack_policy(state.params, frozen)
     batch = share_scalars(compute_loss_weights(batch, algorithm), state.step // algorithm.updates)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
     grad_fn = partial(jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen)
@@ -163,7 +162,7 @@ def update_minibatch(
         # The factor is cast, since a float32 factor would promote gradients of another dtype.
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
     old_logp_BT = select_old_logp(algorithm, batch, aux.rows["logp_BT"])
-    metrics = update_metrics(batch, aux.rows, old_logp_BT)
+    metrics = update_metrics(batch, aux.rows, old_logp_BT, gap, scorer.model.n_experts)
     sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     term_metrics = mean_metrics(aux, batch)
     require(
@@ -173,12 +172,6 @@ def update_minibatch(
     metrics |= term_metrics | sums
     if algorithm.critic != "none":
         metrics["critic/grad_norm"] = optax.tree.norm(grads.critic)
-    metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
-    if "experts_BTLA" in aux.rows:
-        metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
-    if "chosen_experts_BTLA" in aux.rows:
-        chosen_BTLA = aux.rows["chosen_experts_BTLA"]
-        metrics |= replay_agreement(chosen_BTLA, batch, scorer.model.n_experts)
     rows = aux.rows.get("router", {"logp_BT": aux.rows["logp_BT"]})
     closed = is_gate_closed(metrics, gate)
     metrics["gate/closed"] = jnp.asarray(closed, jnp.float32)

@@ -49,13 +49,10 @@ class Scorer:
     teacher: "Scorer | None" = None  # of the teacher's model, at the same temperature
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
-        """Return params with the policy that the forward takes."""
-        return replace(params, policy=self.full_policy(params.policy, frozen))
-
-    def full_policy(self, trained: Params, frozen: Frozen) -> Params:
-        """Return the trained parameters together with the frozen ones and the adapters' base."""
-        policy = merge_params(trained, frozen.policy)
-        return with_adapters(frozen.base, with_rounded(policy, frozen.packed), self.scales)
+        """Return params with the policy that the forward takes: the trained parameters together
+        with the frozen ones and the adapters' base."""
+        policy = with_rounded(merge_params(params.policy, frozen.policy), frozen.packed)
+        return replace(params, policy=with_adapters(frozen.base, policy, self.scales))
 
     def pack_policy(self, params: Trained, frozen: Frozen) -> Frozen:
         """Return the frozen parameters with the policy's values as they are read, once per update.
@@ -71,7 +68,7 @@ class Scorer:
         """Return the policy before RL; without a copy of it, that is the base of the adapters."""
         if frozen.reference is None:
             return frozen.base
-        reference = self.full_policy(frozen.reference, replace(frozen, packed=None))
+        reference = self.full_params(Trained(frozen.reference), replace(frozen, packed=None)).policy
         return reference if self.round_params is None else self.round_params(reference)
 
     def full_teacher(self, frozen: Frozen) -> Params:

@@ -18,12 +18,13 @@ import numpy as np
 import optax
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxmoe.batches.batch import Batch, map_rows
 from jaxmoe.batches.microbatches import ROWS, map_microbatches
 from jaxmoe.config import GateConfig
-from jaxmoe.losses.rewards import last_token_mask
+from jaxmoe.losses.mismatch import mismatch_metrics
+from jaxmoe.losses.value import bootstrap_values
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.check_rl_step import check_rl_step
@@ -32,14 +33,14 @@ from jaxmoe.rl.loss import (
     estimate_advantages,
     update_minibatch,
 )
-from jaxmoe.rl.metrics.rounding_metrics import rounding_metrics
+from jaxmoe.rl.metrics.rounding_metrics import measure_rounding
 from jaxmoe.rl.metrics.router_metrics import (
     count_expert_tokens,
     expert_load,
     measure_router,
     router_rows,
 )
-from jaxmoe.rl.metrics.update_metrics import engine_gap, reduce_updates
+from jaxmoe.rl.metrics.update_metrics import reduce_updates
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
@@ -113,7 +114,9 @@ def rl_step(
         gate=gate,
         # Measured before the first update. Later forwards would add the change of the policy to the
         # difference between engine and trainer.
-        gap=engine_gap(batch.old_logp_BT, batch) if score_policy else None,
+        gap=mismatch_metrics(batch.old_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
+        if score_policy
+        else None,
         # A minibatch has fewer rows than the batch, and a microbatch keeps its size.
         microbatches=max(1, microbatches // a.minibatches),
     )
@@ -125,9 +128,10 @@ def rl_step(
         state, metrics, rows, logp_BT, measured = scan_minibatches(
             update, state, batch, minibatches
         )
-    metrics |= expert_load(counts_LE) | measure_rounding(full_state, state, scorer)
+    metrics |= expert_load(counts_LE)
     if len(rows) > 1:
         metrics |= measure_router(rows, measured, scorer.model.n_experts)
+    metrics |= measure_rounding(full_state, state, scorer)
     return state, metrics, TokenStats(logp_BT, total_advantages(a, batch, logp_BT))
 
 
@@ -279,22 +283,7 @@ def score_batch(
         else None,
         teacher_logp_BT=score_teacher() if a.needs_teacher_logp else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
-        bootstrap_B=bootstrap_values(batch, old["values_after_BT"]) if a.critic != "none" else None,
+        bootstrap_B=bootstrap_values(old["values_after_BT"], batch.loss_mask_BT, batch.truncated_B)
+        if a.critic != "none"
+        else None,
     )
-
-
-def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metrics:
-    """Return `rounding_metrics` of a step; {} if weights are read as they are."""
-    if scorer.round_params is None:
-        return {}
-    before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
-    masters = new.policy if scorer.place_masters is None else scorer.place_masters(new.policy)
-    return rounding_metrics(before, after, masters, scorer.model.plan)
-
-
-def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:
-    """Return the critic's value after each truncated answer; 0 for answers with an end token."""
-    if batch.truncated_B is None:
-        return jnp.zeros(len(values_after_BT))
-    is_truncated_end_BT = last_token_mask(batch.loss_mask_BT) & batch.truncated_B[:, None]
-    return jnp.sum(jnp.where(is_truncated_end_BT, values_after_BT, 0.0), axis=1)

@@ -90,6 +90,16 @@ class Pinnable(Protocol):
 
 
 @runtime_checkable
+class SyncReporter(Protocol):
+    """An engine that knows which part of the weights the last load() sent."""
+
+    @property
+    def sent_frac(self) -> float | None:
+        """Bytes sent for each byte of the weights; None if nothing counts them."""
+        ...
+
+
+@runtime_checkable
 class Inspectable(Protocol):
     """An engine that shows the doctor what it loaded and what it computes."""
 

@@ -38,22 +38,19 @@ def check_finite(
         )
 
 
-def invariance_error(gap: float, location: str, step: int) -> ConfigError:
-    """Return the error for log-probs that must be bitwise equal and are not."""
-    return ConfigError(
-        f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
-        f"max |Δlogp| is {gap:.3g}. {location} This batch was not trained on, and the state before "
-        "it is saved. Try --set model.numerics=fast, and report the versions in config.json."
-    )
+def invariance_error(
+    gap: float,
+    params: Params,
+    batch: Batch,
+    logp_BT: np.ndarray,
+    step: int,
+    cfg: ModelConfig,
+    ops: Ops,
+) -> ConfigError:
+    """Return the error for log-probs that must be bitwise equal and are not.
 
-
-def describe_first_difference(
-    params: Params, batch: Batch, logp_BT: np.ndarray, cfg: ModelConfig, ops: Ops
-) -> str:
-    """Describe the first token whose log-probs differ from the engine's, and its first different
-    activation.
-
-    params: those that sampled the batch; logp_BT: the trainer's.
+    It names the first token whose log-probs differ from the engine's, and its first different
+    activation. params: those that sampled the batch; logp_BT: the trainer's.
     """
     mask_BT = np.asarray(batch.loss_mask_BT)
     differs_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
@@ -62,12 +59,15 @@ def describe_first_difference(
     length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
     tokens = np.asarray(batch.tokens_BT[row][:length])
     prompt = int(np.argmax(mask_BT[row]))
-    step = int(batch.shared.get("step", 0))
-    difference = find_first_difference(params, tokens, prompt, cfg, ops, step=step)
-    prefix = f"First in rollout {row}, token {column}: "
-    if difference:
-        return f"{prefix}{difference}."
-    return prefix + "equal when computed alone, but not in the batch."
+    made_steps = int(batch.shared.get("step", 0))
+    difference = find_first_difference(params, tokens, prompt, cfg, ops, step=made_steps)
+    difference = difference or "equal when computed alone, but not in the batch"
+    return ConfigError(
+        f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
+        f"max |Δlogp| is {gap:.3g}. First in rollout {row}, token {column}: {difference}. "
+        "This batch was not trained on, and the state before it is saved. Try --set "
+        "model.numerics=fast, and report the versions in config.json."
+    )
 
 
 def gate_error(cfg: Config, metrics: Metrics, step: int) -> ConfigError:

@@ -38,18 +38,13 @@ from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.records import Prompt
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.router_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
-from jaxmoe.rollout.engine import Engine, Pinnable
+from jaxmoe.rollout.engine import Engine, Pinnable, SyncReporter
 from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.run.engine_weights import make_engine_reader
-from jaxmoe.run.guards import (
-    check_finite,
-    describe_first_difference,
-    gate_error,
-    invariance_error,
-)
+from jaxmoe.run.guards import check_finite, gate_error, invariance_error
 from jaxmoe.run.parts import Parts
 from jaxmoe.run.plots import draw_plots
 from jaxmoe.shapes import Metrics, Params
@@ -79,8 +74,7 @@ class Job:
     groups: GroupRollouts[Any, Any] | None = None  # with rollout.schedule=groups
 
     def __post_init__(self) -> None:
-        self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
-        self.first_step = self.position.step
+        self.start_stage(self.position)
         self.n_reported_incidents = len(self.engine.incidents)
         self.bad_steps = count_logged_bad_steps(read_metrics(self.work / "metrics.jsonl"))
 
@@ -119,11 +113,8 @@ class Job:
 
     def start_stage(self, position: Position) -> None:
         """Set the first position of a stage, which is saved or reproducible."""
-        self.position, self.saved_number, self.first_step = (
-            position,
-            position.checkpoint_number,
-            position.step,
-        )
+        self.position, self.first_step = position, position.step
+        self.saved_number = position.checkpoint_number
 
     def remaining_steps(self, last: int) -> Iterator[int]:
         """Yield the remaining steps of a stage, and restart the clock for each."""
@@ -181,14 +172,8 @@ class Job:
             self.save_checkpoint()
             gap = metrics["train_rollout_logprob_abs_diff_max"]
             if self.cfg.requires_equal_logp and gap > 0:
-                location = describe_first_difference(
-                    self.policy_params(),
-                    batch,
-                    gather_to_hosts(stats.logp_BT),
-                    self.cfg.model,
-                    self.ops,
-                )
-                raise invariance_error(gap, location, step)
+                params, logp_BT = self.policy_params(), gather_to_hosts(stats.logp_BT)
+                raise invariance_error(gap, params, batch, logp_BT, step, self.cfg.model, self.ops)
             raise gate_error(self.cfg, metrics, step)
 
     @cached_property
@@ -224,20 +209,17 @@ class Job:
         if not (self.is_eval_due(step) or step % self.cfg.save.every_steps == 0):
             return
         logp_BT, advantages_BT = (gather_to_hosts(x) for x in (stats.logp_BT, stats.advantages_BT))
-        self.log.write_samples(
-            "rl",
-            step,
-            group_rows(
-                collected.rollouts,
-                collected.rewards,
-                self.parts.task,
-                samples=self.cfg.rollout.samples_per_prompt,
-                mask_BT=np.asarray(batch.loss_mask_BT),
-                advantages_BT=advantages_BT,
-                logp_BT=logp_BT,
-                rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
-            ),
+        rows = group_rows(
+            collected.rollouts,
+            collected.rewards,
+            self.parts.task,
+            samples=self.cfg.rollout.samples_per_prompt,
+            mask_BT=np.asarray(batch.loss_mask_BT),
+            advantages_BT=advantages_BT,
+            logp_BT=logp_BT,
+            rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
         )
+        self.log.write_samples("rl", step, rows)
 
     def evaluate_at_start(self) -> None:
         """Score the weights at the start of RL, or repeat an evaluation that failed."""
@@ -273,12 +255,13 @@ class Job:
         incidents = self.engine.incidents[self.n_reported_incidents :]
         self.n_reported_incidents += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
+        if isinstance(self.engine, SyncReporter) and self.engine.sent_frac is not None:
+            metrics["rollout/sent_frac"] = self.engine.sent_frac
         metrics["batch/padding_frac"] = padding_frac(batch)
         self.bad_steps = count_bad_steps(metrics, self.bad_steps)
         step_alerts = find_alerts(metrics, self.bad_steps)
-        self.log.write(
-            "rl", step, metrics, alerts=[*step_alerts.values(), *collapse_repeats(incidents)]
-        )
+        alerts = [*step_alerts.values(), *collapse_repeats(incidents)]
+        self.log.write("rl", step, metrics, alerts=alerts)
         self.log.write_layers("rl", step, self.layer_metrics)
         progress.alert(step, step_alerts)
         progress.update(
@@ -303,11 +286,10 @@ class Job:
                 return "The failed step deleted the weights: resume from the last checkpoint."
             self._write_checkpoint()
             self.saved_number = self.position.checkpoint_number
-        if self.position.step == 0:
-            stage = self.position.stage
+        stage, step = self.position.stage, self.position.step
+        if step == 0:
             return f"no {stage} step was made in {self.work}; the same command begins it."
-        location = f"saved {self.position.stage} step {self.position.step} in {self.work}"
-        return f"{location}; the same command resumes."
+        return f"saved {stage} step {step} in {self.work}; the same command resumes."
 
     def _write_checkpoint(self) -> None:
         """Write a checkpoint, and retry once, since the cleanup may have freed disk space."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
-from jaxmoe.model.rounded import encoder_from_config
+from jaxmoe.model.rounded import rounding_from_config
 from jaxmoe.rl.metrics.rounding_metrics import moved_share, sample_codes
 from jaxmoe.run_files import replace_file
 from jaxmoe.shapes import Metrics, Params
@@ -36,11 +36,10 @@ class StartCodes:
 
     def __init__(self, cfg: Config, params: Params, step: int, mesh: Mesh | None) -> None:
         self._codes: dict[str, np.ndarray] = {}
-        if cfg.quant.experts == "none":
+        if (round_params := rounding_from_config(cfg)) is None:
             return
-        encode, path = encoder_from_config(cfg), Path(cfg.workdir) / NAME
-        rules = [cfg.quant.scale, cfg.quant.rounding]
-        sample = partial(sample_codes, encode=encode)
+        path, rules = Path(cfg.workdir) / NAME, [cfg.quant.scale, cfg.quant.rounding]
+        sample = partial(sample_codes, round_params=round_params)
         if step and path.is_file():
             self._codes = _read_codes(path, rules, step, jax.eval_shape(sample, params))
         if not self._codes:
@@ -53,7 +52,7 @@ class StartCodes:
                     np.savez_compressed(
                         file, allow_pickle=False, **self._codes, **{_RULES: np.array(rules)}
                     )
-        self._moved_share = jax.jit(partial(moved_share, encode=encode))
+        self._moved_share = jax.jit(partial(moved_share, round_params=round_params))
 
     def measure(self, params: Params) -> Metrics:
         """Return the share of the sampled values that differ from the start; {} without them."""

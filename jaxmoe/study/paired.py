@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 
 
 class Interval(NamedTuple):
-    """An estimate with its two-sided confidence interval."""
+    """An estimate with its two-sided 95 % confidence interval."""
 
     mean: float
     low: float
@@ -24,9 +24,7 @@ class Interval(NamedTuple):
         return f"{self.mean:+.3g} ({self.low:+.3g} to {self.high:+.3g})"
 
 
-def paired_difference(
-    values: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95
-) -> Interval:
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Interval:
     """Mean of values[i] − baseline[i] with Student's interval.
 
     d̄ ± t · s / √n, with s the standard deviation of the differences and n − 1 degrees of freedom.
@@ -37,7 +35,7 @@ def paired_difference(
     mean = float(differences.mean())
     if n < 2:
         return Interval(mean, -math.inf, math.inf)
-    half = _quantile(n, confidence) * float(differences.std(ddof=1)) / math.sqrt(n)
+    half = _quantile(n) * float(differences.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -72,9 +70,7 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def paired_ratio(
-    values: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95
-) -> Interval:
+def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Interval:
     """mean(values) / mean(baseline) with Fieller's interval for paired normal values.
 
     {r: |mean(x − r·y)| ≤ t · se(x − r·y)}, a quadratic inequality in r. The interval is infinite
@@ -88,7 +84,7 @@ def paired_ratio(
     if n < 2:
         return Interval(ratio, -math.inf, math.inf)
     # With t² · covariance / n, the inequality is a·r² − 2·b·r + c ≤ 0.
-    cov = np.cov(x, y) * _quantile(n, confidence) ** 2 / n
+    cov = np.cov(x, y) * _quantile(n) ** 2 / n
     a, b, c = y.mean() ** 2 - cov[1, 1], x.mean() * y.mean() - cov[0, 1], x.mean() ** 2 - cov[0, 0]
     # The inequality's solutions are not a bounded interval.
     if not (a > 0 and b * b > a * c):
@@ -106,6 +102,6 @@ def _pairs(values: Sequence[float], baseline: Sequence[float]) -> np.ndarray:
     return np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
 
 
-def _quantile(n: int, confidence: float) -> float:
-    """Student's t for a two-sided interval of n differences."""
-    return float(student_t.ppf(0.5 + confidence / 2, n - 1))
+def _quantile(n: int) -> float:
+    """Student's t for the two-sided 95 % interval of n differences."""
+    return float(student_t.ppf(0.975, n - 1))

@@ -37,6 +37,7 @@ class WeightFile(WeightUpdate):
 
     pages: NDArray[np.uint8] | None = None
     inode: int = 0
+    sent_nbytes: int = 0  # that a server reads which has the version before; 0: unknown
 
 
 def write_files(

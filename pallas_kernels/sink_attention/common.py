@@ -28,6 +28,12 @@ def name_for_checkpoint(
     return checkpoint_name(o_BTNH, o_name), checkpoint_name(lse_BTN, lse_name)
 
 
+def positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
+    """(q, scale, sign) with scale above 0: kernels of GPUs take the maximum before they scale."""
+    sign = (scale > 0) - (scale < 0)
+    return (q, float(scale), sign) if scale > 0 else (q * sign, float(-scale or 1.0), sign)
+
+
 def check_attention_arrays(q: Any, k: Any, v: Any, sink: Any) -> None:
     """Raise ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together."""
     check_qkv(q, k, v)

@@ -28,6 +28,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import signature as sig
+from pallas_kernels.sink_attention.common import positive_scale
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.hopper import pallas_gpu_backward
 from pallas_kernels.sink_attention.hopper import pallas_gpu_blocks as shared
@@ -64,17 +65,11 @@ def sink_attention_mosaic_gpu(
     interpret: bool = False,
 ) -> sig.Result:
     """(o, lse) on a Hopper GPU; see `sink_attention_reference` for the formula. Differentiable."""
-    q, scale, _ = _positive_scale(q_BTNH, scale)
+    q, scale, _ = positive_scale(q_BTNH, scale)
     statics = dict(window=window, scale=scale, interpret=interpret)
     forward = partial(attention_forward_gpu, **statics)
     gradients = partial(pallas_gpu_backward.attention_gradients_gpu, **statics)
     return attend_with_gradients(forward, gradients, q, k_BSKH, v_BSKH, sink_N, layout)
-
-
-def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
-    """(q, scale, sign) with scale above 0: the kernels take the maximum before they scale."""
-    sign = (scale > 0) - (scale < 0)
-    return (q, scale, sign) if scale > 0 else (q * sign, -scale or 1.0, sign)
 
 
 def sink_attention_backward_mosaic_gpu(
@@ -94,7 +89,7 @@ def sink_attention_backward_mosaic_gpu(
 
     Each is rounded to the dtype of q.
     """
-    q, scale, sign = _positive_scale(q_BTNH, scale)
+    q, scale, sign = positive_scale(q_BTNH, scale)
     arrays = q, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN, layout
     gradients = pallas_gpu_backward.attention_gradients_gpu(*arrays, window, scale, interpret)
     dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
@@ -103,7 +98,7 @@ def sink_attention_backward_mosaic_gpu(
 
 def sink_attention_mosaic_gpu_invariant(q, k, v, sink, layout, window, scale, interpret):
     """(o, lse) for mosaic_invariant.py: key blocks in order of position."""
-    q, scale, _ = _positive_scale(q, scale)
+    q, scale, _ = positive_scale(q, scale)
     return attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, ordered=True)
 
 

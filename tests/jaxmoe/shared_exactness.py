@@ -64,7 +64,7 @@ from jaxmoe.model import init_critic, init_params, plain_ops  # noqa: E402
 from jaxmoe.model.lora import init_adapters  # noqa: E402
 from jaxmoe.model.moe.router import record_router_logits, replay_routing  # noqa: E402
 from jaxmoe.model.moe.routers_from_config import record_all  # noqa: E402
-from jaxmoe.model.rounded import round_experts  # noqa: E402
+from jaxmoe.model.rounded import map_experts, round_experts  # noqa: E402
 from jaxmoe.rl.algorithm import Algorithm  # noqa: E402
 from jaxmoe.rl.minibatches import sharing_metrics, split_minibatches  # noqa: E402
 from jaxmoe.rl.scorer import Scorer  # noqa: E402
@@ -233,7 +233,7 @@ def run_step(case: Case, cfg: ModelConfig, batch: Any, minibatches: Any) -> tupl
     round_params = None
     if case.four_bits == "masters":
         stochastic = partial(encode_mxfp4, round_magnitude=round_stochastically)
-        round_params = partial(round_experts, encode=stochastic)
+        round_params = partial(map_experts, stochastic)
     if case.lora:
         lora = LoraConfig(attention_rank=3, expert_rank=2)
         base, scales = weights, lora.scales

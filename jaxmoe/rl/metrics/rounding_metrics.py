@@ -12,14 +12,24 @@ from jaxtyping import Array, Bool
 
 from jaxmoe.config.layer_plan import LayerPlan
 from jaxmoe.model.rounded import MATRICES, round_experts
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.router_metrics import LAYER_PREFIX
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params
 from pallas_kernels.grouped_matmul import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, mxfp4_to_dense
-from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.rounded import is_saturated
 
 SAMPLED_EXPERTS, SAMPLED_COLUMNS = 8, 16  # of each matrix, spread evenly
+
+
+def measure_rounding(old: TrainState, new: TrainState, scorer: Scorer) -> Metrics:
+    """Return `rounding_metrics` of a step; {} if weights are read as they are."""
+    if scorer.round_params is None:
+        return {}
+    before, after = (scorer.pack_policy(s.params, s.frozen).packed for s in (old, new))
+    masters = new.policy if scorer.place_masters is None else scorer.place_masters(new.policy)
+    return rounding_metrics(before, after, masters, scorer.model.plan)
 
 
 def rounding_metrics(before: Params, after: Params, masters: Params, plan: LayerPlan) -> Metrics:
@@ -89,7 +99,7 @@ def is_changed(old: Mxfp4, new: Mxfp4) -> Bool[Array, "*E D F"]:
 
 
 def sample_codes(
-    params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4
+    params: Params, round_params: Callable[[Params], Params] = round_experts
 ) -> dict[str, Leaf]:
     """Return the codes of a fixed sample of the experts' matrices, by name, to be compared later.
 
@@ -100,7 +110,7 @@ def sample_codes(
         kind: {name: _take_sample(layer[name]) for name in MATRICES}
         for kind, layer in params["layers"].items()
     }
-    packed = round_experts({"layers": layers}, encode)["layers"]
+    packed = round_params({"layers": layers})["layers"]
     return {
         f"{kind}/{name}/{part}": x
         for kind, layer in packed.items()
@@ -117,11 +127,13 @@ def _take_sample(w_LEDF: Leaf) -> Leaf:
 
 
 def moved_share(
-    start: Mapping[str, Leaf], params: Params, encode: Callable[[Array], Mxfp4] = encode_mxfp4
+    start: Mapping[str, Leaf],
+    params: Params,
+    round_params: Callable[[Params], Params] = round_experts,
 ) -> Array:
     """Return the share of the sampled values that differ from `sample_codes`."""
     changed: list[Array] = []
-    new = sample_codes(params, encode)
+    new = sample_codes(params, round_params)
     for name in new:
         if name.endswith("/nibbles_EDF"):
             stem = name.removesuffix("nibbles_EDF")

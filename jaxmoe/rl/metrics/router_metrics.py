@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxmoe.batches.batch import Batch
 from jaxmoe.losses import masked_mean
-from jaxmoe.losses.kl import k3_from_log_ratio
-from jaxmoe.losses.ratios import log_ratios
+from jaxmoe.losses.ratios import k3_from_log_ratio, log_ratios
 from jaxmoe.records import UNKNOWN_EXPERT, expert_dtype
 from jaxmoe.rl.metrics.switches import (
     compare_expert_sets,
@@ -21,9 +20,9 @@ from jaxmoe.rl.metrics.switches import (
     move_switches,
     sort_expert_sets,
 )
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
 from jaxmoe.shapes import Metrics
 
+LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 BOUNDARY = 0.1  # margin in logits below which a token counts as near a switch
 STATISTICS = ("router_margin_BTL", "router_entropy_BTL", "router_mass_BTL")
 

@@ -18,6 +18,7 @@ from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, ma
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.ratios import clamped_exp, log_ratios
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.metrics.router_metrics import expert_switches, replay_agreement
 from jaxmoe.shapes import Metrics
 
 # Metrics of which a step takes the largest, or the smallest, of its updates.
@@ -29,7 +30,6 @@ MAXIMA = (
     "rollout_corr/rollout_is_seq_max",
 )
 MINIMA = ("rollout_corr/rollout_is_min", "rollout_corr/rollout_is_seq_min")
-LAYER_PREFIX = "layers/"  # begins the name of a metric that is an array [L]
 
 
 def reduce_updates(metrics: Metrics) -> Metrics:
@@ -38,16 +38,18 @@ def reduce_updates(metrics: Metrics) -> Metrics:
     return {name: extremes.get(name, jnp.mean)(x_U) for name, x_U in metrics.items()}
 
 
-def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> Metrics:
-    """Metrics of the difference between the trainer's log-probs and the engine's."""
-    return mismatch_metrics(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
-
-
-def update_metrics(batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array, "B T"]) -> Metrics:
+def update_metrics(
+    batch: Batch,
+    rows: dict[str, Any],
+    old_logp_BT: Float[Array, "B T"],
+    gap: Metrics | None,
+    n_experts: int,
+) -> Metrics:
     """Metrics of an update; `rows` are the arrays that its loss returned (`LossAux.rows`).
 
     policy/…: ratio and clipping relative to old_logp, entropy, KL. rollout_corr/…: effects of the
-    rollout correction. critic/…: values and returns.
+    rollout correction, and the difference between engine and trainer; `gap` if that was measured
+    before. critic/…: values and returns. router/…: experts, compared with the engine's.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
     ratio_BT = clamped_exp(log_ratios(logp_BT, old_logp_BT, mask_BT))
@@ -87,6 +89,13 @@ def update_metrics(batch: Batch, rows: dict[str, Any], old_logp_BT: Float[Array,
                 batch.old_values_BT, batch.returns_BT, mask_BT
             ),
         }
+    if gap is None:
+        gap = mismatch_metrics(logp_BT, batch.rollout_logp_BT, mask_BT)
+    metrics |= gap
+    if "experts_BTLA" in rows:
+        metrics |= expert_switches(rows["experts_BTLA"], batch)
+    if "chosen_experts_BTLA" in rows:
+        metrics |= replay_agreement(rows["chosen_experts_BTLA"], batch, n_experts)
     return metrics
 
 

@@ -96,6 +96,12 @@ def check_vllm(cfg: Config) -> None:
             "--set rollout.vllm.dtype=bfloat16.",
         )
     check_lora_of_vllm(cfg)
+    is_in_files = (bool(vllm.urls) or vllm.launch > 0) and vllm.transport == "files"
+    require(
+        vllm.complete_sync_every == 1 or is_in_files,
+        f"rollout.vllm.complete_sync_every ({vllm.complete_sync_every}) must be 1 unless all "
+        "weights are sent to servers in files. Try --set rollout.vllm.complete_sync_every=1.",
+    )
 
 
 def check_vllm_processes(cfg: Config) -> None:
@@ -113,6 +119,12 @@ def check_vllm_processes(cfg: Config) -> None:
         "only the first process sends weights to a reconnected server, but gathering a tensor from "
         "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
         "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
+    )
+    require(
+        vllm.complete_sync_every == 1,
+        f"rollout.vllm.complete_sync_every ({vllm.complete_sync_every}) must be 1 with several "
+        "processes, which keep no copy of what was sent. Try --set "
+        "rollout.vllm.complete_sync_every=1.",
     )
 
 
@@ -134,6 +146,8 @@ def _summarize(cfg: Config) -> str:
     if cfg.lora.ranks:
         sent = {"merged": "merged full weights", "adapter": "only the adapter"}[vllm.lora]
         text += f", receives {sent}"
+    if vllm.complete_sync_every > 1:
+        text += ", keeps the weights that it received in host memory, as this process does"
     return text
 
 

@@ -28,6 +28,8 @@ from jaxmoe.vllm.engine.open_backends import check_available, check_context, ope
 from jaxmoe.vllm.engine.served_adapter import ServedAdapter
 from jaxmoe.vllm.engine.transport import Transport
 from jaxmoe.weight_sync.files import write_files
+from jaxmoe.weight_sync.sent_tensors import Experts
+from jaxmoe.weight_sync.sent_weights import SentWeights
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest
 
 MAX_PROBE_ABS_DIFF = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
@@ -70,6 +72,11 @@ class VllmEngine(PooledEngine):
         # Fails on an unusable folder before servers start, which takes minutes.
         if self._transport == "files" or sent.are_adapters:
             self.open_weights_directory()
+        self._sent_weights = (
+            SentWeights(vllm.weights_dir, self._run, vllm.complete_sync_every)
+            if vllm.complete_sync_every > 1
+            else None
+        )
         try:
             opened = open_backends(cfg, vllm, work, context, max_rows, sent)
         except BaseException:
@@ -81,7 +88,7 @@ class VllmEngine(PooledEngine):
             for backend in [backend for backend, _ in opened if backend not in unavailable]:
                 with suppress(RequestFailed):  # checked again with the first weights
                     backend.read_workers()
-            self.experts = choose_sent_experts(
+            self.experts: Experts = choose_sent_experts(
                 [backend for backend, _ in opened if backend not in unavailable], sent.four_bits
             )
             loosest = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
@@ -127,7 +134,14 @@ class VllmEngine(PooledEngine):
         named["experts"] = self.experts
         folder, manifest_lock = self._vllm.weights_dir, Lock()
         file = self._sent.write_file(params, self._cfg, folder, run=self._run, version=version)
-        if file is None and self._transport == "files":
+        sent, write_complete = self._sent_weights, None
+        if sent is not None:
+            file = sent.write(
+                params, self._cfg, dtype=self._dtype, version=version, experts=self.experts
+            )
+            write_complete = partial(sent.write_complete, version)
+            self.sent_frac = file.sent_nbytes / sent.nbytes
+        elif file is None and self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
             file = write_files(params, self._cfg, folder, **named, reuse=reuse)
 
@@ -140,8 +154,11 @@ class VllmEngine(PooledEngine):
                 manifest_dict = manifest()
             return transport.build_update(params, self._cfg, manifest_dict, **named)
 
-        previous_file = self.sync_weights(params, version, file, build_update)
-        self._reusable_file = self._sent.keep_file(previous_file)
+        previous_file = self.sync_weights(params, version, file, build_update, write_complete)
+        if sent is None:
+            self._reusable_file = self._sent.keep_file(previous_file)
+        elif previous_file is not None:
+            previous_file.close()
 
     def _try_out(self, backend: VllmBackend) -> None:
         """Check that the backend applies what this run sends."""

@@ -15,7 +15,7 @@ from jaxmoe.vllm.plugin import manifest
 from jaxmoe.vllm.plugin.live_parameters import digest_parameters
 from jaxmoe.vllm.plugin.loaded_state import ExpectedParameter
 from jaxmoe.vllm.plugin.names import ADAPTER_ID, ADAPTER_NAME, adapter_buffer_names
-from jaxmoe.vllm.plugin.transfer import check_digests
+from jaxmoe.vllm.plugin.transfer import check_digests, read_tensors
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -30,8 +30,7 @@ def load_adapter(worker: Any, directory: Path) -> None:
 
     manifest.check_folder_owner(directory)
     expected = manifest.read_manifest(directory)
-    manifest.check_file_headers(expected, directory)
-    received = check_digests(expected, directory)
+    received = check_digests(expected, dict(read_tensors(expected, directory)))
     buffer_names = adapter_buffer_names(
         list(expected.tensors), json.loads((directory / CONFIG_FILE).read_text())
     )

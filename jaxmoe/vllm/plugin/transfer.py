@@ -6,6 +6,7 @@ sizes, headers, and for files the digest of every tensor. Until then vLLM keeps 
 loading.py.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
@@ -31,8 +33,16 @@ from jaxmoe.vllm.plugin.live_parameters import (
 )
 from jaxmoe.vllm.plugin.loaded_state import ExpectedParameter, LoadedState
 from jaxmoe.vllm.plugin.loading import LoadTensors, TensorStream, reload_model
-from jaxmoe.vllm.plugin.manifest import Manifest, UpdateRejected
+from jaxmoe.vllm.plugin.manifest import Manifest, ManifestTensor, UpdateRejected
 from jaxmoe.vllm.plugin.names import PACKED_ENDS, checkpoint_shapes, vllm_parameter_name
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
+
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+}
 
 
 @dataclass
@@ -45,6 +55,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """The location of a weight update: a directory, or a key of tensor_mailbox.py."""
 
     path: str = field(default="")
+    # folders with the changes since the one before, first `path`; None: none will follow either
+    changes: list[str] | None = field(default=None)
     mailbox: str = field(default="")
 
 
@@ -161,6 +173,7 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.loaded_state = LoadedState()
+        self._received_bytes = ReceivedBytes()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do nothing: update_info names the files."""
@@ -171,13 +184,23 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check and load one complete weight update. Raises UpdateRejected, naming tensors."""
         if update_info.path:
-            directory = Path(update_info.path)
-            manifest.check_folder_owner(directory)
-            expected = manifest.read_manifest(directory)
+            folders = [Path(path) for path in (update_info.path, *(update_info.changes or ()))]
+            for folder in folders:
+                manifest.check_folder_owner(folder)
+            expected = manifest.read_manifest(folders[-1])
             self.check_model(expected)
-            manifest.check_file_headers(expected, directory)
-            with self.load_verified(expected, check_digests(expected, directory)) as load_tensors:
-                load_tensors(_read_tensors(expected, directory))
+            if update_info.changes is None:
+                tensors = dict(read_tensors(expected, folders[0]))
+            else:
+                raw = self._received_bytes.read(folders)
+                tensors = {name: view_bytes(raw[name], t) for name, t in expected.tensors.items()}
+            try:
+                digests = check_digests(expected, tensors)
+            except UpdateRejected:
+                self._received_bytes.forget()
+                raise
+            with self.load_verified(expected, digests) as load_tensors:
+                load_tensors(tensors.items())
             return
         mail = tensor_mailbox.pop_update(update_info.mailbox)
         if mail is None:
@@ -204,13 +227,20 @@ def name_expert_format(quant_config: Any) -> str:
     return "mxfp4" if str(quant_config.get_name()).endswith("mxfp4") else "other"
 
 
+def view_bytes(raw: np.ndarray, expected: ManifestTensor) -> torch.Tensor:
+    """Return a tensor over these bytes. Raises UpdateRejected if their number is another."""
+    dtype = TORCH_DTYPES[expected.dtype]
+    if raw.nbytes != math.prod(expected.shape) * dtype.itemsize:
+        raise UpdateRejected(f"a tensor has {raw.nbytes} bytes, its manifest is {expected}.")
+    return torch.from_numpy(raw).view(dtype).reshape(expected.shape)
+
+
 def format_digest_mismatch(expected: str, name: str, actual: str) -> str:
     return f"{name} must have digest {expected}, has {actual}"
 
 
-def check_digests(expected: Manifest, directory: Path) -> dict[str, str]:
-    """Return the digests of the files' tensors. Raises UpdateRejected, naming those that differ."""
-    tensors = dict(_read_tensors(expected, directory))
+def check_digests(expected: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the digests of tensors. Raises UpdateRejected, naming those that differ."""
     with ThreadPoolExecutor() as pool:
         actual = dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))
     declared = {name: tensor.digest for name, tensor in expected.tensors.items()}
@@ -223,8 +253,12 @@ def check_digests(expected: Manifest, directory: Path) -> dict[str, str]:
     return actual
 
 
-def _read_tensors(expected: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an update's files, mapped and not copied, in the manifest's order."""
+def read_tensors(expected: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an update's files, mapped and not copied, in the manifest's order.
+
+    Raises UpdateRejected if the files' headers differ from the manifest.
+    """
+    manifest.check_file_headers(expected, directory)
     files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
     files_by_name = {name: file for file in files for name in file.keys()}
     for name in expected.tensors:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import signature as sig
+from pallas_kernels.sink_attention.common import positive_scale
 from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
@@ -137,19 +138,11 @@ def sink_attention_triton(
     scale: float,
 ) -> sig.Result:
     """(o, lse); see `sink_attention_reference` for the formula."""
-    q, scale, _ = _positive_scale(q_BTNH, scale)
+    q, scale, _ = positive_scale(q_BTNH, scale)
     forward, gradients = (
         partial(x, window=window, scale=scale) for x in (_run_forward, _run_backward)
     )
     return attend_with_gradients(forward, gradients, q, k_BSKH, v_BSKH, sink_N, layout)
-
-
-def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
-    """(q, scale, sign) with scale above 0: the kernels take the maximum before they scale."""
-    sign = (scale > 0) - (scale < 0)
-    if scale <= 0:
-        q, scale = q * jnp.asarray(sign, q.dtype), abs(scale) or 1.0
-    return q, float(scale), sign
 
 
 def sink_attention_backward_triton(
@@ -167,7 +160,7 @@ def sink_attention_backward_triton(
 
     Each is rounded to the dtype of q.
     """
-    q, scale, sign = _positive_scale(q_BTNH, scale)
+    q, scale, sign = positive_scale(q_BTNH, scale)
     rows = dout_BTNH, lse_BTN, delta_BTN
     gradients = _run_backward(q, k_BSKH, v_BSKH, *rows, layout, window, scale)
     dq, dk, dv = (x.astype(jnp.float32) for x in gradients)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.losses import masked_max, masked_mean, masked_sum
-from jaxmoe.losses.aggregation import token_total
+from jaxmoe.losses.aggregation import effective_sample_size, token_total
 
 X = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], jnp.float32)
 MASK = jnp.asarray([[True, False, True], [False, False, True]])
@@ -40,3 +40,14 @@ def test_bfloat16_is_summed_in_float32():
     values = jnp.ones((1, 1000), jnp.bfloat16)
     total = masked_sum(values, jnp.ones((1, 1000), bool))
     assert total.dtype == jnp.float32 and float(total) == 1000.0  # bfloat16 stops at 256
+
+
+def test_the_effective_sample_is_all_one_or_none():
+    def effective_size(*weights):
+        return float(effective_sample_size(jnp.asarray([weights], jnp.float32), mask))
+
+    mask = jnp.asarray([[True, True, True, True, False]])
+    assert effective_size(3.0, 3.0, 3.0, 3.0, 99.0) == 1.0
+    assert effective_size(0.0, 5.0, 0.0, 0.0, np.nan) == 0.25
+    assert effective_size(0.0, 0.0, 0.0, 0.0, 1.0) == 0.0
+    assert effective_size(1.0, 1.0, 2.0, 0.0, 1.0) == pytest.approx(16 / (4 * 6))  # (Σw)² / (n·Σw²)

@@ -18,7 +18,7 @@ from jaxmoe.losses import (
     kl_k3_with_k2_gradient,
     ppo_clip,
 )
-from jaxmoe.losses.kl import k3_from_log_ratio
+from jaxmoe.losses.ratios import k3_from_log_ratio
 
 EPS = float(np.finfo(np.float32).eps)
 

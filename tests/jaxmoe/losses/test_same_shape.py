@@ -7,7 +7,7 @@ import pytest
 
 from jaxmoe import losses
 from jaxmoe.config.function_specs import array_parameters
-from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.losses.aggregation import require_same_shape
 from jaxmoe.rl.algorithm import CHOICES
 
 B, T = 3, 5

@@ -11,7 +11,7 @@ import pytest
 from jaxmoe.batches.batch import Batch
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
-from jaxmoe.model.rounded import MATRICES, round_experts
+from jaxmoe.model.rounded import MATRICES, map_experts, round_experts
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.rounding import exchange_rows_for_columns, shard_rounding
 from jaxmoe.parallel.sharding import make_mesh, param_shardings, shard_batch, state_shardings
@@ -53,8 +53,8 @@ MESHES = [
     {"data": 4, "expert": 2},
 ]
 round_otherwise = partial(
-    round_experts,
-    encode=partial(
+    map_experts,
+    partial(
         encode_mxfp4,
         choose_exponent=choose_least_error_exponent,
         round_magnitude=round_stochastically,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jaxmoe.batches.batch import rollout_batch
 from jaxmoe.config import EngineError
 from jaxmoe.losses import whitened_bootstrapped_gae
+from jaxmoe.losses.value import bootstrap_values
 from jaxmoe.records import StopReason
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.terms import value_term
-from jaxmoe.rl.update import bootstrap_values
 from jaxmoe.rollout.staleness import check_versions
 
 LENGTH, SAMPLES = 24, 4
@@ -116,7 +116,8 @@ def test_a_truncated_episode_bootstraps_after_its_last_token():
         for i, (r, end) in enumerate(zip(rollouts, ends, strict=True))
     ]
     batch = jax.tree.map(jnp.asarray, batch)
-    assert np.asarray(bootstrap_values(batch, jnp.asarray(values_BT))).tolist() == expected
+    values_B = bootstrap_values(jnp.asarray(values_BT), batch.loss_mask_BT, batch.truncated_B)
+    assert np.asarray(values_B).tolist() == expected
 
 
 @pytest.mark.parametrize(

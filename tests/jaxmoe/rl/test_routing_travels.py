@@ -23,6 +23,7 @@ from bigram import (
 from jaxmoe.batches.batch import Batch, rollout_batch
 from jaxmoe.batches.engine_experts import unknown_experts_metric
 from jaxmoe.batches.microbatches import _pack_microbatch
+from jaxmoe.losses.value import bootstrap_values
 from jaxmoe.model import forward, init_critic, plain_ops
 from jaxmoe.model.moe.router import replay_routing, route_top_k
 from jaxmoe.recorded_experts import mark_unknown_experts
@@ -31,7 +32,6 @@ from jaxmoe.rl.metrics.router_metrics import count_expert_tokens, expert_load, e
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.update import bootstrap_values
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing), replay="R3")
@@ -156,7 +156,8 @@ def test_bootstrap_values_use_the_routers_experts():
 
     @jax.jit
     def bootstrap_of(batch):
-        return bootstrap_values(batch, scorer.score_policy(trained, batch)["values_after_BT"])
+        values_after_BT = scorer.score_policy(trained, batch)["values_after_BT"]
+        return bootstrap_values(values_after_BT, batch.loss_mask_BT, batch.truncated_B)
 
     live = bootstrap_of(replace(batch, routed_experts_BTLA=None))
     np.testing.assert_allclose(bootstrap_of(batch), live, rtol=1e-6)

@@ -38,6 +38,7 @@ from jaxmoe.losses import (
     gspo,
     kept_token_mean,
     kl_k1,
+    mismatch_metrics,
     normalize,
     ppo_clip,
     reinforce,
@@ -54,7 +55,6 @@ from jaxmoe.losses import (
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.loss import estimate_advantages, update_minibatch
-from jaxmoe.rl.metrics.update_metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import entropy_term, kl_term, value_term
@@ -245,7 +245,7 @@ def test_minibatches_are_updates_one_after_the_other():
         return state, update_metrics
 
     scored = scored_by_hand(start(a), arrays, a)
-    gap = engine_gap(scored.old_logp_BT, arrays)
+    gap = mismatch_metrics(scored.old_logp_BT, arrays.rollout_logp_BT, arrays.loss_mask_BT)
     state, norms, smallest = start(a), [], []
     for rows in minibatches.rows_UB:
         state, update_metrics = updated(state, rows, scored, gap)

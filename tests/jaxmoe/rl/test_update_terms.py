@@ -284,7 +284,7 @@ def test_a_sequence_is_masked_if_any_token_is():
         "correction": Correction(keep_BT=keep),
         "no_gradient_BT": mask,
     }
-    means = update_metrics(batch, rows, x)
+    means = update_metrics(batch, rows, x, gap={}, n_experts=1)
     assert float(means["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
     assert float(means["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
 

@@ -12,6 +12,7 @@ import secrets
 import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -22,8 +23,10 @@ from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.peft.read import read_adapter
+from jaxmoe.checkpoint.tensor_files import encode_header
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
 from jaxmoe.weight_sync.checksum import digest_array
 from tests.jaxmoe.vllm.quiet_handler import QuietHandler
 
@@ -64,6 +67,10 @@ class StandIn:
         """Start as a new process: with random weights, or with those of an older folder."""
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
+        self.kept, self.applied = (
+            ReceivedBytes(),
+            [],
+        )  # of changes: the number of files of each sync
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
         if self.base is not None:
             self.params = self.base
@@ -201,12 +208,32 @@ class StandIn:
             self.updating = False
             self.params = jax.tree.map(jnp.zeros_like, self.params)  # half way, say
             raise RuntimeError("no room")
-        folder = Path(body["update_info"]["path"])
-        self.waiting = load_params(folder, self.cfg, "float32")
-        self.manifest = json.loads((folder / "manifest.json").read_text())
-        files = [load_file(path) for path in folder.glob("model*.safetensors")]
-        self.received = {name: digest_array(array) for f in files for name, array in f.items()}
+        info = body["update_info"]
+        folder = Path(info["path"])
+        with TemporaryDirectory() as scratch:
+            if info.get("changes") is not None:
+                folder = self.apply_block([folder, *map(Path, info["changes"])], Path(scratch))
+            self.waiting = load_params(folder, self.cfg, "float32")
+            self.manifest = json.loads((folder / "manifest.json").read_text())
+            files = [load_file(path) for path in folder.glob("model*.safetensors")]
+            self.received = {name: digest_array(array) for f in files for name, array in f.items()}
         return {}
+
+    def apply_block(self, folders, scratch):
+        """Write what vLLM's worker would have, after the checks that the plugin makes."""
+        kept = self.kept.read(folders)
+        manifest = json.loads((folders[-1] / "manifest.json").read_text())
+        self.applied.append(len(folders) - 1)
+        with open(scratch / "model.safetensors", "wb") as file:
+            planned = [(n, t["dtype"], tuple(t["shape"])) for n, t in manifest["tensors"].items()]
+            file.write(encode_header(planned))
+            for name, tensor in manifest["tensors"].items():
+                if digest_array(kept[name]) != tensor["digest"]:
+                    self.kept.forget()
+                    raise RuntimeError(f"{name} must have digest {tensor['digest']}")
+                file.write(kept[name].data)
+        (scratch / "manifest.json").write_text(json.dumps(manifest))
+        return scratch
 
     def do_finish_weight_update(self, body, query):
         assert self.updating, "start_weight_update comes first"

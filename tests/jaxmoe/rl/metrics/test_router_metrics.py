@@ -28,8 +28,12 @@ from jaxmoe.config import MeshConfig
 from jaxmoe.model.moe.router import record_experts
 from jaxmoe.model.moe.router_statistics import record_router_statistics
 from jaxmoe.parallel.sharding import make_mesh, shard_batch
-from jaxmoe.rl.metrics.router_metrics import masked_quantile, measure_router, split_by_switch
-from jaxmoe.rl.metrics.update_metrics import LAYER_PREFIX
+from jaxmoe.rl.metrics.router_metrics import (
+    LAYER_PREFIX,
+    masked_quantile,
+    measure_router,
+    split_by_switch,
+)
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.state import Trained
 

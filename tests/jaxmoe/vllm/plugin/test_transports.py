@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
 from jaxmoe.weight_sync.dlpack import share_in_process
 from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
+from jaxmoe.weight_sync.sent_weights import SentWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -48,6 +50,36 @@ def test_files(served, tmp_path):
     with write_files(params, served.cfg, tmp_path, **sync_arguments(served)) as update:
         served.update(update.update_info)
     check_loaded(served, update, params)
+
+
+def change_few(params, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.where(rng.random(x.shape) < 0.01, 0.9 * x, x), params)
+
+
+def test_files_with_changes(served, tmp_path):
+    """What a worker makes of them is verified; a damaged one changes nothing."""
+    sent, params = SentWeights(tmp_path, "ab", 3), arrays(served)
+    served.version += 1
+    for number in range(4):
+        file = sent.write(params, served.cfg, dtype="float32", version=served.version)
+        assert len(file.update_info["changes"]) == number % 3
+        served.update(file.update_info)
+        check_loaded(served, file, params)
+        params = change_few(params, number)
+        served.version += 1
+    label = served.loaded_state()["label"]
+    file = sent.write(params, served.cfg, dtype="float32", version=served.version)
+    (changes,) = (Path(folder) / "changes.bin" for folder in file.update_info["changes"])
+    changes.write_bytes(changes.read_bytes()[::-1])
+    served.llm.start_weight_update()
+    with pytest.raises(Exception, match=r"must have (digest|the changes)"):
+        served.llm.update_weights({"update_info": file.update_info})
+    assert served.loaded_state()["label"] == label
+    complete = sent.write_complete(served.version)
+    assert complete is not None
+    served.update(complete.update_info)
+    check_loaded(served, complete, params)
 
 
 def test_shared_in_process(served):
