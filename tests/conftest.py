@@ -8,11 +8,12 @@ import os
 import shutil
 import sys
 import tempfile
-from functools import partial
+import threading
+from functools import partial, partialmethod
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.kept_programs import keep_programs, link_kept_programs, open_programs
+from tests.kept_programs import keep_programs, link_kept_programs, open_programs, read_program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -51,6 +52,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any(x.startswith("aot")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = str(programs)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # to keep one takes 12 ms
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")  # they name the folder
 if "JAXMOE_TEST_PROGRAMS" in os.environ:
     programs = Path(os.environ["JAXMOE_TEST_PROGRAMS"], os.environ.get("PYTEST_XDIST_WORKER", ""))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
@@ -69,6 +71,32 @@ if (
 import jax
 import jaxtyping
 from hypothesis import settings
+from jax._src.interpreters import mlir
+from jax._src.lru_cache import LRUCache
+
+# Most programs are single operations, run eagerly. They are kept too, from this process alone (a
+# command could read what another one has written half of), and in jax 0.10 the lowerings of a
+# thread share a context: to make one takes as long as all the rest of a small one.
+if "JAXMOE_KEPT_PROGRAMS" in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    LRUCache.get = partialmethod(read_program, LRUCache.get, os.environ["JAXMOE_KEPT_PROGRAMS"])
+contexts, make_context = threading.local(), mlir.make_ir_context
+
+
+def share_context():
+    """Return the thread's MLIR context, a new one every hundred times: it frees nothing before.
+
+    An operation run in the middle of a lowering has its own, or it is put into that program."""
+    if mlir.ir.Context.current:
+        return make_context()
+    contexts.uses = getattr(contexts, "uses", -1) + 1
+    if contexts.uses % 100 == 0:
+        contexts.context = make_context()
+    return contexts.context
+
+
+if jax.__version__.startswith("0.10."):
+    mlir.make_ir_context = share_context
 
 # pyproject.toml has every call checked, for shapes and dtypes. Functions without arrays are left
 # as they are: their checks were four fifths of what configs and plans took.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs of the tests, kept from one run of pytest to the next in the user's cache.
 
-A run has a folder of its own, with links to the kept programs; its new ones are kept when it ends.
+A run has a folder of its own, with links to the kept programs that are not small: pytest's own
+process reads those where they are kept. The run's new ones are kept when it ends.
 jax never changes a program that is there. It writes one bit by bit, and who reads half of one gets
 a warning, which is an error here: what a killed process left is not kept.
 """
@@ -15,6 +16,7 @@ import zlib
 from pathlib import Path
 
 MAX_KEPT_BYTES = 1e9  # a complete run has a tenth; a change of the code adds programs
+LINKED_BYTES = 20_000  # single operations, nearly all programs, are smaller
 STALE_S = 24 * 3600  # of a run that was killed
 
 
@@ -31,10 +33,19 @@ def open_programs(cache: Path) -> Path:
 
 
 def link_kept_programs(cache: Path, programs: Path) -> None:
-    """Put the kept programs into a folder of the run."""
+    """Put the larger kept programs into a folder of the run, where its commands read them too."""
     programs.mkdir(exist_ok=True)
     for file in os.scandir(cache / "kept"):
-        link_program(file.path, programs / file.name)
+        with contextlib.suppress(OSError):
+            if file.stat().st_size > LINKED_BYTES:
+                link_program(file.path, programs / file.name)
+
+
+def read_program(programs, read, cache: str, name: str) -> bytes | None:
+    """Read a program as jax does, `read`, or else where it is kept."""
+    with contextlib.suppress(OSError):
+        return read(programs, name) or Path(cache, "kept", f"{name}-cache").read_bytes()
+    return None
 
 
 def keep_programs(cache: Path, run: Path) -> None:

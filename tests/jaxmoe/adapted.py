@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of four-bit experts and adapters beside it, with sizes that tell axes apart."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,26 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.config import LoraConfig, ModelConfig
+from jaxmoe.config import LoraConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import cast_for_forward
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.jaxmoe.random_weights import random_weights
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=90,
-    d_model=128,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=3,
-    d_expert=64,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, vocab_size=90, d_model=128, experts_per_token=3, d_expert=64)
 LORA = LoraConfig(attention_rank=4, expert_rank=3, attention_alpha=6.0, expert_alpha=4.5)
 OPS = plain_ops()
 

@@ -2,7 +2,6 @@
 """Weights of a model that routes and attends for real, of which no two seeds agree anywhere."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
@@ -18,7 +17,7 @@ def random_weights(cfg: ModelConfig, seed: int):
         fan = spec.shape[-1] if spec.axes[-1:] == ("width",) else spec.shape[-2] if wide else 1
         x = rng.normal(size=spec.shape) * (1 / np.sqrt(fan) if wide else 0.0)
         x = x + (spec.init == "ones") + 0.1 * rng.normal(size=spec.shape)
-        return jnp.asarray(x, jnp.float32)
+        return jax.device_put(x.astype(np.float32))
 
     return map_specs(leaf, cfg)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of blocks against the predicate of every single pair."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,14 @@ from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
 from tests.pallas_kernels.sink_attention.shared_rows import shared_places
+
+make_table = jax.jit(block_table, static_argnums=(1, 2, 3))
+make_ranges = jax.jit(block_ranges)
+
+
+@partial(jax.jit, static_argnums=1)
+def mask_of(layout, window):
+    return layout.visible_mask(window)
 
 
 def by_block(visible_BTS, q_block, k_block):
@@ -31,20 +41,20 @@ def test_skipped_blocks_hide_all_and_full_ones_none(seed, window, packed, shares
     if shares:
         last = np.asarray(layout.k_segment_ids_BS) + rng.integers(0, 3, (2, 30))
         layout = layout._replace(k_last_segment_ids_BS=jnp.asarray(last, jnp.int32))
-    needed, full = map(np.asarray, block_table(layout, 8, 6, window))
-    blocks = by_block(np.asarray(layout.visible_mask(window)), 8, 6)
+    needed, full = map(np.asarray, make_table(layout, 8, 6, window))
+    blocks = by_block(np.asarray(mask_of(layout, window)), 8, 6)
     assert not (blocks.any((3, 4)) & ~needed).any()
     assert not (~blocks.all((3, 4)) & full).any()
     assert not (full & ~needed).any()
 
 
-@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("window", [0, 127, 128])
 def test_the_table_is_exact_in_causal_layouts(window):
     layout = jax.tree.map(
         jnp.asarray, cases.case_layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8))
     )
-    needed, full = block_table(layout, 64, 32, window)
-    blocks = by_block(np.asarray(layout.visible_mask(window)), 64, 32)
+    needed, full = make_table(layout, 64, 32, window)
+    blocks = by_block(np.asarray(mask_of(layout, window)), 64, 32)
     np.testing.assert_array_equal(needed, blocks.any((3, 4)))
     np.testing.assert_array_equal(full, blocks.all((3, 4)))
 
@@ -60,8 +70,8 @@ def test_blocks_of_two_sequences_are_not_wasted(groups, window):
     if groups is not RAGGED:  # a packed row without shared keys
         layout = layout._replace(k_last_segment_ids_BS=None)
     for q_block, k_block in ((64, 64), (128, 256), (32, 128)):
-        needed, _ = block_table(layout, q_block, k_block, window)
-        blocks = by_block(np.asarray(layout.visible_mask(window)), q_block, k_block)
+        needed, _ = make_table(layout, q_block, k_block, window)
+        blocks = by_block(np.asarray(mask_of(layout, window)), q_block, k_block)
         exact = blocks.any((3, 4))
         assert not (exact & ~np.asarray(needed)).any()
         assert int(needed.sum()) <= 1.05 * exact.sum()
@@ -72,7 +82,7 @@ def test_runs_hold_every_needed_block(seed):
     rng = np.random.default_rng(seed)
     needed = rng.random((2, 5, 7)) < 0.6
     full = needed & (rng.random((2, 5, 7)) < 0.6)
-    actual = np.asarray(block_ranges(jnp.asarray(needed), jnp.asarray(full)))
+    actual = np.asarray(make_ranges(jnp.asarray(needed), jnp.asarray(full)))
     flat = (actual.reshape(-1, 4), needed.reshape(-1, 7), full.reshape(-1, 7))
     for row, any_visible, all_ in zip(*flat, strict=True):
         first, whole_first, whole_last, last = row

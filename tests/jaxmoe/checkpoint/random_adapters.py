@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters with every entry nonzero, and what they add, written plainly."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,21 +12,11 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.lora import Adapted, Pair, with_adapters
 from jaxmoe.model.params import Spec, param_specs
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 # D = 48, F = 40, 2F = 80, N·H = 96, K·H = 32: no two sizes of a matrix agree
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=48,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=16,
-    n_experts=3,
-    experts_per_token=2,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=40,
+CFG = replace(
+    SEVEN_EXPERTS, n_layers=4, n_kv_heads=2, n_experts=3, experts_per_token=2, vocab_multiple=40
 )
 NAMES = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down")
 EXPERTS = NAMES[4:]

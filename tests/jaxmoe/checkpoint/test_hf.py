@@ -18,21 +18,9 @@ from jaxmoe.checkpoint import hf, mxfp4
 from jaxmoe.checkpoint.hf import iter_hf, list_entries, load_params, save_params
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import count_params, param_specs
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=97,
-    d_model=96,
-    n_layers=4,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=64,
-    sliding_window=9,
-    dtype="float32",
-    vocab_multiple=40,
-)
+CFG = dataclasses.replace(SEVEN_EXPERTS, d_model=96, n_layers=4, d_expert=64, vocab_multiple=40)
 
 
 def random_params(cfg: ModelConfig, dtype: str = "float32", seed: int = 0):

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import jax
 import ml_dtypes
@@ -14,22 +15,11 @@ from safetensors.numpy import save_file
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.tensor_files import count_not_finite, find_tensors
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError
 from jaxmoe.model.params import param_specs
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
-CFG = ModelConfig(
-    vocab_size=37,
-    d_model=32,
-    n_layers=2,
-    n_q_heads=4,
-    n_kv_heads=2,
-    head_dim=6,
-    n_experts=3,
-    experts_per_token=2,
-    d_expert=64,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SIX_EXPERTS, vocab_size=37, d_model=32, head_dim=6, n_experts=3, d_expert=64)
 SINKS = "model.layers.1.self_attn.sinks"
 DOWN = "model.layers.1.mlp.experts.down_proj"
 

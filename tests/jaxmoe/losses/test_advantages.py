@@ -3,15 +3,18 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.losses import group_advantages, rloo_advantages
+from jaxmoe import losses
 
 EPS = float(np.finfo(np.float32).eps)
+group_advantages = jax.jit(losses.group_advantages, static_argnames="scale_by_std")
+rloo_advantages = jax.jit(losses.rloo_advantages)
 REWARDS = st.lists(st.integers(-8, 8), min_size=4, max_size=4)
 
 

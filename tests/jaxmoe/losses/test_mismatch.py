@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mismatch metrics: published figures, exact agreement, and false tokens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.losses import sequence_is, token_is
-from jaxmoe.losses.mismatch import (
-    mismatch_metrics,
-    ratio_quantiles,
-    weight_metrics,
-)
+from jaxmoe.losses import mismatch, sequence_is, token_is
 
+mismatch_metrics, ratio_quantiles, weight_metrics = map(
+    jax.jit, (mismatch.mismatch_metrics, mismatch.ratio_quantiles, mismatch.weight_metrics)
+)
 EPS = float(np.finfo(np.float32).eps)
 OLD, ROLLOUT = jnp.asarray([[-1.0, -1.5, -0.5]]), jnp.asarray([[-1.5, -1.0, -1.5]])
 ALL = jnp.ones((1, 3), bool)

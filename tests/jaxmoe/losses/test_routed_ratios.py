@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives that use experts: cases by hand, float64 differences, and what must not matter."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,16 @@ def call_objective(name, x, mask=MASK, **options):
     }[name]()
 
 
+@partial(jax.jit, static_argnums=0)
+def run_objective(name, x):
+    """The sum over true tokens and its gradient; numbers are rounded to float32."""
+
+    def total(logp):
+        return masked_sum(call_objective(name, x | {"logp": logp}), jnp.asarray(MASK))
+
+    return jax.value_and_grad(total)(x["logp"])
+
+
 def clipped64(r, a, low, high, dual=np.inf):
     loss = -np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a)
     return np.where(a < 0, np.minimum(loss, -dual * a), loss) if dual < np.inf else loss
@@ -128,9 +140,7 @@ def loss64(name, x, logp):
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_float64_differences(name):
     x, step = make_arrays(0), 1e-6
-    value, grad = jax.value_and_grad(
-        lambda logp: masked_sum(call_objective(name, x | {"logp": logp}), jnp.asarray(MASK))
-    )(jnp.asarray(x["logp"], jnp.float32))
+    value, grad = run_objective(name, x)
     up, down = (loss64(name, x, x["logp"] + d) for d in (step, -step))
     expected = np.where(MASK, (up - down) / (2 * step), 0.0)
     scale = np.abs(x["a"]) * np.exp(np.abs(x["logp"] - x["old"])) + 1
@@ -152,9 +162,7 @@ def test_masked_tokens_and_unused_logits_never_matter(name, garbage):
         dirty |= {n: np.where(used, x[n], fill) for n in ("logits", "old_logits")}
         number = 0 if np.isfinite(fill) and abs(fill) < 1 else -7
         dirty |= {n: np.where(used, x[n], number) for n in ("experts", "old_experts")}
-        return jax.value_and_grad(
-            lambda logp: masked_sum(call_objective(name, dirty | {"logp": logp}), jnp.asarray(MASK))
-        )(jnp.asarray(dirty["logp"], jnp.float32))
+        return run_objective(name, dirty)
 
     (value, grad), (expected, expected_grad) = map(value_and_gradient, (garbage, 0.0))
     assert float(value) == float(expected)
@@ -168,9 +176,7 @@ def test_nothing_where_the_advantages_are_zero_matters(name):
     dead = (x["a"] == 0)[:, :, None, None]
     dirty = x | {n: np.where(dead[..., 0, 0], np.nan, x[n]) for n in ("logp", "old")}
     dirty |= {n: np.where(dead, np.nan, x[n]) for n in ("logits", "old_logits")}
-    value, grad = jax.value_and_grad(
-        lambda logp: masked_sum(call_objective(name, dirty | {"logp": logp}), jnp.asarray(MASK))
-    )(jnp.asarray(dirty["logp"], jnp.float32))
+    value, grad = run_objective(name, dirty)
     assert np.isfinite(float(value)) and np.isfinite(grad).all()
     assert not np.asarray(grad)[2:].any() and np.asarray(grad)[:2].any()
 
@@ -187,13 +193,8 @@ def test_rows_are_independent_so_microbatches_change_nothing(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_on_policy_each_has_the_policy_gradient(name):
     x = make_arrays(7)
-    x = x | {"old_logits": x["logits"], "old_experts": x["experts"]}
-
-    def loss(logp):
-        on_policy = x | {"logp": logp, "old": jax.lax.stop_gradient(logp)}
-        return masked_sum(call_objective(name, on_policy), jnp.asarray(MASK))
-
-    grad = jax.grad(loss)(jnp.asarray(x["logp"], jnp.float32))
+    x = x | {"old": x["logp"], "old_logits": x["logits"], "old_experts": x["experts"]}
+    _, grad = run_objective(name, x)
     np.testing.assert_allclose(grad, np.where(MASK, -x["a"], 0.0), rtol=8 * EPS)
 
 
@@ -202,11 +203,10 @@ def test_only_the_log_prob_has_a_gradient():
         n: jnp.asarray(v, jnp.float32 if v.dtype.kind == "f" else v.dtype)
         for n, v in make_arrays(8).items()
     }
-    for array in ("old", "a", "logits", "old_logits"):
-        for name in NAMES:
-            grad = jax.grad(lambda v, n=name, k=array: call_objective(n, x | {k: v}).sum())(
-                x[array]
-            )
+    constant = {array: x[array] for array in ("old", "a", "logits", "old_logits")}
+    for name in NAMES:
+        grads = jax.grad(lambda arrays, n=name: call_objective(n, x | arrays).sum())(constant)
+        for array, grad in grads.items():
             assert not np.asarray(grad).any(), (name, array)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms about the router: hand-computed cases, float64 differences, parts, padding, equal load."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,12 @@ def call_term(name, logits, old, load, mask=MASK, n_tokens=N_TOKENS):
     }[name]()
 
 
+@partial(jax.jit, static_argnums=0)
+def run_term(name, logits, old, load, mask=MASK):
+    """Value and gradient; numbers are rounded to float32."""
+    return jax.value_and_grad(lambda x: call_term(name, x, old, load, mask))(logits)
+
+
 def token_values64(name, logits, old, load):
     """Values of each token, [B, T, L], written anew in float64."""
 
@@ -61,9 +69,7 @@ NAMES = ("load_balance", "z_loss", "router_entropy", "router_kl")
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_float64_differences(name):
     logits, old, load = make_arrays(0)
-    value, grad = jax.value_and_grad(lambda x: call_term(name, x, old, load))(
-        jnp.asarray(logits, jnp.float32)
-    )
+    value, grad = run_term(name, logits, old, load)
     expected = token_values64(name, logits, old, load).mean(-1)[MASK].mean()
     assert abs(float(value) - expected) <= 8 * EPS * max(1.0, abs(expected))
     step, expected_grad = 1e-5, np.zeros_like(logits)
@@ -83,9 +89,7 @@ def test_parts_of_a_batch_add_up_to_it(name):
     logits, old, load = make_arrays(5)
 
     def value_and_gradient(rows):
-        return jax.value_and_grad(lambda x: call_term(name, x, old[rows], load, mask=MASK[rows]))(
-            jnp.asarray(logits[rows], jnp.float32)
-        )
+        return run_term(name, logits[rows], old[rows], load, MASK[rows])
 
     value, grad = value_and_gradient(slice(None))
     for parts in (2, 4):
@@ -103,9 +107,7 @@ def test_padding_never_counts(name, garbage):
 
     def value_and_gradient(padding):
         x, y = (np.where(MASK[:, :, None, None], a, padding) for a in (logits, old))
-        return jax.value_and_grad(lambda z: call_term(name, z, y, load))(
-            jnp.asarray(x, jnp.float32)
-        )
+        return run_term(name, x, y, load)
 
     (value, grad), (expected, expected_grad) = map(value_and_gradient, (garbage, 0.0))
     assert float(value) == float(expected)
@@ -118,9 +120,7 @@ def test_equal_load_has_balance_one_and_zero_gradient(logits):
     x, old, _ = make_arrays(7)
     x = np.zeros_like(x) if logits == "equal" else x
     load = np.full((L, E), 12)
-    value, grad = jax.value_and_grad(lambda z: call_term("load_balance", z, old, load))(
-        jnp.asarray(x, jnp.float32)
-    )
+    value, grad = run_term("load_balance", x, old, load)
     assert abs(float(value) - 1.0) <= 4 * EPS
     assert np.abs(np.asarray(grad)).max() <= EPS
 

@@ -50,42 +50,41 @@ def log_probs(params, tokens_BT, ops):
     return sequence_logprobs(params, hidden_BTD, tokens_BT, CFG, ops)[0]
 
 
+@jax.jit
+def decode(params):
+    def decode_leaf(leaf):
+        return mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf
+
+    return jax.tree.map(decode_leaf, params, is_leaf=lambda leaf: isinstance(leaf, Mxfp4))
+
+
 @pytest.fixture(scope="module")
 def weights():
-    params = init_params(jax.random.key(0), CFG)
+    """Parameters, the same in four bits, and tokens."""
+    params = jax.jit(lambda: init_params(jax.random.key(0), CFG))()
     tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, CFG.vocab_size)
-    return params, tokens_BT
+    return params, jax.jit(round_experts)(params), tokens_BT
 
 
 def test_trainer_engine_and_decoded_weights_agree(weights):
-    params, tokens_BT = weights
-    packed, ops = round_experts(params), plain_ops()
-    decoded = jax.tree.map(
-        lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
-        packed,
-        is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
-    )
+    params, packed, tokens_BT = weights
+    ops = plain_ops()
     run = jax.jit(lambda p: log_probs(p, tokens_BT, ops))
-    trainer, engine, dense = run(with_rounded(params, packed)), run(packed), run(decoded)
+    trainer, engine, dense = run(with_rounded(params, packed)), run(packed), run(decode(packed))
     np.testing.assert_allclose(trainer, dense, atol=2e-6, rtol=0)
     np.testing.assert_allclose(engine, dense, atol=2e-6, rtol=0)
     assert float(jnp.abs(dense - run(params)).max()) > 1e-3  # rounding is seen
 
 
 def test_gradients_of_masters_match_unsaturated_decoded_weights(weights):
-    params, tokens_BT = weights
-    packed, ops = round_experts(params), plain_ops()
+    params, packed, tokens_BT = weights
+    ops = plain_ops()
 
     def loss(p):
         return log_probs(p, tokens_BT, ops).sum()
 
     masters = jax.jit(jax.grad(lambda p: loss(with_rounded(p, packed))))(params)
-    decoded = jax.tree.map(
-        lambda leaf: mxfp4_to_dense(leaf) if isinstance(leaf, Mxfp4) else leaf,
-        packed,
-        is_leaf=lambda leaf: isinstance(leaf, Mxfp4),
-    )
-    expected = jax.jit(jax.grad(loss))(decoded)
+    expected = jax.jit(jax.grad(loss))(decode(packed))
     for kind in ("sliding", "full"):
         for name in MATRICES:
             scales = packed["layers"][kind][name].scales_EDF
@@ -102,9 +101,8 @@ def test_gradients_of_masters_match_unsaturated_decoded_weights(weights):
 
 def test_no_layer_decodes_all_its_experts(weights):
     """In bfloat16, where nothing else has the shape of the experts' masters."""
-    params, tokens_BT = weights
-    cfg = replace(CFG, dtype="bfloat16")
-    packed, ops = round_experts(params), plain_ops()
+    params, packed, tokens_BT = weights
+    cfg, ops = replace(CFG, dtype="bfloat16"), plain_ops()
 
     def loss(p):
         hidden_BTD, _, _ = forward(p, tokens_BT, cfg, ops)

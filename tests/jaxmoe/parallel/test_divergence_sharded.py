@@ -9,29 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.config import MeshConfig
 from jaxmoe.model.layers import token_divergences
 from jaxmoe.model.ops import plain_ops
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from pallas_kernels.token_logprobs import listed_logits
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 B, T, D, V = 8, 6, 24, 2400
-CFG = ModelConfig(
-    vocab_size=V - 5,
-    vocab_multiple=100,
-    d_model=D,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, vocab_size=V - 5, vocab_multiple=100, d_model=D)
 MESHES = {
     "fsdp": MeshConfig(fsdp=8),
     "expert": MeshConfig(fsdp=2, expert=2, tensor=2),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.batches.batch import Batch
-from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
+from jaxmoe.config import MeshConfig, OptimConfig
 from jaxmoe.losses import gae
 from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.model.moe.router import replay_routing, route_top_k
@@ -24,22 +24,18 @@ from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.terms import kl_term, value_term
 from jaxmoe.rl.update import jit_step
 from tests.jaxmoe.parallel.collectives import beside_loops
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-CFG = ModelConfig(
+CFG = replace(
+    SEVEN_EXPERTS,
     vocab_size=250,
     vocab_multiple=16,
-    d_model=48,
-    n_layers=2,
     n_q_heads=16,
     n_kv_heads=8,
-    head_dim=16,
     n_experts=8,
     experts_per_token=2,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
 )
 B, T = 16, 40
 # by a smaller eps Adam makes whole steps of gradients that are rounding alone, and experts switch
@@ -86,6 +82,7 @@ def with_hot_biases(params):
     return jax.tree_util.tree_map_with_path(make_large, params)
 
 
+@partial(jax.jit, static_argnums=0)
 def make_state(a):
     params = with_hot_biases(init_params(jax.random.key(0), CFG))
     critic = None

@@ -17,8 +17,8 @@ CFG = tiny(d_model=16, d_expert=24, n_experts=4, dtype="bfloat16")
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_copying_to_the_engine_deletes_the_weights(fsdp):
     mesh = make_mesh(MeshConfig(fsdp=fsdp), jax.devices()[:fsdp])
-    params = init_params(jax.random.key(0), CFG)
-    expected = jax.tree.map(np.asarray, cast_for_forward(params, CFG))
+    params = jax.jit(lambda: init_params(jax.random.key(0), CFG))()
+    expected = jax.device_get(jax.jit(lambda x: cast_for_forward(x, CFG))(params))
     if mesh is not None:
         params = jax.device_put(params, param_shardings(CFG, mesh))
     moved = move_to_engine(params, CFG, mesh)

@@ -13,30 +13,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.config import MeshConfig
 from jaxmoe.model import layers
 from jaxmoe.model.ops import plain_ops, with_kernels
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import AXES, SAMPLING, TRAINING, make_mesh, mesh_spec, partition_axes
 from pallas_kernels.token_logprobs import token_logprobs
+from tests.jaxmoe.small_models import SEVEN_EXPERTS
 from tests.pallas_kernels.three_way import three_way
 
 B, T, D, V = 8, 6, 24, 2400
-CFG = ModelConfig(
-    vocab_size=V - 5,
-    vocab_multiple=100,
-    d_model=D,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=3,
-    head_dim=16,
-    n_experts=7,
-    experts_per_token=4,
-    d_expert=40,
-    sliding_window=9,
-    dtype="float32",
-)
+CFG = replace(SEVEN_EXPERTS, vocab_size=V - 5, vocab_multiple=100, d_model=D)
 TEMPERATURE = 0.7
 FSDP = MeshConfig(fsdp=8)
 EXPERT = MeshConfig(fsdp=2, expert=2, tensor=2)

@@ -23,7 +23,7 @@ from jaxmoe.rollout.sampling import (
 
 V = 13
 WORDS = 201_088  # GPT-OSS's vocabulary: rounding that 13 words never show decides there
-sample = jax.jit(partial(sample_tokens, greedy=False))
+sample, take_best = (jax.jit(partial(sample_tokens, greedy=greedy)) for greedy in (False, True))
 races = jax.jit(
     lambda keys, *row: lax.map(lambda key: sample_by_race(key, *row), keys, batch_size=256)
 )
@@ -197,6 +197,6 @@ def test_a_rows_token_ignores_other_rows():
 
 def test_greedy_takes_the_most_likely_whatever_the_key():
     keys_B = jax.random.split(jax.random.key(0), 3)
-    tokens, logp = sample_tokens(jnp.broadcast_to(LOGITS, (3, V)), keys_B, greedy=True)
+    tokens, logp = take_best(jnp.broadcast_to(LOGITS, (3, V)), keys_B)
     np.testing.assert_array_equal(tokens, [1, 1, 1])
     np.testing.assert_allclose(logp, np.log(0.3), rtol=1e-6)

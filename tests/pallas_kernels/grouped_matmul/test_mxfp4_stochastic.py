@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul.mxfp4_encode import encode_mxfp4
 from pallas_kernels.grouped_matmul.mxfp4_stochastic import draw_from_bits, round_stochastically
 
 encode = jax.jit(partial(encode_mxfp4, round_magnitude=round_stochastically))
+decode = jax.jit(mxfp4_to_dense)
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -29,7 +30,7 @@ def draw_groups(scale, n=4000):
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-20, 1.0, 2.0**120])
 def test_the_mean_over_draws_is_the_value(scale):
     w_DF = draw_groups(scale)
-    values = np.asarray(mxfp4_to_dense(encode(w_DF)), np.float64) / scale
+    values = np.asarray(decode(encode(w_DF)), np.float64) / scale
     x = w_DF.astype(np.float64) / scale
     rows = [row for row in range(64) if row not in (31, 63)]
     # Standard error: the gap is at most 2 and its deviation 1, of 4,000 draws.
@@ -52,17 +53,18 @@ def test_draws_stay_between_neighbouring_codes(monkeypatch, draw, rounds_up):
     between = (codes[1:] + codes[:-1]) / 2
     x = np.concatenate([codes, between])
     size = jax.lax.bitcast_convert_type(jnp.asarray(x)[:, None], jnp.int32)
-    rounded = np.asarray(round_stochastically(size, jnp.zeros((1, 1), jnp.int32)))[:, 0]
+    run = jax.jit(lambda size: round_stochastically(size, jnp.zeros((1, 1), jnp.int32)))
+    rounded = np.asarray(run(size))[:, 0]
     np.testing.assert_array_equal(rounded[:8], np.arange(8))
     np.testing.assert_array_equal(rounded[8:], np.arange(7) + rounds_up)
 
 
 def test_codes_stay_and_larger_values_saturate():
-    packed = encode_mxfp4(jax.random.normal(jax.random.key(1), (192, 7)))
-    repacked = encode(mxfp4_to_dense(packed))
+    packed = jax.jit(encode_mxfp4)(jax.random.normal(jax.random.key(1), (192, 7)))
+    repacked = encode(decode(packed))
     assert all(np.array_equal(a, b) for a, b in zip(packed.codes, repacked.codes, strict=True))
     w_DF = jnp.full((64, 1), 7.9)
-    assert (mxfp4_to_dense(encode(w_DF)) == 6.0).all()
+    assert (decode(encode(w_DF)) == 6.0).all()
 
 
 def test_saturated_values_take_a_hundredth_of_the_mean():
@@ -71,7 +73,7 @@ def test_saturated_values_take_a_hundredth_of_the_mean():
     groups = np.abs(w_DF).reshape(100, 32, 256)
     largest = 6 * 2.0 ** (np.floor(np.log2(groups.max(1, keepdims=True))) - 2)
     assert 0.022 < (groups > largest).mean() < 0.026
-    values = np.asarray(mxfp4_to_dense(encode(w_DF)))
+    values = np.asarray(decode(encode(w_DF)))
     slope = (values * w_DF).sum() / (w_DF**2).sum()  # 1 for a rounding without bias
     assert 0.985 < slope < 0.993
     values = np.abs(values).reshape(groups.shape)
@@ -82,11 +84,11 @@ def test_equal_weights_are_rounded_equally():
     w_EDF = jax.random.normal(jax.random.key(2), (3, 64, 20))
     jitted = encode(w_EDF)
     for e in range(3):
-        single = encode_mxfp4(w_EDF[e], round_magnitude=round_stochastically)
+        single = encode(w_EDF[e])
         assert all(np.array_equal(a[e], b) for a, b in zip(jitted.codes, single.codes, strict=True))
     # Each group has one value that is changed by its last bit.
     near = w_EDF.at[:, ::32].set(jnp.nextafter(w_EDF[:, ::32], 9.0))
-    changed = np.asarray(mxfp4_to_dense(encode(near)) != mxfp4_to_dense(jitted))
+    changed = np.asarray(decode(encode(near)) != decode(jitted))
     assert 0.1 < changed.mean() < 0.6
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +18,16 @@ import pytest
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.peft.write import save_adapter
-from jaxmoe.config import LoraConfig, ModelConfig
+from jaxmoe.config import LoraConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.lora import Pair
 from jaxmoe.model.params import map_specs
+from tests.jaxmoe.small_models import SIX_EXPERTS
 
 pytestmark = pytest.mark.vllm
 
 OPS = plain_ops()
-CFG = ModelConfig(
-    vocab_size=96,
-    d_model=64,
-    n_layers=2,
-    n_q_heads=6,
-    n_kv_heads=2,
-    head_dim=32,
-    n_experts=4,
-    experts_per_token=2,
-    d_expert=96,
-    sliding_window=16,
-    dtype="float32",
-)
+CFG = replace(SIX_EXPERTS, vocab_size=96, n_q_heads=6, n_experts=4, d_expert=96, sliding_window=16)
 RANK, ALPHA = 4, 8.0
 ENV = {
     "OMP_NUM_THREADS": "1",
