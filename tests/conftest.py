@@ -12,6 +12,7 @@ import threading
 from functools import partial, partialmethod
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.kept_programs import keep_programs, link_kept_programs, open_programs, read_program
 
@@ -73,13 +74,15 @@ import jaxtyping
 from hypothesis import settings
 from jax._src.interpreters import mlir
 from jax._src.lru_cache import LRUCache
+from jaxlib.mlir import ir
 
 # Most programs are single operations, run eagerly. They are kept too, from this process alone (a
 # command could read what another one has written half of), and in jax 0.10 the lowerings of a
 # thread share a context: to make one takes as long as all the rest of a small one.
 if "JAXMOE_KEPT_PROGRAMS" in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    LRUCache.get = partialmethod(read_program, LRUCache.get, os.environ["JAXMOE_KEPT_PROGRAMS"])
+    read_kept = partialmethod(read_program, LRUCache.get, os.environ["JAXMOE_KEPT_PROGRAMS"])
+    patch.object(LRUCache, "get", read_kept).start()
 contexts, make_context = threading.local(), mlir.make_ir_context
 
 
@@ -87,7 +90,7 @@ def share_context():
     """Return the thread's MLIR context, a new one every hundred times: it frees nothing before.
 
     An operation run in the middle of a lowering has its own, or it is put into that program."""
-    if mlir.ir.Context.current:
+    if ir.Context.current:
         return make_context()
     contexts.uses = getattr(contexts, "uses", -1) + 1
     if contexts.uses % 100 == 0:
