@@ -40,6 +40,7 @@ TURNS = (1, 1, 1, 1, 2, 2, 3, 1, 1, 1, 1, 1, 2, 3, 6, 16)  # of prompts, by numb
 # name, engine, (schedule, max_staleness, max_lag)
 SCHEDULES = (
     ("batch", "admission", ("batch", 1, 0)),
+    ("batch, two ahead", "admission", ("batch", 2, 0)),
     ("groups admission", "admission", ("groups", 2, 1)),
     ("groups keep", "keep", ("groups", 2, 1)),
     ("groups recompute", "recompute", ("groups", 2, 1)),
