@@ -247,7 +247,11 @@ class NativeFlow:
         pending = list(pending_replies(self._rows.values()).values())
         if pending:
             pending[0].wait_for_change(
-                lambda: self._waiting or any(replies.has_reply for replies in pending)
+                # Answers that wait for a place cannot begin: all places may wait for replies.
+                lambda: (
+                    (self._waiting and len(self._rows) < self._size)
+                    or any(replies.has_reply for replies in pending)
+                )
             )
 
     def _fill_places(self) -> None:

@@ -2,9 +2,9 @@
 """The values of an array that changed, as bytes: which ones, and their new values.
 
 An update of RL changes few of the weights that are sent, since they are rounded: a step of 1e-6
-moves one value in fifty over the border of its bfloat16, and far fewer codes of four bits. A block
-of changes is a bitmap of the changed words, compressed, then the words themselves; where that is
-not shorter, it is the block's bytes as they are. It has no digest: that of the complete result is
+moves about one value in fifty over the border of its bfloat16. A block of changes is a bitmap of
+the changed words, compressed, then the words themselves; where that is not shorter, it is the
+block's bytes as they are. It has no digest: that of the complete result is
 checked. Numpy alone, because vLLM's processes read it too. Next: sent_weights.py writes blocks,
 jaxmoe/vllm/plugin/received_bytes.py applies them.
 """

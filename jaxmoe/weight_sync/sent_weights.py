@@ -71,10 +71,10 @@ class SentWeights:
         with self._lock:
             old, self._bytes = self._bytes, None
             fill = partial(fill_digests, params, cfg, planned, manifest, experts=experts)
+            written = [folder.name for folder in self._folders]
+            is_complete = len(written) >= self._complete_every or str(version) in written
             if old is None or planned != self._planned:
-                old, self._folders = np.empty(sum(map(planned_bytes, planned)), np.uint8), []
-            written = {folder.name for folder in self._folders}
-            is_complete = len(written) % self._complete_every == 0 or str(version) in written
+                old, is_complete = np.empty(sum(map(planned_bytes, planned)), np.uint8), True
             self._planned, self._manifest = planned, manifest
             if is_complete:
                 fill(out=old)
@@ -130,10 +130,11 @@ class SentWeights:
 
     def _remove_unused(self) -> None:
         """Remove files that the current version does not need."""
-        unused, self._unused = self._unused, []
-        for folder in unused:
-            if folder not in self._folders:
-                remove_version(folder)
+        with self._lock:
+            unused, self._unused = self._unused, []
+            for folder in unused:
+                if folder not in self._folders:
+                    remove_version(folder)
 
 
 class _ChangesWriter:

@@ -189,14 +189,14 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
                 manifest.check_folder_owner(folder)
             expected = manifest.read_manifest(folders[-1])
             self.check_model(expected)
-            if update_info.changes is None:
-                tensors = dict(read_tensors(expected, folders[0]))
-            else:
-                raw = self._received_bytes.read(folders)
-                tensors = {name: view_bytes(raw[name], t) for name, t in expected.tensors.items()}
             try:
+                if update_info.changes is None:
+                    tensors = dict(read_tensors(expected, folders[0]))
+                else:
+                    raw = self._received_bytes.read(folders)
+                    tensors = {n: view_bytes(raw[n], t) for n, t in expected.tensors.items()}
                 digests = check_digests(expected, tensors)
-            except UpdateRejected:
+            except BaseException:
                 self._received_bytes.forget()
                 raise
             with self.load_verified(expected, digests) as load_tensors:

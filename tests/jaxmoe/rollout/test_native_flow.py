@@ -162,6 +162,23 @@ def test_each_log_prob_is_of_its_version(recompute, is_episode):
     assert not any(gap for gap, n in gaps if n == 1)
 
 
+def test_waiting_for_replies_takes_no_time(monkeypatch):
+    """All places wait for replies, and further answers wait for a place."""
+    engine, chunks = open_flow(CFG, plain_ops(), keep_experts=False), []
+    read = engine.read_loaded
+
+    def count():
+        chunks.append(1)
+        return read()
+
+    monkeypatch.setattr(engine, "read_loaded", count)
+    environment = ScriptedEnvironment(97, turns=1, delays_s=(1.0,), threads=64)
+    with closing(engine):
+        rollouts = flat(sample_groups(engine.pin(), SAMPLING, environment=lambda: environment))
+    assert len(PROMPTS) > 3 and len(rollouts) == SAMPLES * len(PROMPTS)
+    assert len(chunks) < 300  # a thread that never slept read them thousands of times
+
+
 def test_an_error_reaches_every_thread():
     engine = open_flow()
 

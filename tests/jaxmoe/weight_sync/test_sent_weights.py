@@ -131,6 +131,8 @@ def test_after_an_interrupted_write_all_is_sent(tmp_path, sent, monkeypatch):
     assert sent.write_complete(0) is None  # its bytes are partly those of 1
     file = sent.write(change(PARAMS, 1, 0.5), CFG, dtype="float32", version=1)
     assert file.update_info["changes"] == [] and receive(ReceivedBytes(), file) == []
+    file.close()
+    assert not (Path(file.update_info["path"]).parent / "0").exists()
 
 
 def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
