@@ -25,7 +25,6 @@ from jaxmoe.model.prompt_keys import merges_parts
 from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import (
-    batch_sharding,
     count_shards,
     param_shardings,
     sampling_rules,
@@ -44,14 +43,22 @@ from jaxmoe.rollout.decoding import (
     select_rows,
 )
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.native_compile import compile_full_batch
+from jaxmoe.rollout.native_prompts import (
+    MIN_PROMPT_TOKENS,
+    check_prompt,
+    pad_tokens,
+    prompt_slots,
+    prompts_per_batch,
+    round_up_to_bucket,
+    shares_prompt_keys,
+)
 from jaxmoe.rollout.native_turns import NativeBatch, NativePrograms
 from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.rollout.turns import Episode, check_room
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Params
 
 MAX_APPEND_TOKENS = 128  # that one call reads of a reply; longer replies take several calls
-MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two, or to `prompt_slots`
-MOST_SHARED_CACHE = 0.75
 
 
 class NativeEngine:
@@ -117,7 +124,7 @@ class NativeEngine:
         )
         # One length, so that the appends of a run are one program for each size of the batch.
         self._append_tokens = (
-            _round_up_to_bucket(min(max_reply_tokens + 1, MAX_APPEND_TOKENS), MIN_PROMPT_TOKENS)
+            round_up_to_bucket(min(max_reply_tokens + 1, MAX_APPEND_TOKENS), MIN_PROMPT_TOKENS)
             if max_reply_tokens
             else MAX_APPEND_TOKENS
         )
@@ -183,71 +190,23 @@ class NativeEngine:
     def compile_programs(
         self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
     ) -> tuple[Any, Any]:
-        """Compile prefill and decode of a full batch of the longest prompts, as `generate` does.
-
-        `make(jitted, *shapes, **static)` compiles, possibly for devices that are not present;
-        `params` are the shapes of the trainer's weights.
-        """
-        width, cfg, mesh = self.prompts_per_batch(samples), self._cfg, self._mesh
-
-        def with_shardings(tree: Leaf, shardings: Leaf) -> Leaf:
-            return jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-            )
-
-        def shard_rows(tree: Leaf) -> Leaf:
-            if (row_mesh := mesh) is None:
-                return tree
-            return with_shardings(
-                tree, jax.tree.map(lambda x: batch_sharding(row_mesh, x.ndim, self._rules), tree)
-            )
-
-        def result_shapes(program: Any) -> Any:
-            return with_shardings(program.out_info, program.output_shardings)
-
-        params = jax.eval_shape(partial(cast_for_forward, cfg=cfg), params)
-        if mesh is not None:
-            # A packed matrix is two arrays of one sharding.
-            shardings = param_shardings(cfg, mesh, self._rules)
-            params = with_shardings(params, jax.tree.broadcast(shardings, params))
-        rows = width * samples
-        shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
-        shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
-        shapes += [((rows,), jnp.bool_), ((rows, 2), jnp.uint32), ((rows,), jnp.int32)]
-        shapes += [((len(sampling.stop_ids),), jnp.int32), ((), jnp.float32), ((), jnp.int32)]
-        shapes += [((), jnp.float32)]
-        tokens, lengths, *fresh, stop_ids, temperature, step, exploration = (
-            jax.ShapeDtypeStruct(*shape) for shape in shapes
-        )
+        """Compile prefill and decode of a full batch; see `compile_full_batch`."""
         shares = self._shares_prompts(samples)
-        prefill_program = make(
-            self._prefill,
+        return compile_full_batch(
+            make,
+            sampling,
             params,
-            *shard_rows((tokens, lengths)),
-            step,
-            exploration,
+            prefill=self._prefill,
+            repeat=self._share if shares else self._repeat,
+            decode=self._programs.decode,
+            cfg=self._cfg,
+            mesh=self._mesh,
+            rules=self._rules,
+            prompts=self.prompts_per_batch(samples),
+            samples=samples,
+            longest=self._longest,
             full_slots=self._longest if shares else self.slots,
         )
-        cache, _, prompt_experts = result_shapes(prefill_program)
-        if samples > 1:
-            repeat = self._share if shares else self._repeat
-            cache = result_shapes(make(repeat, cache, samples=samples))
-        state = shard_rows(
-            jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
-        )
-        decode_program = make(
-            self._programs.decode,
-            params,
-            replace(state, cache=cache),
-            stop_ids,
-            temperature,
-            step,
-            exploration,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            enough=0,
-        )
-        return prefill_program, decode_program
 
     def generate(
         self,
@@ -320,7 +279,7 @@ class NativeEngine:
     ) -> list[Episode]:
         """Return `samples` episodes of each prompt; raise ConfigError for one that does not fit."""
         for prompt in prompts:
-            _check_prompt(prompt, self._cfg.vocab_size)
+            check_prompt(prompt, self._cfg.vocab_size)
         longest = max(len(p.tokens) for p in prompts)
         if longest > self._longest:
             raise ConfigError(
@@ -351,22 +310,6 @@ class NativeEngine:
             self._rules,
             self.is_closed,
         )
-
-    def pad_tokens(
-        self, rows: Sequence[Sequence[int] | np.ndarray], width: int, longest: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of `width` rows, right-padded to one of few lengths, and their counts.
-
-        Rows without a sequence have one padding token. They retain the shape of the last batch.
-        """
-        # Every length is a program of its own, so lengths are rounded up to a few.
-        time = _round_up_to_bucket(max(map(len, rows)), MIN_PROMPT_TOKENS)
-        tokens = np.zeros((width, min(time, longest, self.slots)), np.int32)
-        lengths = np.ones(width, np.int32)
-        for row, sequence in enumerate(rows):
-            tokens[row, : len(sequence)] = sequence
-            lengths[row] = len(sequence)
-        return tokens, lengths
 
     def _open_batch(
         self,
@@ -403,7 +346,9 @@ class NativeEngine:
         limit_B: np.ndarray,
     ) -> tuple[DecodeState, np.ndarray]:
         """Return rows before their first token, and the prompts' experts."""
-        tokens, lengths = self.pad_tokens([p.tokens for p in prompts], width, self._longest)
+        tokens, lengths = pad_tokens(
+            [p.tokens for p in prompts], width, min(self._longest, self.slots)
+        )
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         params, version = loaded
         shares = self._shares_prompts(samples)
@@ -433,31 +378,6 @@ class NativeEngine:
         return state, gather_to_hosts(prompt_experts)
 
 
-def shares_prompt_keys(
-    cfg: ModelConfig, prompt_tokens: int, new_tokens: int, samples: int, *, is_episode: bool
-) -> bool:
-    """Return True if the samples of a prompt read its keys from one copy.
-
-    False in batch-invariant numerics, whose softmax has one part; for episodes, whose rows need
-    slots for their complete context; and where the cache would still have more than
-    MOST_SHARED_CACHE of its size: two parts of attention then cost what they save.
-    """
-    if is_episode or samples < 2 or cfg.numerics == "invariant":
-        return False
-    shared_slots = prompt_tokens + samples * new_tokens
-    return shared_slots <= MOST_SHARED_CACHE * samples * (prompt_tokens + new_tokens)
-
-
-def prompt_slots(max_prompt_tokens: int) -> int:
-    """Slots of a cache for the longest prompt: its tokens, rounded up."""
-    return max(1, -(-max_prompt_tokens // MIN_PROMPT_TOKENS)) * MIN_PROMPT_TOKENS
-
-
-def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:
-    """Number of prompts of a batch: a multiple of the shards of rows, and at least one on each."""
-    return max(shards, max_rows // samples // shards * shards)
-
-
 def to_device(loaded: tuple[Params, int]) -> tuple[Params, int]:
     """Return the weights without an embedding in host memory, which is copied to the device."""
     params, version = loaded
@@ -469,25 +389,3 @@ def random_streams(seed: int, first: int, count: int) -> jax.Array:
     ids = np.arange(count, dtype=np.uint32) + np.uint32(first)
     streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
     return jax.random.key_data(streams)
-
-
-def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raise ConfigError for prompts that a forward would silently misread."""
-    if not len(prompt.tokens):
-        raise ConfigError(
-            f"prompt {prompt.id} must have at least one token, got none: the first answer token "
-            "is predicted from the prompt. Begin it with a start token."
-        )
-    bad = [token for token in prompt.tokens if not 0 <= token < vocab_size]
-    if bad:
-        raise ConfigError(
-            f"prompt {prompt.id}: token ids must be from 0 to {vocab_size - 1} "
-            f"(model.vocab_size), got {bad[0]}. Use the model's tokenizer."
-        )
-
-
-def _round_up_to_bucket(length: int, smallest: int) -> int:
-    size = smallest
-    while size < length:
-        size *= 2
-    return size

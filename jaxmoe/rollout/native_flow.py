@@ -27,6 +27,7 @@ from jaxmoe.rollout.decoding import init_rows
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.flow_rows import FlowRequest, FlowRow, pending_replies
 from jaxmoe.rollout.native import NativeEngine, random_streams, to_device
+from jaxmoe.rollout.native_prompts import pad_tokens
 from jaxmoe.rollout.native_turns import NativeBatch, shrunk_size
 from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
 from jaxmoe.shapes import Params
@@ -295,7 +296,7 @@ class NativeFlow:
     ) -> tuple[Any, ...]:
         """Return the cache, the last hidden states, the lengths, and the experts if recorded."""
         params, version = self._weights
-        tokens, lengths = self._engine.pad_tokens(sequences, width, self._engine.slots)
+        tokens, lengths = pad_tokens(sequences, width, self._engine.slots)
         tokens_BT, lengths_B = jnp.asarray(tokens), jnp.asarray(lengths)
         cache, hidden_BD, experts_BTLA = self._engine.prefill_rows(
             params,

@@ -16,7 +16,7 @@ from jaxmoe.model.weights import weights_of
 from jaxmoe.parallel.param_bytes import engine_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.rollout.cache_rows import share_prompt_keys
-from jaxmoe.rollout.native import prompt_slots, prompts_per_batch, shares_prompt_keys
+from jaxmoe.rollout.native_prompts import prompt_slots, prompts_per_batch, shares_prompt_keys
 from jaxmoe.rollout.native_turns import shrunk_size
 
 

@@ -14,9 +14,10 @@ from jaxmoe.model import plain_ops
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.prompt_keys import merges_parts
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rollout.native import NativeEngine, shares_prompt_keys
+from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.rollout.native_description import open_native
 from jaxmoe.rollout.native_memory import plan_native_memory, rows_cache_bytes
+from jaxmoe.rollout.native_prompts import shares_prompt_keys
 from pallas_kernels import decode_attention
 from tests.jaxmoe.random_weights import random_weights
 
