@@ -26,6 +26,7 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"  # max_new_tokens of the answer, or max_turn_tokens of one turn
     MAX_TURNS = "max_turns"
     CONTEXT_FULL = "context_full"  # the environment's reply does not fit into the context
+    EPISODE_FULL = "episode_full"  # all contexts of the episode together are too long
     PARSE_ERROR = "parse_error"  # the turn is not in the format of the conversation
     ENV_ERROR = "env_error"  # the environment raised, or returned what no reply can be
     ENV_TIMEOUT = "env_timeout"  # the environment did not reply in time
@@ -62,6 +63,7 @@ class Sampling:
     max_turns: int = 1  # of the policy
     max_turn_tokens: int = 0  # of one turn; 0: what is left of max_new_tokens
     max_context: int = 0  # prompt, turns and replies; 0: no limit but that of the engine
+    max_episode: int = 0  # tokens of all contexts of an episode together; 0: no limit
     explores: bool = False  # sample with router.noise: the rollouts of a step, no evaluation
 
 
@@ -72,6 +74,8 @@ class Rollout:
     In an episode of several turns the environment's replies are among the tokens. The first and
     the last token are always the policy's. What an engine reports for the environment's tokens
     has no meaning, except their experts; the log-probs there are 0.
+    Where an environment replaced the context, the new one is among the tokens too. The tokens from
+    there on see nothing before it, and their positions begin at 0 again.
     """
 
     prompt: Prompt
@@ -81,10 +85,12 @@ class Rollout:
     weight_versions: np.ndarray  # int32 [T], of the weights that sampled each token
     log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept
     # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, if it reports them; no layer
-    # read the last token. An unknown token has UNKNOWN_EXPERT in all places.
+    # read the last token of a context. An unknown token has UNKNOWN_EXPERT in all places.
     routed_experts: np.ndarray | None = None
     # bool [T], True for the tokens that the policy sampled; None: it sampled all of them
     policy_mask: np.ndarray | None = None
+    # index among the tokens of the first one of each context that replaced the one before it
+    context_starts: Sequence[int] = ()
     env_rewards: Mapping[str, float] = field(default_factory=dict)  # by part; their sum is earned
     # float64 [T], the rewards that are paid at tokens; 0 at those of the environment. The answer's
     # reward includes their sum, and the rest of it is paid at the last token. None: all of it is.
@@ -114,6 +120,13 @@ class Rollout:
         """[start, end) of each turn of the policy among the tokens, in order."""
         edges = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0, append=0))
         return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    def context_before(self, index: int) -> list[int]:
+        """The tokens of the same context before one of the tokens behind the prompt."""
+        starts = [start for start in self.context_starts if start <= index]
+        if starts:
+            return self.tokens[starts[-1] : index].tolist()
+        return [*self.prompt.tokens, *self.tokens[:index].tolist()]
 
 
 def place_turn_rewards(
@@ -172,6 +185,20 @@ def find_mask_problem(rollout: Rollout) -> str | None:
     if not (mask.size and mask[0] and mask[-1]):
         ends = [bool(x) for x in (*mask[:1], *mask[-1:])]
         return f"policy_mask must be True at the first and the last token, got {ends}"
+    return None
+
+
+def find_context_problem(rollout: Rollout) -> str | None:
+    """Return the reason why no answer can have these `context_starts`, or None."""
+    starts = [int(start) for start in rollout.context_starts]
+    is_sampled = rollout.sampled_mask
+    rising = all(a < b for a, b in zip([0, *starts], [*starts, len(is_sampled)], strict=True))
+    # The policy chooses a token from what it has read of its context, which is at least one.
+    if not rising or any(is_sampled[start] for start in starts):
+        return (
+            "context_starts must rise, and name tokens that the policy did not sample, got "
+            f"{starts} for {len(is_sampled)} tokens"
+        )
     return None
 
 

@@ -14,7 +14,13 @@ from jax.sharding import Mesh
 from jaxmoe.batches.engine_experts import stack_engine_experts
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.parallel.sharding import TRAINING, replicate_arrays, shard_batch
-from jaxmoe.records import Prompt, Rollout, find_mask_problem, find_reward_problem
+from jaxmoe.records import (
+    Prompt,
+    Rollout,
+    find_context_problem,
+    find_mask_problem,
+    find_reward_problem,
+)
 from jaxmoe.shapes import Leaf
 
 # Bounds of a sampled token's log-prob, in nats, at any temperature. A token of a lower log-prob
@@ -34,7 +40,7 @@ class Batch:
 
     tokens_BT: Leaf  # int32
     positions_BT: Leaf  # int32
-    segment_ids_BT: Leaf  # int32; 0 is padding
+    segment_ids_BT: Leaf  # int32; 1, 2, … for the contexts of the row; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
     rollout_logp_BT: Leaf  # float32; as the engine reported it
     rewards_B: Leaf  # float32; one reward per answer; NaN: missing, and the row is masked
@@ -104,6 +110,8 @@ def rollout_batch(
 ) -> Batch:
     """Return a batch with prompt and answer of each rollout as one row.
 
+    All contexts of an episode (`Rollout.context_starts`) are in its row, one behind the other. Each
+    is a segment, whose tokens see no other and whose positions begin at 0.
     Trained on are the tokens that the policy sampled (`Rollout.sampled_mask`). The environment's
     are read, and their log-probs and versions have no effect.
     The `samples` rollouts of a prompt must be neighbours. Log-probs are over the full vocabulary:
@@ -134,6 +142,7 @@ def rollout_batch(
         length,
         pad_id,
         [r.sampled_mask for r in rollouts],
+        [r.context_starts for r in rollouts],
     )
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
@@ -188,7 +197,7 @@ def _check_logprobs(i: int, r: Rollout) -> None:
             f"{name} must have a prompt of at least one token, got none: the first answer token "
             "is predicted from the prompt."
         )
-    problem = find_mask_problem(r)
+    problem = find_mask_problem(r) or find_context_problem(r)
     if problem:
         raise EngineError(f"{name}: {problem}.")
     is_sampled = r.sampled_mask
@@ -226,8 +235,26 @@ def padding_frac(batch: Batch) -> float:
     """
     tokens = int((np.asarray(batch.segment_ids_BT) > 0).sum())
     if batch.packing is not None and (shared := batch.packing.shared) is not None:
-        tokens -= int(np.sum(shared.length_B, where=~np.asarray(shared.is_stored_B)))
+        tokens -= count_shared_tokens(shared)
     return 1 - tokens / computed_tokens(batch)
+
+
+def count_shared_tokens(shared: Any) -> int:
+    """Tokens of a batch that are not computed, since another context has them (SharedTokens)."""
+    stored = int(np.sum(shared.length_B, where=np.asarray(shared.is_stored_B)))
+    if shared.offset_BT is None:
+        return int(np.sum(shared.length_B)) - stored
+    return int((np.asarray(shared.offset_BT) >= 0).sum()) - stored
+
+
+def find_contexts(segment_ids_BT: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (row, start, end) of each context, in order: tokens [start, end) of the row."""
+    return [
+        (b, int(columns[0]), int(columns[-1]) + 1)
+        for b, segments_T in enumerate(segment_ids_BT)
+        for segment in range(1, int(segments_T.max(initial=0)) + 1)
+        if (columns := np.flatnonzero(segments_T == segment)).size
+    ]
 
 
 def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:
@@ -270,6 +297,7 @@ def _pad_rows(
     length: int,
     pad_id: int,
     masks: Sequence[np.ndarray],
+    starts: Sequence[Sequence[int]] = (),
 ) -> Batch:
     shape = (len(prompts), length)
     tokens, segments = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
@@ -277,9 +305,10 @@ def _pad_rows(
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         start, end = len(prompt), len(prompt) + len(answer)
         if end > length and not masks[row].all():
+            key = "max_episode_tokens" if starts and starts[row] else "max_context"
             raise ConfigError(
-                f"an episode must fit in rollout.max_context ({length}) tokens, got {start} + "
-                f"{len(answer)}. Try --set rollout.max_context={end}."
+                f"an episode must fit in rollout.{key} ({length}) tokens, got {start} + "
+                f"{len(answer)}. Try --set rollout.{key}={end}."
             )
         if end > length:
             raise ConfigError(
@@ -290,10 +319,18 @@ def _pad_rows(
         tokens[row, :start], tokens[row, start:end] = prompt, answer
         segments[row, :end] = 1
         mask[row, start:end] = masks[row]
+    # Padding goes on counting positions. Its segment 0 hides it from all other tokens.
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    if any(len(contexts) for contexts in starts):
+        positions = positions.copy()
+        for row, contexts in enumerate(starts):
+            for index in contexts:
+                start = len(prompts[row]) + index
+                segments[row, start:][segments[row, start:] > 0] += 1
+                positions[row, start:] = np.arange(length - start)
     return Batch(
         tokens_BT=tokens,
-        # Padding goes on counting positions. Its segment 0 hides it from all other tokens.
-        positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), shape),
+        positions_BT=positions,
         segment_ids_BT=segments,
         loss_mask_BT=mask,
         rollout_logp_BT=np.zeros(shape, np.float32),

@@ -133,8 +133,9 @@ def _find_unknown(batch: "Batch") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return bool [B, T] each: unknown experts, tokens that the engine read, loss mask."""
     unknown_BT = np.all(np.asarray(batch.routed_experts_BTLA) < 0, axis=(2, 3))
     segments_BT = np.asarray(batch.segment_ids_BT)
-    # All but the last token of a sequence.
-    read_BT = np.pad(segments_BT[:, 1:] > 0, ((0, 0), (0, 1)))
+    # All but the last token of a context.
+    is_followed_BT = (segments_BT[:, 1:] == segments_BT[:, :-1]) & (segments_BT[:, 1:] > 0)
+    read_BT = np.pad(is_followed_BT, ((0, 0), (0, 1)))
     return np.asarray(unknown_BT), read_BT, np.asarray(batch.loss_mask_BT)
 
 

@@ -58,6 +58,11 @@ class SharedTokens:
     branch_segment_B: Leaf  # int32: the segment of the sequence's other tokens
     unshared: Leaf  # int32 []: tokens that the same pass computes if none are shared
     refused: Leaf  # int32 []: prompts that are stored again since an engine gave other experts
+    # Of rows with several contexts, int32: the index of each token among the shared ones, −1 for
+    # one that is not shared, and the segment of each of these. A context that does not begin with
+    # the shared tokens is in no segment that sees them.
+    offset_BT: Leaf = None
+    unshared_segment_BT: Leaf = None
     unit: int = struct.field(pytree_node=False, default=1)  # shared tokens are a multiple of it
 
 
@@ -198,8 +203,10 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     is_token_BT = in_microbatch_B[:, None] & (segments_BT > 0)
     column_1T = jnp.arange(length, dtype=jnp.int32)[None]
     token_index_BT = jnp.asarray(packing.start_B)[:, None] + column_1T
-    # Each sequence has its own segment id, so that neighbours in a row do not attend to each other.
-    segment_BT = jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None]
+    # Each context has its own segment id, so that neighbours in a row do not attend to each other.
+    B = len(in_microbatch_B)
+    row_B1, context_BT = jnp.arange(1, B + 1, dtype=jnp.int32)[:, None], segments_BT - 1
+    segment_BT = row_B1 + B * context_BT
     last_segment_BT, is_stored_BT = None, is_token_BT
     if shared is not None:
         length_B1, start_B1, stored_B1, segment_B1, last_B1, branch_B1 = (
@@ -213,11 +220,19 @@ def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
                 shared.branch_segment_B,
             )
         )
-        is_shared_BT = column_1T < length_B1
-        token_index_BT = jnp.where(is_shared_BT, start_B1 + column_1T, token_index_BT - length_B1)
-        segment_BT = jnp.where(is_shared_BT, segment_B1, branch_B1)
-        last_segment_BT = jnp.where(is_shared_BT, last_B1, branch_B1)
-        is_stored_BT = is_token_BT & (stored_B1 | ~is_shared_BT)
+        if shared.offset_BT is None:
+            is_shared_BT, offset_BT, branch_BT = column_1T < length_B1, column_1T, branch_B1
+            unshared_index_BT = token_index_BT - length_B1
+        else:
+            offset_BT = jnp.asarray(shared.offset_BT)
+            is_shared_BT, branch_BT = offset_BT >= 0, jnp.asarray(shared.unshared_segment_BT)
+            n_shared_BT = jnp.cumsum(is_shared_BT.astype(jnp.int32), axis=1)
+            unshared_index_BT = token_index_BT - n_shared_BT
+        token_index_BT = jnp.where(is_shared_BT, start_B1 + offset_BT, unshared_index_BT)
+        segment_BT = jnp.where(is_shared_BT, segment_B1, branch_BT)
+        last_segment_BT = jnp.where(is_shared_BT, last_B1, branch_BT)
+        stores_BT = stored_B1 & (context_BT == 0)
+        is_stored_BT = is_token_BT & (stores_BT | ~is_shared_BT)
     size = packing.rows * row_length
     # Tokens of other microbatches get an index past the end, which the scatter below drops.
     target_M = jnp.where(is_stored_BT, token_index_BT, size).reshape(-1)

@@ -7,16 +7,18 @@ of them. How much is shared follows one rule, for fast and for batch-invariant n
     shared tokens = (prompt tokens − 1) // unit · unit
 
 Each sample has the rest of its prompt for itself, at least one token: the log-prob of its first
-answer token comes from there. Next: jaxmoe/batches/microbatches.py packs the tokens.
+answer token comes from there. A later context of an episode that begins with all shared tokens
+shares them too. Next: jaxmoe/batches/microbatches.py packs the tokens.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.batch import Batch, find_contexts
 from jaxmoe.batches.microbatches import Packing, SharedTokens
 from jaxmoe.config import require
 
@@ -29,6 +31,7 @@ class PromptSharing:
     rows: int = 1  # of a microbatch; a multiple of the devices that rows are sharded over
     unit: int = 1  # shared tokens are a multiple of it; for batch-invariant numerics their block
     max_frac: float = math.inf  # share a batch that then computes at most this part of the tokens
+    has_contexts: bool = False  # rows may have several contexts
 
     def __post_init__(self) -> None:
         for name in ("length", "rows", "unit"):
@@ -49,7 +52,8 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     `unshared` is the number of tokens that the batch computes without sharing.
     Raises ValueError for a sequence that is longer than a row.
     """
-    lengths_B = (np.asarray(batch.segment_ids_BT) > 0).sum(axis=1)
+    segments_BT = np.asarray(batch.segment_ids_BT)
+    lengths_B = (segments_BT > 0).sum(axis=1)
     prompts_B = prompt_lengths(batch)
     shared_B = np.maximum(prompts_B - 1, 0) // sharing.unit * sharing.unit
     tokens_BT, positions_BT = np.asarray(batch.tokens_BT), np.asarray(batch.positions_BT)
@@ -65,10 +69,46 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
         by_experts.append((by_tokens[i], *(x[i, :shared].tobytes() for x in experts)))
     group_B = number_equal(by_experts)
     refused = len(set(by_experts)) - len(set(by_tokens))
-    packing = pack_groups(lengths_B, shared_B, group_B, length=sharing.length, rows=sharing.rows)
+    sizes: dict[str, Any] = dict(length=sharing.length, rows=sharing.rows)
+    offset_BT = contexts = unshared_segment_BT = None
+    if sharing.has_contexts:
+        offset_BT, contexts = _find_shared(
+            segments_BT, [tokens_BT, positions_BT, *experts], shared_B
+        )
+        sizes |= {"unshared_B": lengths_B - (offset_BT >= 0).sum(axis=1), "contexts": contexts}
+    packing = pack_groups(lengths_B, shared_B, group_B, **sizes)
+    if contexts is not None:
+        numbers = number_contexts(packing, contexts)
+        unshared_segment_BT = np.take_along_axis(numbers, np.maximum(segments_BT - 1, 0), axis=1)
     counts = {"unshared": np.int32(unshared), "refused": np.int32(refused)}
-    shared_tokens = replace(packing.shared, unit=sharing.unit, **counts)
+    shared_tokens = replace(
+        packing.shared,
+        unit=sharing.unit,
+        offset_BT=offset_BT,
+        unshared_segment_BT=unshared_segment_BT,
+        **counts,
+    )
     return replace(batch, packing=replace(packing, shared=shared_tokens))
+
+
+def _find_shared(
+    segments_BT: np.ndarray, inputs: Sequence[np.ndarray], shared_B: np.ndarray
+) -> tuple[np.ndarray, list[list[bool]]]:
+    """Return int32 [B, T], the index of each token among the row's shared ones, −1 if it is not
+    shared; and for each row True for each context that begins with them.
+    """
+    offset_BT = np.full(segments_BT.shape, -1, np.int32)
+    contexts: list[list[bool]] = [[] for _ in segments_BT]
+    for b, start, end in find_contexts(segments_BT):
+        n = int(shared_B[b])
+        # Its first tokens, and what the model reads with them, are those of the prompt.
+        begins = end - start > n and all(
+            (x[b, start : start + n] == x[b, :n]).all() for x in inputs
+        )
+        contexts[b].append(begins)
+        if begins:
+            offset_BT[b, start : start + n] = np.arange(n)
+    return offset_BT, contexts
 
 
 def prompt_lengths(batch: Batch) -> np.ndarray:
@@ -84,9 +124,19 @@ def number_equal(keys: Sequence[object]) -> np.ndarray:
 
 
 def pack_groups(
-    lengths_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, *, length: int, rows: int
+    lengths_B: np.ndarray,
+    shared_B: np.ndarray,
+    group_B: np.ndarray,
+    *,
+    length: int,
+    rows: int,
+    unshared_B: np.ndarray | None = None,
+    contexts: Sequence[Sequence[bool]] | None = None,
 ) -> Packing:
     """Pack each group's shared tokens, then the rest of each of its sequences, side by side.
+
+    unshared_B: the other tokens of each sequence; None: all but the first `shared_B`.
+    contexts: of each sequence, True for those that begin with its shared tokens; None: one does.
 
     First-fit decreasing. A group that is longer than a row is cut into parts, each of which has the
     shared tokens. Raises ValueError for a sequence that is longer than a row.
@@ -95,7 +145,9 @@ def pack_groups(
     if too_long.size:
         i = too_long[0]
         raise ValueError(f"a row holds {length} tokens, sequence {i} has {lengths_B[i]}.")
-    B, branch_B = len(lengths_B), lengths_B - shared_B
+    B, branch_B = len(lengths_B), lengths_B - shared_B if unshared_B is None else unshared_B
+    sharing_B = np.array([sum(x) for x in contexts]) if contexts is not None else np.ones(B, int)
+    other_B = np.array([len(x) for x in contexts or []] or sharing_B) - sharing_B
     parts = [
         part
         for group in range(group_B.max(initial=-1) + 1)
@@ -117,9 +169,11 @@ def pack_groups(
         microbatch[members], shared_start[members] = row // rows, offset
         start[members] = offset + shared + np.cumsum(branches) - branches
         is_stored[members[0]] = True
-        first[members], last[members] = segment, segment + len(members)
-        branch[members] = segment + 1 + np.arange(len(members))
-        segment += len(members) + 1
+        n_sharing = sharing_B[members]
+        first[members], last[members] = segment, segment + n_sharing.sum()
+        branch[members] = segment + 1 + np.cumsum(n_sharing) - n_sharing
+        # The segments after the last that sees the shared tokens are for the other contexts.
+        segment += int(n_sharing.sum() + other_B[members].sum()) + 1
         room[row] -= sizes[i]
     shared_tokens = SharedTokens(
         shared_B.astype(np.int32),
@@ -133,6 +187,21 @@ def pack_groups(
     )
     count = np.int32(-(-len(room) // rows))
     return Packing(microbatch, start, count, rows=rows, length=length, shared=shared_tokens)
+
+
+def number_contexts(packing: Packing, contexts: Sequence[Sequence[bool]]) -> np.ndarray:
+    """Return int32 [B, C]: the segment of the unshared tokens of each context of each sequence."""
+    shared = packing.shared
+    numbers_BC = np.zeros((len(contexts), max(map(len, contexts), default=1) or 1), np.int32)
+    after_last: dict[int, int] = {}  # by the group's last segment that sees its shared tokens
+    for i, (begins, last) in enumerate(zip(contexts, shared.last_segment_B.tolist(), strict=True)):
+        branch = int(shared.branch_segment_B[i])
+        for c, is_sharing in enumerate(begins):
+            if is_sharing:
+                numbers_BC[i, c], branch = branch, branch + 1
+            else:
+                numbers_BC[i, c] = after_last[last] = after_last.get(last, last) + 1
+    return numbers_BC
 
 
 def _cut_group(

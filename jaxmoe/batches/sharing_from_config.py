@@ -61,7 +61,8 @@ def row_sharing(cfg: Config) -> PromptSharing:
     """Return the rows and the unit of a config that shares every batch."""
     unit = KEYS if cfg.model.numerics == "invariant" else 1
     rows, length = shared_row_size(cfg, unit)
-    return PromptSharing(length, rows, unit)
+    has_contexts = cfg.rollout.max_episode_tokens > 0
+    return PromptSharing(length, rows, unit, has_contexts=has_contexts)
 
 
 def check_shared_unit(packing: Packing | None, attend: Callable[..., Any]) -> None:

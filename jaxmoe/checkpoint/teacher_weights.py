@@ -105,8 +105,8 @@ def find_teacher(cfg: Config) -> TeacherFolder:
         f"{model.vocab_size:,}. Try another teacher.",
     )
     require(
-        model.max_context >= cfg.context,
-        f"{KEY} must read sequences of {cfg.context:,} tokens; {folder} has at most "
+        model.max_context >= cfg.read_context,
+        f"{KEY} must read sequences of {cfg.read_context:,} tokens; {folder} has at most "
         f"{model.max_context:,}. Try a shorter rollout.max_new_tokens.",
     )
     padding = {} if teacher.run else {"vocab_multiple": student.vocab_multiple}

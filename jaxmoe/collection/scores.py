@@ -51,7 +51,7 @@ def _answer_start(rollout: Rollout) -> int:
 def parse_answer(rollout: Rollout, task: Task) -> ParsedResponse:
     """Parse the last turn of the policy, behind everything before it."""
     ids, start = _answer_ids(rollout, task), _answer_start(rollout)
-    before = [*rollout.prompt.tokens, *rollout.tokens[:start].tolist()]
+    before = rollout.context_before(start)
     stop = rollout.tokens[start + len(ids) :].tolist()
     parsed = read_response(before, ids, task.tokenizer, stop=stop)
     # A turn that ended its episode because it is malformed has no answer, whatever it contains.

@@ -212,6 +212,7 @@ def open_task(cfg: Config) -> Task:
         max_turns=r.max_turns,
         max_turn_tokens=r.max_turn_tokens,
         max_context=r.max_context,
+        max_episode=r.max_episode_tokens,
     )
     task = Task(
         tokenizer,
@@ -262,6 +263,7 @@ def _open_episodes(cfg: Config, tools: Sequence[Tool]) -> EpisodeSettings | None
         r.patience_s,
         r.max_reply_tokens,
         earns=bool(cfg.data.environment.strip()),
+        allows_contexts=r.max_episode_tokens > 0,
     )
 
 

@@ -242,7 +242,7 @@ class Config(Section, key=""):
             f"multiple of optim.microbatches ({m}). Try --set warmup.sequences_per_step={m}.",
         )
         require(
-            self.context <= self.model.max_context,
+            self.read_context <= self.model.max_context,
             f"{context_name(self)} ({self.context}) must be at most "
             f"model.max_context ({self.model.max_context}). Try {self._smaller_context()}",
         )
@@ -293,7 +293,13 @@ class Config(Section, key=""):
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens of a sequence: prompt, answer, and replies between them."""
+        """Maximum number of tokens of a row: prompt, answer, and replies between them; of an
+        episode whose context is replaced, those of all its contexts."""
+        return self.rollout.max_episode_tokens or self.read_context
+
+    @property
+    def read_context(self) -> int:
+        """Maximum number of tokens that the policy reads at once."""
         return self.rollout.max_context or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property

@@ -13,6 +13,8 @@ CONTEXT_KEYS = "data.max_prompt_tokens + rollout.max_new_tokens"
 
 def context_name(cfg: "Config") -> str:
     """The settings that limit the tokens of a sequence, for messages."""
+    if cfg.rollout.max_episode_tokens:
+        return "rollout.max_episode_tokens"
     return "rollout.max_context" if cfg.rollout.max_context else CONTEXT_KEYS
 
 
@@ -20,7 +22,9 @@ def check_episodes(cfg: "Config") -> None:
     """Raise ConfigError for limits of episodes that cannot hold together."""
     r, data = cfg.rollout, cfg.data
     if not cfg.has_environment:
-        defaults = {"max_turns": 1, "max_turn_tokens": 0, "max_reply_tokens": 0, "max_context": 0}
+        defaults = dict.fromkeys(
+            ("max_turn_tokens", "max_reply_tokens", "max_context", "max_episode_tokens"), 0
+        ) | {"max_turns": 1}
         changed = [name for name, value in defaults.items() if getattr(r, name) != value]
         settings = ", ".join(f"rollout.{name} ({getattr(r, name)})" for name in changed)
         resets = " ".join(f"--set rollout.{name}={defaults[name]}" for name in changed)
@@ -50,6 +54,20 @@ def check_episodes(cfg: "Config") -> None:
         not r.max_context or r.max_context >= needed,
         f"rollout.max_context ({r.max_context}) must be at least {CONTEXT_KEYS} ({needed}): the "
         f"turns do not fit. Try {larger}.",
+    )
+    total = r.max_episode_tokens
+    require(
+        not total or (0 < r.max_context < total),
+        f"rollout.max_episode_tokens ({total}) limits all contexts of an episode together, so it "
+        f"must exceed rollout.max_context ({r.max_context}), the limit of one, which must be set. "
+        f"Try --set rollout.max_context={max(needed, first + 1)} "
+        f"--set rollout.max_episode_tokens={4 * max(needed, first + 1)}.",
+    )
+    require(
+        not total or data.template == "harmony",
+        "rollout.max_episode_tokens needs data.template=harmony, in which an environment's "
+        f"messages become a new context, got {data.template!r:.60}. Try --set "
+        "data.template=harmony.",
     )
     require(
         r.max_turn_tokens <= r.max_new_tokens,

@@ -111,6 +111,11 @@ class RolloutConfig(Section, key="rollout"):
     max_context: int = setting(
         0, "of prompt, turns and replies; 0: the longest prompt and answer", at_least(0)
     )
+    max_episode_tokens: int = setting(
+        0,
+        "of all contexts of an episode together; 0: an environment may not replace the context",
+        at_least(0),
+    )
     reply_timeout_s: float = setting(
         60.0, "until a missing reply ends its episode; 0: no limit", at_least(0), resume=True
     )

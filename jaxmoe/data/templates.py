@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_template import ChatTemplate
-from jaxmoe.data.harmony.render import ASSISTANT_OPENING, encode_pieces, message_pieces
+from jaxmoe.data.harmony.render import (
+    ASSISTANT_OPENING,
+    drop_analysis,
+    encode_pieces,
+    message_pieces,
+)
 from jaxmoe.data.harmony.tools import write_developer_text, write_system_text
 from jaxmoe.data.rows import Message, Row, ToolDescription, prompt_messages
 from jaxmoe.data.tokenizer import Tokenizer
@@ -228,9 +233,7 @@ class Template:
             is_answer = message.role == "assistant" and not (message.channel or message.recipient)
             prompt.append(replace(message, channel="final") if is_answer else message)
         if not self.keep_analysis:
-            finals = [i for i, message in enumerate(prompt) if message.channel == "final"]
-            last = finals[-1] if finals else 0
-            prompt = [m for i, m in enumerate(prompt) if i >= last or m.channel != "analysis"]
+            prompt = drop_analysis(prompt)
         pieces = [*message_pieces(prompt), *ASSISTANT_OPENING]
         for name in ("<|channel|>", *(piece for piece, markup in pieces if markup)):
             tokenizer.special(name)  # raises ConfigError if the tokenizer lacks it

@@ -43,6 +43,11 @@ class Environment(Protocol):
         Returns (messages to add, reward, terminated, truncated, info). info may hold "rewards",
         the parts that the reward consists of, "metrics", numbers to add up over the episode, and
         "state_key", a text or a whole number that is equal for equal states (see `gigpo`).
+
+        With "context", messages that replace all that the policy has read, it goes on from there;
+        the messages to add follow. "sub_agent", the messages of another prompt, begins a
+        conversation inside this one, until a step returns "sub_agent_ends": True: its messages
+        reply to the turn before the sub-agent. Both need rollout.max_episode_tokens.
         """
         ...
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxmoe.data.harmony.parse import read_turn
-from jaxmoe.data.harmony.render import write_messages
 from jaxmoe.data.rows import Message
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.environments.async_loop import wait_for_result
+from jaxmoe.environments.contexts import Contexts
 from jaxmoe.environments.environment import Environment
 from jaxmoe.environments.step_check import (
     EnvironmentFault,
@@ -39,7 +39,7 @@ class EpisodeState:
     """
 
     environment: Environment | None  # None: its reset failed
-    context: Sequence[int]  # the tokens before the policy's next turn, which open its message
+    contexts: Contexts
     counts: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     cause: str = ""  # why the episode is lost: "reset", "env_error" or "sandbox"
     fault: str = ""  # what was raised
@@ -60,7 +60,7 @@ class EpisodeState:
         """
         if self.environment is None:
             return StopReason.ENV_ERROR
-        parsed = read_turn(self.context, turn, tokenizer)
+        parsed = read_turn(self.contexts.tokens, turn, tokenizer)
         if parsed.problem:
             return StopReason.PARSE_ERROR
         # A call that names no tool is a call of an unknown one, and not an answer.
@@ -72,18 +72,23 @@ class EpisodeState:
             else message
             for message in parsed.messages
         ]
+        # Code of the user: whatever it raises ends this episode, and not the run.
         try:
             step = self.step(messages)
-            if step.terminated or step.truncated:
-                return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
-            shortened = [shorten_message(m, max_tokens, tokenizer) for m in step.messages]
-            reply = write_messages(shortened, tokenizer)
-        # Code of the user: whatever it raises ends this episode, and not the run.
         except Exception as error:
-            self.cause, self.fault = find_cause(error), describe_fault(error)
-            return StopReason.ENV_ERROR
-        self.context = reply
-        return reply
+            return self._lose(error)
+        if step.terminated or step.truncated:
+            return StopReason.STOP_TOKEN if step.terminated else StopReason.ENV_TRUNCATED
+        self.contexts.check_allowed(step)
+        try:
+            shortened = [shorten_message(m, max_tokens, tokenizer) for m in step.messages]
+            return self.contexts.reply(turn, parsed.messages, shortened, step, tokenizer)
+        except Exception as error:
+            return self._lose(error)
+
+    def _lose(self, error: Exception) -> StopReason:
+        self.cause, self.fault = find_cause(error), describe_fault(error)
+        return StopReason.ENV_ERROR
 
     def step(self, messages: list[Message]) -> StepResult:
         """Step the environment; raises what it raises, or EnvironmentFault."""

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.rows import Row, Source, prompt_messages
+from jaxmoe.data.rows import Message, Row, Source, prompt_messages
 from jaxmoe.data.templates import HARMONY, Template, add_tools
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.environments.async_loop import wait_for_result
+from jaxmoe.environments.contexts import Contexts
 from jaxmoe.environments.environment import Environment, EnvironmentFactory
 from jaxmoe.environments.episode_state import (
     EpisodeResult,
@@ -48,6 +49,7 @@ class EpisodeSettings:
     patience_s: float = 0.0  # 0: late replies are waited for
     max_reply_tokens: int = 0  # of one message of the environment; 0: no limit
     earns: bool = True  # the environment's rewards replace those of the source
+    allows_contexts: bool = False  # the environment may replace the policy's context
 
 
 def sample_rollouts(
@@ -165,7 +167,7 @@ class Episodes:
                 )
             self._prompts[i] = replace(prompt, text=text, tokens=tuple(tokens))
         for i, state in self._states.items():
-            state.context = self._prompts[i // self._samples].tokens
+            state.contexts.first = self._prompts[i // self._samples].tokens
         return self._prompts
 
     def reply(self, episode: int, turn: Sequence[int]) -> Reply:
@@ -174,7 +176,7 @@ class Episodes:
         if state is None:  # an engine that replies in another process than the one that opened it
             self._open_episode(episode)
             state = self._states[episode]
-            state.context = self._prompts[episode // self._samples].tokens
+            state.contexts.first = self._prompts[episode // self._samples].tokens
         return state.reply(turn, self._tokenizer, self._settings.max_reply_tokens)
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -235,7 +237,7 @@ class Episodes:
 
     def _lose_reset(self, episode: int, fault: str) -> str:
         """Record that an episode never began, and return the fault."""
-        state = EpisodeState(None, (), cause="reset", fault=fault)
+        state = EpisodeState(None, Contexts(), cause="reset", fault=fault)
         with self._states_lock:
             self._states[episode] = state
         return fault
@@ -267,7 +269,7 @@ class Episodes:
                     return self._lose_reset(episode, f"reset failed: {describe_fault(error)}")
         else:
             raise AssertionError("unreachable")
-        state = EpisodeState(environment, prompt.tokens, state_keys=[state_key])
+        state = EpisodeState(environment, Contexts(), state_keys=[state_key])
         with self._states_lock:
             is_late = self._is_closed or episode in self._states
             if not is_late:
@@ -279,8 +281,16 @@ class Episodes:
             state.counts = dict.fromkeys(("tool/calls", "tool/errors", "tool/unknown"), 0.0)
         if self._template.text == HARMONY:
             declared = add_tools(tools, row.tools)
-            text, tokens = self._template.render_messages(messages, self._tokenizer, declared)
-            return text, list(tokens)
+
+            def render(messages: Sequence[Message]) -> tuple[str, list[int]]:
+                return self._template.render_messages(messages, self._tokenizer, declared)
+
+            text, tokens = render(messages)
+            if self._settings.allows_contexts:
+                state.contexts = Contexts(
+                    tokens, messages, lambda new: render(new)[1], self._template.keep_analysis
+                )
+            return text, tokens
         # A format string renders the row alone. It cannot declare tools: its author does.
         if list(messages) != prompt_messages(row, self._template.system):
             raise ConfigError(

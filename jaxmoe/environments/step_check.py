@@ -42,6 +42,9 @@ class StepResult:
     rewards: by part; their sum is the reward of the step. The part is "env" if info names none.
     metrics: to be added up over the steps of an episode.
     state_key: of the state that the step led to; None if the environment names none.
+    context: messages that replace all that the policy has read; () for none.
+    sub_agent: the prompt of a conversation inside this one; () for none.
+    ends_sub_agent: True if the conversation inside ends, and `messages` reply to the outer one.
     """
 
     messages: tuple[Message, ...]
@@ -51,6 +54,9 @@ class StepResult:
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     state_key: str | None = None
+    context: tuple[Message, ...] = ()
+    sub_agent: tuple[Message, ...] = ()
+    ends_sub_agent: bool = False
 
 
 def check_step(result: Any) -> StepResult:
@@ -67,11 +73,23 @@ def check_step(result: Any) -> StepResult:
     messages = read_messages(result[0])
     reward = check_number(result[1], "the reward")
     terminated, truncated = _read_flag(result[2], "terminated"), _read_flag(result[3], "truncated")
-    if not (messages or terminated or truncated):
-        raise EnvironmentFault("the episode goes on, but step returned no message to answer")
     info = {} if result[4] is None else result[4]
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info must be a dict, got {describe_value(info)}")
+    contexts = {name: read_messages(info.get(name)) for name in ("context", "sub_agent")}
+    if not (messages or any(contexts.values()) or terminated or truncated):
+        raise EnvironmentFault("the episode goes on, but step returned no message to answer")
+    ends_sub_agent = _read_flag(info.get("sub_agent_ends", False), 'info["sub_agent_ends"]')
+    if bool(contexts["context"]) + bool(contexts["sub_agent"]) + ends_sub_agent > 1:
+        raise EnvironmentFault(
+            'info may have one of "context", "sub_agent" and "sub_agent_ends", got '
+            f"{describe_value(sorted(map(str, info)))}"
+        )
+    if contexts["sub_agent"] and messages:
+        raise EnvironmentFault(
+            'info["sub_agent"] has all messages that the sub-agent reads; step must return no '
+            f"others, got {len(messages)}"
+        )
     has_parts = info.get("rewards") is not None
     rewards = check_numbers(info["rewards"], "rewards") if has_parts else {"env": reward}
     if not math.isclose(sum(rewards.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
@@ -86,6 +104,8 @@ def check_step(result: Any) -> StepResult:
         rewards,
         check_numbers(info.get("metrics"), "metrics"),
         read_state_key(info),
+        **contexts,
+        ends_sub_agent=ends_sub_agent,
     )
 
 

@@ -82,6 +82,9 @@ class ToolEnvironment:
             "rewards": add_numbers(*(part.rewards for part in parts)),
             "metrics": add_numbers(*(part.metrics for part in parts)),
             "state_key": last.state_key,
+            "context": last.context,
+            "sub_agent": last.sub_agent,
+            "sub_agent_ends": last.ends_sub_agent,
         }
         replies = [message for part in parts for message in part.messages]
         reward = sum(part.reward for part in parts)

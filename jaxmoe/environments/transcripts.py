@@ -69,6 +69,8 @@ def _list_entries(
     context, ids = _split_at(rollout, part)
     raw = tokenizer.decode(ids)
     if not part.is_policy:
+        if part.start in rollout.context_starts:
+            yield TranscriptEntry(ENVIRONMENT, "new context", f"{len(ids)} tokens")
         messages = read_reply(ids, tokenizer)
         if messages is None:
             yield TranscriptEntry(ENVIRONMENT, "", raw)
@@ -88,8 +90,7 @@ def _list_entries(
 
 def _split_at(rollout: Rollout, part: EpisodePart) -> tuple[list[int], list[int]]:
     """The tokens before a turn or reply, and its own."""
-    tokens = rollout.tokens.tolist()
-    return [*rollout.prompt.tokens, *tokens[: part.start]], tokens[part.start : part.end]
+    return rollout.context_before(part.start), rollout.tokens[part.start : part.end].tolist()
 
 
 def name_speaker(message: Message) -> str:

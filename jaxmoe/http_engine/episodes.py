@@ -17,7 +17,7 @@ from jaxmoe.config import EngineError, ModelConfig
 from jaxmoe.http_engine.request import PromptRequest
 from jaxmoe.recorded_experts import mark_unknown_experts
 from jaxmoe.records import Prompt, Rollout, Sampling
-from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
+from jaxmoe.rollout.replies import NewContext, PendingReplies, TokenEnvironment
 from jaxmoe.rollout.turns import Episode, check_room
 
 # (episode, request, sampling with the limit of the turn) -> the turn
@@ -67,7 +67,7 @@ def sample_episodes(
                     number % samples,
                     1,
                     e.n_turns,
-                    tuple(e.tokens.tolist()),
+                    tuple(e.context.tolist()),
                 )
                 limited = replace(sampling, max_new_tokens=e.turn_limit)
                 turn = pool.submit(sample_turn, number, request, limited)
@@ -84,6 +84,8 @@ def sample_episodes(
                     pending.submit(number, episodes[number].last_turn.tolist())
             for number, reply in pending.poll().items():
                 if episodes[number].add_reply(reply):
+                    if isinstance(reply, NewContext):
+                        n_read[number] = min(n_read[number], 0)
                     heapq.heappush(ready, (_priority(episodes[number]), number))
     finally:
         # Requests of minutes may be running after another one failed permanently.
@@ -92,7 +94,7 @@ def sample_episodes(
 
 
 def _priority(episode: Episode) -> int:
-    return -(len(episode.prompt.tokens) + episode.length)
+    return -episode.context_length
 
 
 def _add_turn(episode: Episode, turn: Rollout, n_read: int, cfg: ModelConfig) -> int:
@@ -101,7 +103,7 @@ def _add_turn(episode: Episode, turn: Rollout, n_read: int, cfg: ModelConfig) ->
     A token's experts are those of the request that read it first: what a server claims for
     tokens in its prefix cache may be zeros.
     """
-    n_before = len(episode.prompt.tokens) + episode.length
+    n_before = episode.context_length
     episode.add_turn(turn.tokens, turn.rollout_logp, turn.weight_versions, turn.log_kept)
     experts = turn.routed_experts
     if experts is None or n_read < 0:

@@ -24,7 +24,7 @@ _ARRAYS = (
     "token_rewards",
 )
 _NUMBERS = ("env_rewards", "env_metrics")
-_PLAIN = ("lost", "env_fault", "state_keys")
+_PLAIN = ("lost", "env_fault", "state_keys", "context_starts")
 
 
 def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
@@ -64,7 +64,8 @@ def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
             prompts[n],
             stop=StopReason(stop),
             **{name: split[name][i] for name in _ARRAYS},
-            **{name: head[name][i] for name in (*_NUMBERS, *_PLAIN)},
+            # A queue that an older version saved has fewer of them.
+            **{name: head[name][i] for name in (*_NUMBERS, *_PLAIN) if name in head},
         )
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]

@@ -22,8 +22,7 @@ MAX_COMPLETIONS = 64  # of one sample; more mean that weights are synced too oft
 class PromptRequest:
     """A request for `count` samples, from number `first` on, of prompt number `index`.
 
-    Of an episode it is one turn of the policy, and `before` are the tokens between the prompt and
-    this turn.
+    Of an episode it is one turn of the policy, and `context` are all tokens that it reads.
     """
 
     index: int
@@ -31,12 +30,12 @@ class PromptRequest:
     first: int
     count: int
     turn: int = 0
-    before: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
         """The tokens that the server reads."""
-        return [*self.prompt.tokens, *self.before]
+        return list(self.context or self.prompt.tokens)
 
     def seed_numbers(self, sample: int) -> tuple[int, ...]:
         """Return what distinguishes the random numbers of a sample's turns and continuations."""

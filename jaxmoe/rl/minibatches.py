@@ -31,7 +31,7 @@ def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
     if not tokens_per_microbatch:
         return batch
     length = batch.tokens_BT.shape[1]
-    lengths_B = np.asarray(batch.segment_ids_BT).sum(axis=1)
+    lengths_B = (np.asarray(batch.segment_ids_BT) > 0).sum(axis=1)
     packing = pack_sequences(lengths_B, length=length, rows=tokens_per_microbatch // length)
     return replace(batch, packing=packing)
 

@@ -104,6 +104,16 @@ def put_rows(cache: KVCache, part: KVCache, rows: Array) -> KVCache:
     )
 
 
+def empty_rows(cache: KVCache, emptied_B: Array) -> KVCache:
+    """Return the cache with some rows as before their first token; each has a count of slots."""
+    stacks = {
+        name: replace(stack, segments_BC=jnp.where(emptied_B[:, None], 0, stack.segments_BC))
+        for name, stack in cache.stacks.items()
+    }
+    used, next_slot = (jnp.where(emptied_B, 0, x) for x in (cache.used, cache.next_slot))
+    return replace(cache, stacks=stacks, used=used, next_slot=next_slot)
+
+
 def _map_arrays(cache: KVCache, fn: Callable[[Array, int], Array]) -> KVCache:
     """Apply fn(array, axis of rows) to all arrays but those of the prompts."""
     return replace(

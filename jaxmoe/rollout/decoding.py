@@ -19,7 +19,7 @@ from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import own_slots, write_slots
 from jaxmoe.model.head import sampled_logprobs
 from jaxmoe.records import Sampling, expert_dtype
-from jaxmoe.rollout.cache_rows import put_rows, take_rows
+from jaxmoe.rollout.cache_rows import empty_rows, put_rows, take_rows
 from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass, sample_tokens
 from jaxmoe.shapes import Leaf, Params
 
@@ -154,6 +154,11 @@ def place_rows(
         alive_B=rows.alive_B.at[places].set(alive),
         stream_B2=rows.stream_B2.at[places].set(streams),
     )
+
+
+def restart_rows(rows: DecodeState, restarts_B: Array) -> DecodeState:
+    """Return the rows, some of them with nothing in their cache: they read a new context."""
+    return replace(rows, cache=empty_rows(rows.cache, restarts_B))
 
 
 def _row_arrays(rows: DecodeState) -> dict[str, Array]:

@@ -26,6 +26,7 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     turns/mean and turns/max: turns of the policy, if a rollout has more than one.
     episode_len/mean and episode_len/max: tokens of the policy and the environment, if there are
         any of the environment.
+    contexts/mean and contexts/max: contexts of an episode, if an environment replaced one.
     lost/frac and lost/CAUSE_frac: share of the episodes that the infrastructure spoilt, if any.
     reward/env/PART and the environment's own metrics: means over the rollouts that are not lost. A
         rollout without the number counts as 0, since an episode that ended early earned and did
@@ -46,6 +47,9 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
             "episode_len/mean": float(np.mean(lengths)),
             "episode_len/max": max(lengths),
         }
+    if any(r.context_starts for r in rollouts):
+        contexts = [1 + len(r.context_starts) for r in rollouts]
+        metrics |= {"contexts/mean": float(np.mean(contexts)), "contexts/max": max(contexts)}
     causes = Counter(r.lost for r in rollouts if r.lost)
     if causes:
         metrics["lost/frac"] = causes.total() / len(rollouts)

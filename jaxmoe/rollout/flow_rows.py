@@ -46,15 +46,14 @@ class FlowRow:
 
     @property
     def length(self) -> int:
-        """Number of all tokens: of the prompt, turns and replies."""
-        return len(self.episode.prompt.tokens) + self.episode.length + self.n_in_turn
+        """Number of all tokens of the context: of the prompt, turns and replies."""
+        return self.episode.context_length + self.n_in_turn
 
     @property
     def read(self) -> np.ndarray:
-        """All tokens but the last, which no forward has read."""
+        """All tokens of the context but the last, which no forward has read."""
         parts = [part["tokens_BT"] for part in self.parts]
-        tokens = [np.asarray(self.episode.prompt.tokens), self.episode.tokens, *parts]
-        return np.concatenate(tokens)[:-1]
+        return np.concatenate([self.episode.context, *parts])[:-1]
 
 
 def pending_replies(rows: Iterable[FlowRow]) -> dict[FlowRequest, PendingReplies]:

@@ -39,6 +39,7 @@ from jaxmoe.rollout.decoding import (
     init_rows,
     place_rows,
     prefill_prompts,
+    restart_rows,
     restore_rows,
     select_rows,
 )
@@ -121,6 +122,7 @@ class NativeEngine:
             jax.jit(partial(select_rows)),
             jax.jit(partial(restore_rows), donate_argnums=0),
             jax.jit(partial(append_tokens, cfg=cfg, ops=ops), donate_argnums=1),
+            jax.jit(partial(restart_rows), donate_argnums=0),
         )
         # One length, so that the appends of a run are one program for each size of the batch.
         self._append_tokens = (

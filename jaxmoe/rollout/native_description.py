@@ -43,7 +43,7 @@ def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens,
         max_rows=cfg.rollout.max_parallel_sequences,
-        max_context=cfg.context if cfg.has_environment else 0,
+        max_context=cfg.read_context if cfg.has_environment else 0,
         max_reply_tokens=cfg.rollout.max_reply_tokens,
     )
 

@@ -29,7 +29,7 @@ from jaxmoe.rollout.flow_rows import FlowRequest, FlowRow, pending_replies
 from jaxmoe.rollout.native import NativeEngine, random_streams, to_device
 from jaxmoe.rollout.native_prompts import pad_tokens
 from jaxmoe.rollout.native_turns import NativeBatch, shrunk_size
-from jaxmoe.rollout.replies import PendingReplies, TokenEnvironment
+from jaxmoe.rollout.replies import NewContext, PendingReplies, TokenEnvironment
 from jaxmoe.shapes import Params
 
 # Columns that are decoded before rows are refilled and new weights are read. A row that ends is
@@ -230,7 +230,7 @@ class NativeFlow:
             request: replies.poll()
             for request, replies in pending_replies(waiting.values()).items()
         }
-        continuing: dict[int, Sequence[int]] = {}
+        continuing: dict[int, Sequence[int] | NewContext] = {}
         for place, row in waiting.items():
             if (reply := ready[row.request].get(row.number)) is None:
                 continue

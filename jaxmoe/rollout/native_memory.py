@@ -30,18 +30,18 @@ def plan_native_memory(cfg: Config) -> EngineMemory:
     rows = prompts // shards * r.samples_per_prompt
     if r.changes_in_flight:
         prompt = prompt_slots(cfg.data.max_prompt_tokens)
-        slots = cfg.context if cfg.has_environment else prompt + r.max_new_tokens
+        slots = cfg.read_context if cfg.has_environment else prompt + r.max_new_tokens
         # A part of the rows twice: as it was prefilled, and as it is put to its places.
         parts = 2 * cache_bytes(cfg.model, shrunk_size(rows), slots)
         return EngineMemory(weights=weights, cache=cache_bytes(cfg.model, rows, slots) + parts)
     if not cfg.has_environment:
         cache = rows_cache_bytes(cfg, prompts // shards, r.max_new_tokens)
         return EngineMemory(weights=weights, cache=cache)
-    cache = cache_bytes(cfg.model, rows, cfg.context)
+    cache = cache_bytes(cfg.model, rows, cfg.read_context)
     if mesh.devices == 1:
         # Rows that return keep their cache while a small batch continues with a copy.
         batches = r.groups_at_once if r.schedule == "groups" else 1
-        cache += batches * cache_bytes(cfg.model, shrunk_size(rows // batches), cfg.context)
+        cache += batches * cache_bytes(cfg.model, shrunk_size(rows // batches), cfg.read_context)
     return EngineMemory(weights=weights, cache=cache)
 
 

@@ -20,7 +20,7 @@ from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import MeshRules, shard_batch
 from jaxmoe.records import Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import DecodeState
-from jaxmoe.rollout.replies import SharedReplies, TokenEnvironment
+from jaxmoe.rollout.replies import NewContext, SharedReplies, TokenEnvironment
 from jaxmoe.rollout.turns import Episode
 from jaxmoe.shapes import Params
 
@@ -38,6 +38,7 @@ class NativePrograms:
     select: Callable[..., DecodeState]
     restore: Callable[..., DecodeState]
     append: Callable[..., tuple[DecodeState, Any]]
+    restart: Callable[..., DecodeState]
 
 
 @dataclass
@@ -76,7 +77,7 @@ class NativeBatch:
             for row in active:
                 if self.episodes[row].stop is None:
                     replies.submit(row, self.episodes[row].last_turn.tolist())
-            continuing: dict[int, Sequence[int]] = {}
+            continuing: dict[int, Sequence[int] | NewContext] = {}
             while len(replies) and not continuing:
                 for row, reply in replies.wait().items():
                     if self.episodes[row].add_reply(reply):
@@ -158,17 +159,23 @@ class NativeBatch:
             turns[row]["versions_BT"] = np.full(end, self.version, np.int32)
         return turns
 
-    def append_replies(self, replies: Mapping[int, Sequence[int]]) -> None:
+    def append_replies(self, replies: Mapping[int, Sequence[int] | NewContext]) -> None:
         """Have the rows read these replies, which their episodes have already."""
-        # The last token of a turn is in no cache, so the reply begins with it.
-        new = {
-            row: np.concatenate([self.episodes[row].last_turn[-1:], reply])
-            for row, reply in replies.items()
-        }
-        starts = {
-            row: len(self.episodes[row].prompt.tokens) + self.episodes[row].length - len(reply) - 1
-            for row, reply in replies.items()
-        }
+        new, starts, restarts = (
+            dict[int, np.ndarray](),
+            dict[int, int](),
+            np.zeros(self._size, bool),
+        )
+        for row, reply in replies.items():
+            if isinstance(reply, NewContext):
+                new[row], starts[row], restarts[row] = np.asarray(reply.tokens), 0, True
+            else:
+                # The last token of a turn is in no cache, so the reply begins with it.
+                new[row] = np.concatenate([self.episodes[row].last_turn[-1:], reply])
+                starts[row] = self.episodes[row].context_length - len(new[row])
+        if restarts.any():
+            (restarts_B,) = shard_batch((jnp.asarray(restarts),), self.mesh, self.rules)
+            self.rows = self.programs.restart(self.rows, restarts_B)
         for offset in range(0, max(map(len, new.values())), self.append_tokens):
             parts = {
                 row: tokens[offset : offset + self.append_tokens]

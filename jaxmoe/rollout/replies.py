@@ -18,7 +18,15 @@ from jaxmoe.config import EngineError
 from jaxmoe.distributed.channel import Channel
 from jaxmoe.records import StopReason
 
-Reply = Sequence[int] | StopReason
+
+@dataclass(frozen=True)
+class NewContext:
+    """Tokens that replace all that the policy has read: its next turn follows them alone."""
+
+    tokens: tuple[int, ...]
+
+
+Reply = Sequence[int] | NewContext | StopReason
 T = TypeVar("T")
 POLL_S = 0.05  # a closed engine and a late reply are noticed within this time
 IDLE_S = 60.0  # a thread without a call ends after this time, or those of a finished run would stay
@@ -37,7 +45,7 @@ class TokenEnvironment(Protocol):
     patience_s: float  # the other episodes wait this long for a late reply; 0: as long as it takes
     reply_threads: "ReplyThreads"  # one object for a run
 
-    def reply(self, episode: int, turn: Sequence[int]) -> Sequence[int] | StopReason:
+    def reply(self, episode: int, turn: Sequence[int]) -> "Reply":
         """Return the tokens that follow a turn of the policy, or the reason why nothing follows.
 
         `episode` is the index of the rollout among those that `generate` returns. The turn is all
@@ -242,19 +250,28 @@ class SharedReplies:
 
         def wait_for_share() -> dict[str, Any]:
             share = self._pending.wait(self._patience_s)
-            return {
-                str(episode - self._first): str(reply)
-                if isinstance(reply, StopReason)
-                else list(map(int, reply))
-                for episode, reply in share.items()
-            }
+            return {str(episode - self._first): _to_json(x) for episode, x in share.items()}
 
         replies: dict[int, Reply] = {}
         for share in self._channel.gather_results(wait_for_share):
             for row, reply in share.items():
-                replies[int(row)] = StopReason(reply) if isinstance(reply, str) else reply
+                replies[int(row)] = _from_json(reply)
         self._waiting -= set(replies)
         return replies
+
+
+def _to_json(reply: Reply) -> Any:
+    if isinstance(reply, StopReason):
+        return str(reply)
+    if isinstance(reply, NewContext):
+        return {"context": list(map(int, reply.tokens))}
+    return list(map(int, reply))
+
+
+def _from_json(reply: Any) -> Reply:
+    if isinstance(reply, dict):
+        return NewContext(tuple(reply["context"]))
+    return StopReason(reply) if isinstance(reply, str) else reply
 
 
 @cache

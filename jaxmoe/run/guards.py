@@ -56,9 +56,11 @@ def invariance_error(
     differs_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
     row = int(np.argmax(differs_BT.any(1)))
     column = int(np.argmax(differs_BT[row]))
-    length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
-    tokens = np.asarray(batch.tokens_BT[row][:length])
-    prompt = int(np.argmax(mask_BT[row]))
+    # The model reads a context alone.
+    segments_T = np.asarray(batch.segment_ids_BT[row])
+    in_context_T = segments_T == segments_T[column]
+    tokens = np.asarray(batch.tokens_BT[row])[in_context_T]
+    prompt = int(np.argmax(mask_BT[row][in_context_T]))
     made_steps = int(batch.shared.get("step", 0))
     difference = find_first_difference(params, tokens, prompt, cfg, ops, step=made_steps)
     difference = difference or "equal when computed alone, but not in the batch"

@@ -250,7 +250,7 @@ class Job:
     def report_step(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
         """Write the metrics of a step to metrics.jsonl and the terminal; draw plots if due."""
         step, elapsed_s = self.position.step, time.perf_counter() - self.step_start_s
-        tokens = int(np.asarray(batch.segment_ids_BT).sum())
+        tokens = int((np.asarray(batch.segment_ids_BT) > 0).sum())
         metrics |= self.times | {"tokens_per_s": tokens / elapsed_s, "time/step_s": elapsed_s}
         incidents = self.engine.incidents[self.n_reported_incidents :]
         self.n_reported_incidents += len(incidents)

@@ -157,6 +157,8 @@ def batch_shapes(
             per_row,
             scalar,
             scalar,
+            offset_BT=(per_token := array(jnp.int32, *lead, T) if sharing.has_contexts else None),
+            unshared_segment_BT=per_token,
             unit=sharing.unit,
         )
         return Packing(

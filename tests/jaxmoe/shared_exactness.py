@@ -94,6 +94,7 @@ class Case(NamedTuple):
     lora: bool = False
     four_bits: str = ""  # experts: the "base" of adapters, or those of unrounded "masters"
     tokens_per_microbatch: int = 0
+    contexts: bool = False  # rows have a second context, which may begin as the prompt
 
 
 GROUPS, SAMPLES, PROMPT, ANSWER = 4, 3, 23, 14
@@ -149,6 +150,18 @@ CASES = {
         replay="R3",
         records=True,
     ),
+    "several contexts, own critic": Case(VALUES | dict(critic="own"), contexts=True, window=30),
+    "several contexts, gspo, r3, minibatches": Case(
+        dict(
+            objective=partial(gspo, clip_low=0.1, clip_high=0.2),
+            aggregation=seq_mean_token_mean,
+            old_logp="recomputed",
+            rollout_correction=(partial(sequence_is, high=2.0),),
+            minibatches=2,
+        ),
+        contexts=True,
+        replay="R3",
+    ),
     "lora": Case(dict(terms=(kl_term(0.1),)), lora=True),
     "lora of a four-bit base": Case(dict(terms=(kl_term(0.1),)), lora=True, four_bits="base"),
     "four-bit experts of masters, epochs": Case(
@@ -193,17 +206,45 @@ def make_batch(case: Case, cfg: ModelConfig, seed: int = 0) -> Batch:
             mask[i, p + 3 : p + 5] = False  # the environment's
             experts[i, :p] = experts[first, :p]
     mask[1] = False
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    if case.contexts:
+        arrays = (tokens, segments, mask, positions, experts)
+        tokens, segments, mask, positions, experts = add_contexts(*arrays, cfg)
+    shape = tokens.shape
     return Batch(
         tokens_BT=tokens,
-        positions_BT=np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
+        positions_BT=positions,
         segment_ids_BT=segments,
         loss_mask_BT=mask,
-        rollout_logp_BT=np.where(mask, rng.uniform(-6, -3, (B, T)), 0).astype(FLOAT),
+        rollout_logp_BT=np.where(mask, rng.uniform(-6, -3, shape), 0).astype(FLOAT),
         rewards_B=rng.normal(size=B).astype(FLOAT),
         samples_per_prompt=SAMPLES,
         truncated_B=truncated,
         routed_experts_BTLA=experts if case.replay == "R3" else None,
     )
+
+
+def add_contexts(tokens, segments, mask, positions, experts, cfg):
+    """Add a second context to each row: its prompt and more, or in one row of three others."""
+    rng, (B, T) = np.random.default_rng(7), tokens.shape
+    arrays = [
+        np.pad(x, [(0, 0), (0, PROMPT + 9), *[(0, 0)] * (x.ndim - 2)])
+        for x in (tokens, segments, mask, positions, experts)
+    ]
+    tokens, segments, mask, positions, experts = arrays
+    experts[:, T:] = rng.random((B, PROMPT + 9, *experts.shape[2:3], cfg.n_experts)).argsort(-1)[
+        ..., : cfg.experts_per_token
+    ]
+    for i in range(B):
+        end, p = int((segments[i] > 0).sum()), int(mask[i].argmax()) if mask[i].any() else 2
+        start, n = end + p + 3, int(rng.integers(1, 7))
+        tokens[i, end : start + n] = rng.integers(0, cfg.vocab_size, p + 3 + n)
+        if i % 3 != 2:
+            tokens[i, end : end + p], experts[i, end : end + p] = tokens[i, :p], experts[i, :p]
+        segments[i, end : start + n] = 2
+        positions[i, end:] = np.arange(tokens.shape[1] - end)
+        mask[i, start : start + n] = i != 1
+    return arrays
 
 
 def init_weights(cfg: ModelConfig) -> Any:
@@ -269,12 +310,13 @@ def compare(case: Case, *, packed: bool) -> dict[str, dict[str, float]]:
     split = partial(split_minibatches, batch, a, seed=(1,))
     want_grads, want, want_logp = run_step(case, cfg, *split())
     tokens = case.tokens_per_microbatch
-    shared = split(tokens_per_microbatch=tokens, sharing=PromptSharing(case.length, case.rows))
+    sharing = PromptSharing(case.length, case.rows, has_contexts=case.contexts)
+    shared = split(tokens_per_microbatch=tokens, sharing=sharing)
     assert sharing_metrics(*shared)["batch/computed_tokens_frac"] < 1.0
     assert not np.asarray(shared[0].packing.shared.is_stored_B).all()
     layouts = {"shared": shared}
     if packed:
-        layouts["packed"] = split(tokens_per_microbatch=2 * (PROMPT + ANSWER))
+        layouts["packed"] = split(tokens_per_microbatch=2 * batch.tokens_BT.shape[1])
     gaps = {}
     for layout, arrays_of_layout in layouts.items():
         grads, metrics, logp = run_step(case, cfg, *arrays_of_layout)

@@ -53,6 +53,13 @@ def message_pieces(messages: Sequence[Message]) -> list[Piece]:
     return [piece for message in messages for piece in _message_pieces(_complete_message(message))]
 
 
+def drop_analysis(messages: Sequence[Message]) -> list[Message]:
+    """Leave the analysis channel out before the last final message, as GPT-OSS is served."""
+    finals = [i for i, message in enumerate(messages) if message.channel == "final"]
+    last = finals[-1] if finals else 0
+    return [m for i, m in enumerate(messages) if i >= last or m.channel != "analysis"]
+
+
 def encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> list[int]:
     """Encode pieces: markup into special ids, everything else into plain ids."""
     return [i for text, markup in pieces if text for i in tokenizer.encode(text, specials=markup)]

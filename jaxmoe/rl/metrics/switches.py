@@ -68,5 +68,7 @@ def find_switched_tokens(
 
 
 def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
-    """True at the tokens that the engine's layers read: all but the last of each sequence."""
-    return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
+    """True at the tokens that the engine's layers read: all but the last of each context."""
+    segments_BT = jnp.asarray(batch.segment_ids_BT)
+    is_followed_BT = (segments_BT[:, 1:] == segments_BT[:, :-1]) & (segments_BT[:, 1:] > 0)
+    return jnp.pad(is_followed_BT, ((0, 0), (0, 1)))

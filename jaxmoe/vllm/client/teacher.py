@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.batches.batch import Batch
+from jaxmoe.batches.batch import Batch, find_contexts
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.same_tokenizer import find_encoding_difference
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
@@ -69,22 +69,25 @@ class TeacherServer:
         Raises EngineError if no row is left.
         """
         tokens_BT, mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)
-        lengths_B = (np.asarray(batch.segment_ids_BT) > 0).sum(axis=1)
-        trained = np.flatnonzero(mask_BT.any(axis=1)).tolist()
-        rows = [tokens_BT[b, : lengths_B[b]].tolist() for b in trained]
+        trained = [
+            (b, start, end)
+            for b, start, end in find_contexts(np.asarray(batch.segment_ids_BT))
+            if mask_BT[b, start:end].any()
+        ]
+        rows = [tokens_BT[b, start:end].tolist() for b, start, end in trained]
         with closing(self.open_client(self.timeout_s)) as client:
             with ThreadPoolExecutor(CONNECTIONS) as threads:
                 scores = list(threads.map(lambda row: self.score_or_fail(client, row), rows))
         logp_BT, is_lost_B = np.zeros(tokens_BT.shape, np.float32), np.zeros(len(mask_BT), bool)
         ids_BTK = np.full((*tokens_BT.shape, self.top_k), -1, np.int32)
         top_logp_BTK = np.full(ids_BTK.shape, NO_WORD, np.float32)
-        for b, score in zip(trained, scores, strict=True):
+        for (b, start, end), score in zip(trained, scores, strict=True):
             if isinstance(score, RequestFailed):
                 is_lost_B[b] = True
             else:
+                is_trained_T = mask_BT[b, start:end]
                 for x_BT, x_T in zip((logp_BT, ids_BTK, top_logp_BTK), score, strict=True):
-                    is_trained_T = mask_BT[b, : len(x_T)]
-                    x_BT[b, : len(x_T)][is_trained_T] = x_T[is_trained_T]
+                    x_BT[b, start:end][is_trained_T] = x_T[is_trained_T]
         failures = [score for score in scores if isinstance(score, RequestFailed)]
         if failures and len(failures) == len(scores):
             raise EngineError(
@@ -95,7 +98,7 @@ class TeacherServer:
         batch = replace(batch, loss_mask_BT=mask_BT & ~is_lost_B[:, None], teacher_logp_BT=logp_BT)
         if self.top_k:
             batch = replace(batch, teacher_top_ids_BTK=ids_BTK, teacher_top_logp_BTK=top_logp_BTK)
-        return batch, {"distill/lost_rows": float(len(failures))}
+        return batch, {"distill/lost_rows": float(is_lost_B.sum())}
 
     def score_or_fail(self, client: JsonClient, tokens: list[int]) -> Scores | RequestFailed:
         """Return `score_tokens` of a row, or why there are none; a failed request is sent again,
@@ -171,10 +174,11 @@ def open_teacher_server(cfg: Config) -> TeacherServer:
             "Start one with: vllm serve MODEL" + (f" --max-logprobs {top_k}" if top_k else "")
         ) from error
     # A row is followed by the one token that the server samples.
-    if context <= cfg.context:
+    if context <= cfg.read_context:
         raise ConfigError(
-            f"distill.teacher={url} must read sequences of {cfg.context:,} tokens and one more; "
-            f"{name} has at most {context:,}. Start it with --max-model-len {cfg.context + 1}."
+            f"distill.teacher={url} must read sequences of {cfg.read_context:,} tokens and one "
+            f"more; {name} has at most {context:,}. Start it with --max-model-len "
+            f"{cfg.read_context + 1}."
         )
     return server
 

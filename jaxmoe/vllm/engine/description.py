@@ -54,7 +54,7 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=r.max_new_tokens,
         max_rows=r.max_parallel_sequences,
-        max_context=cfg.context,
+        max_context=cfg.read_context,
     )
 
 
