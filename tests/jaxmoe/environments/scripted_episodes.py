@@ -76,19 +76,21 @@ class ScriptedEngine:
         return [episode.make_rollout() for episode in episodes]
 
 
-def sample(make_environment, *turns, samples=2, limit=4000, **settings):
+def sample(
+    make_environment, *turns, samples=2, limit=4000, template=None, sampling=SAMPLING, **settings
+):
     settings.setdefault("threads", ReplyThreads(16))
     rows = Rows()
     prompts = [Prompt(i, rows[i].question, (1, 2), "42") for i in range(len(rows))]
     return sample_rollouts(
         ScriptedEngine(*turns),
         prompts,
-        SAMPLING,
+        sampling,
         seed=3,
         samples=samples,
         settings=EpisodeSettings(make_environment, **settings),
         source=rows,
-        template=Template(HARMONY),
+        template=template or Template(HARMONY),
         tokenizer=TOKENIZER,
         max_prompt_tokens=limit,
     )

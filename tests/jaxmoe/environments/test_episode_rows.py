@@ -10,6 +10,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.templates import HARMONY, Template
 from jaxmoe.data.tokenizer import ByteTokenizer
+from jaxmoe.environments.contexts import Contexts
 from jaxmoe.environments.environment import Environment
 from jaxmoe.environments.episode_state import EpisodeState
 from jaxmoe.environments.episodes import Episodes, EpisodeSettings
@@ -150,7 +151,7 @@ def test_all_processes_know_which_resets_failed(monkeypatch):
 
 def test_a_late_turn_does_not_step_closed_environments():
     environment: Environment = make_quiet()()
-    state = EpisodeState(environment, ())
+    state = EpisodeState(environment, Contexts())
     state.close()
     with pytest.raises(EnvironmentFault, match="closed"):
         state.step([])

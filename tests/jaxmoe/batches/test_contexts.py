@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of several contexts: they train as one context does in which nothing was dropped."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from bigram import CFG, MODEL, OPS, start, step_of
+
+from jaxmoe.batches.batch import find_contexts, rollout_batch
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.losses import gae, gspo, seq_mean_token_mean, sequence_is, turn_return_advantages
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.terms import value_term
+from jaxmoe.rl.turns import add_turns
+
+SAMPLES, LENGTH = 2, 64
+PROMPTS = [Prompt(i, "", tuple(range(3 + i, 9 + 3 * i)), None) for i in range(2)]
+
+
+def make_rollouts(*, replaced):
+    """Two turns with a reply between them; if `replaced`, in a new context that repeats all before
+    the second turn."""
+    rng, rollouts = np.random.default_rng(3), []
+    for i in range(4):
+        prompt = PROMPTS[i // SAMPLES]
+        first, reply, second = (rng.integers(0, 29, n) for n in (4 + i, 3, 6 - i))
+        logp = rng.uniform(-4, -3, len(first) + len(second))
+        middle = np.r_[prompt.tokens, first, reply] if replaced else reply
+        mask = np.r_[np.ones(len(first)), np.zeros(len(middle)), np.ones(len(second))] > 0
+        logp_T = np.zeros(len(mask))
+        logp_T[mask] = logp
+        rollouts.append(
+            Rollout(
+                prompt,
+                np.r_[first, middle, second].astype(np.int32),
+                logp_T.astype(np.float32),
+                StopReason.STOP_TOKEN,
+                np.zeros(len(mask), np.int32),
+                policy_mask=mask,
+                context_starts=(len(first),) if replaced else (),
+            )
+        )
+    return rollouts
+
+
+def make_batch(a, *, replaced):
+    rollouts = make_rollouts(replaced=replaced)
+    rewards = np.array([1.0, 0.25, -0.5, 2.0])
+    batch = rollout_batch(rollouts, rewards, samples=SAMPLES, length=LENGTH, pad_id=0)
+    return add_turns(batch, rollouts, a, 2)
+
+
+ALGORITHMS = {
+    "grpo": Algorithm(),
+    "gspo": Algorithm(
+        objective=partial(gspo, clip_low=0.1, clip_high=0.2),
+        aggregation=seq_mean_token_mean,
+        old_logp="recomputed",
+        rollout_correction=(partial(sequence_is, high=2.0),),
+    ),
+    "turns": Algorithm(advantages=partial(turn_return_advantages, discount=0.9)),
+    "critic": Algorithm(
+        advantages=partial(gae, trace=0.9, discount=0.95),
+        critic="shared",
+        terms=(value_term(),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_context_that_repeats_everything_changes_nothing(name):
+    a, results = ALGORITHMS[name], []
+    step = step_of(a, scorer=Scorer(CFG, OPS, critic=a.critic))
+    for replaced in (False, True):
+        state, metrics = step(start(a, params=MODEL), make_batch(a, replaced=replaced))
+        results.append((state.params, metrics["loss"]))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(y, x, rtol=2e-5, atol=2e-6)
+    # The loss is not one that any rows would have.
+    moved = jax.tree.map(lambda x, y: float(abs(x - y).max()), results[0][0].policy, MODEL)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_contexts_are_segments_whose_positions_restart():
+    batch = make_batch(Algorithm(), replaced=True)
+    first, second = len(PROMPTS[0].tokens) + 4, len(PROMPTS[0].tokens) + 7 + 6
+    assert batch.segment_ids_BT[0].tolist() == [1] * first + [2] * second + [0] * (
+        LENGTH - first - second
+    )
+    assert batch.positions_BT[0, : first + second].tolist() == [*range(first), *range(second)]
+    assert find_contexts(batch.segment_ids_BT)[:3] == [
+        (0, 0, first),
+        (0, first, first + second),
+        (1, 0, first + 1),
+    ]
+
+
+def test_starts_that_no_context_can_have_are_refused():
+    (good, *_) = make_rollouts(replaced=True)
+    make = partial(rollout_batch, samples=1, length=LENGTH, pad_id=0)
+    for starts in ((0,), (2,), (4, 4), (6, 5), (len(good.tokens),), (-1,)):
+        with pytest.raises(EngineError, match="context_starts must rise"):
+            make([replace(good, context_starts=starts)], np.ones(1))
+    with pytest.raises(ConfigError, match=r"--set rollout\.max_episode_tokens=29"):
+        rollout_batch([good], np.ones(1), samples=1, length=20, pad_id=0)
