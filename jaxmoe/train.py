@@ -108,7 +108,7 @@ def open_job(cfg: Config, parts: Parts) -> Iterator[Job]:
             print(f"rows     {line}", flush=True)
         print_unmeasured(task)
     if position.stage == "warmup" and position.step < cfg.warmup.steps:
-        check_targets(task, cfg.context)
+        check_targets(task, cfg.read_context)
     with (
         closing(parts.open_engine(cfg, parts.engine_ops or parts.ops, work, parts.mesh)) as engine,
         handle_stop_signals() as stop,
@@ -186,7 +186,7 @@ def warm_start(job: Job) -> None:
         for step in job.remaining_steps(w.steps):
             prompts = next(data)
             targets = [warm_start_target(prompt, task) for prompt in prompts]
-            batch = make_warm_start_batch(prompts, targets, task, cfg.context)
+            batch = make_warm_start_batch(prompts, targets, task, cfg.read_context)
             # No RL step is behind these weights.
             batch = replace(batch, shared={"step": np.int32(0)})
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)

@@ -50,8 +50,9 @@ CODE = [
 
 COMMANDS = {"train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main}
 OWN_MODULES = (
-    "my_losses my_rewards my_task my_tools my_env my_graders my_servers own_engine".split()
-)
+    "my_losses my_rewards my_task my_tools my_env my_graders my_servers own_engine "
+    "notes_environment"
+).split()
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
 
 
@@ -112,7 +113,8 @@ def example(tmp_path, monkeypatch, datasets):
     code = [block for block in blocks if any(name in block for name in named_there)]
     assert len(code) == len(named_there)
     (tmp_path / "my_losses.py").write_text("\n".join(code))
-    shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
+    for name in ("own_engine", "notes_environment"):
+        shutil.copy(ROOT / f"docs/examples/{name}.py", tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "kernels.jsonl").write_text("\n".join(map(json.dumps, list_kernel_rows())))
     page = (ROOT / "docs/data.md").read_text()

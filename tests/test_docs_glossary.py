@@ -14,7 +14,7 @@ from jaxmoe.observe.alerts import RULES
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 GROUPS = (
-    "batch|critic|data|distill|env|episode_len|eval|gate|grad|hack|lost|optim|policy|quant"
+    "batch|contexts|critic|data|distill|env|episode_len|eval|gate|grad|hack|lost|optim|policy|quant"
     "|response_len|reward|rollout|rollout_corr|router|staleness|stop|time|tool|turns"
 )
 NAME = re.compile(rf"({GROUPS})/[a-z0-9_@]+")

@@ -31,7 +31,7 @@ class OwnEngine:
     incidents = ()  # it never recovers from a fault
 
     def __init__(self, cfg, ops, rows):
-        self.shape = rows, cfg.context
+        self.shape = rows, cfg.read_context
 
         @jax.jit
         def next_logp(params, tokens_BT, last_B, temperature):
@@ -66,7 +66,7 @@ class OwnEngine:
         ends_B = np.ones(rows, np.int32)  # number of tokens of each row
         limits_B = np.zeros(rows, np.int32)  # tokens of the turn
         for b, episode in enumerate(episodes):
-            context = [*episode.prompt.tokens, *episode.tokens]
+            context = episode.context
             tokens_BT[b, : len(context)] = context
             ends_B[b], limits_B[b] = len(context), episode.turn_limit
         greedy = sampling.temperature == 0

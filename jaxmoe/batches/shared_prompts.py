@@ -7,8 +7,9 @@ of them. How much is shared follows one rule, for fast and for batch-invariant n
     shared tokens = (prompt tokens − 1) // unit · unit
 
 Each sample has the rest of its prompt for itself, at least one token: the log-prob of its first
-answer token comes from there. A later context of an episode that begins with all shared tokens
-shares them too. Next: jaxmoe/batches/microbatches.py packs the tokens.
+answer token comes from there. In episodes with several contexts fewer tokens may be shared, by more
+contexts (jaxmoe/batches/shared_contexts.py).
+Next: jaxmoe/batches/microbatches.py packs the tokens.
 """
 
 import math
@@ -18,8 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.batches.batch import Batch, find_contexts
+from jaxmoe.batches.batch import Batch
 from jaxmoe.batches.microbatches import Packing, SharedTokens
+from jaxmoe.batches.shared_contexts import (
+    choose_shared,
+    index_shared,
+    measure_beginnings,
+    number_segments,
+)
 from jaxmoe.config import require
 
 
@@ -72,14 +79,14 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     sizes: dict[str, Any] = dict(length=sharing.length, rows=sharing.rows)
     offset_BT = contexts = unshared_segment_BT = None
     if sharing.has_contexts:
-        offset_BT, contexts = _find_shared(
-            segments_BT, [tokens_BT, positions_BT, *experts], shared_B
-        )
+        inputs = [tokens_BT, positions_BT, *experts]
+        beginnings = measure_beginnings(segments_BT, inputs, shared_B)
+        shared_B = choose_shared(beginnings, group_B, sharing.unit)
+        offset_BT, contexts = index_shared(segments_BT, beginnings, shared_B)
         sizes |= {"unshared_B": lengths_B - (offset_BT >= 0).sum(axis=1), "contexts": contexts}
     packing = pack_groups(lengths_B, shared_B, group_B, **sizes)
     if contexts is not None:
-        numbers = number_contexts(packing, contexts)
-        unshared_segment_BT = np.take_along_axis(numbers, np.maximum(segments_BT - 1, 0), axis=1)
+        unshared_segment_BT = number_segments(packing, contexts, segments_BT)
     counts = {"unshared": np.int32(unshared), "refused": np.int32(refused)}
     shared_tokens = replace(
         packing.shared,
@@ -89,26 +96,6 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
         **counts,
     )
     return replace(batch, packing=replace(packing, shared=shared_tokens))
-
-
-def _find_shared(
-    segments_BT: np.ndarray, inputs: Sequence[np.ndarray], shared_B: np.ndarray
-) -> tuple[np.ndarray, list[list[bool]]]:
-    """Return int32 [B, T], the index of each token among the row's shared ones, −1 if it is not
-    shared; and for each row True for each context that begins with them.
-    """
-    offset_BT = np.full(segments_BT.shape, -1, np.int32)
-    contexts: list[list[bool]] = [[] for _ in segments_BT]
-    for b, start, end in find_contexts(segments_BT):
-        n = int(shared_B[b])
-        # Its first tokens, and what the model reads with them, are those of the prompt.
-        begins = end - start > n and all(
-            (x[b, start : start + n] == x[b, :n]).all() for x in inputs
-        )
-        contexts[b].append(begins)
-        if begins:
-            offset_BT[b, start : start + n] = np.arange(n)
-    return offset_BT, contexts
 
 
 def prompt_lengths(batch: Batch) -> np.ndarray:
@@ -147,7 +134,7 @@ def pack_groups(
         raise ValueError(f"a row holds {length} tokens, sequence {i} has {lengths_B[i]}.")
     B, branch_B = len(lengths_B), lengths_B - shared_B if unshared_B is None else unshared_B
     sharing_B = np.array([sum(x) for x in contexts]) if contexts is not None else np.ones(B, int)
-    other_B = np.array([len(x) for x in contexts or []] or sharing_B) - sharing_B
+    unshared_contexts_B = np.array([len(x) for x in contexts or []] or sharing_B) - sharing_B
     parts = [
         part
         for group in range(group_B.max(initial=-1) + 1)
@@ -173,7 +160,7 @@ def pack_groups(
         first[members], last[members] = segment, segment + n_sharing.sum()
         branch[members] = segment + 1 + np.cumsum(n_sharing) - n_sharing
         # The segments after the last that sees the shared tokens are for the other contexts.
-        segment += int(n_sharing.sum() + other_B[members].sum()) + 1
+        segment += int(n_sharing.sum() + unshared_contexts_B[members].sum()) + 1
         room[row] -= sizes[i]
     shared_tokens = SharedTokens(
         shared_B.astype(np.int32),
@@ -187,21 +174,6 @@ def pack_groups(
     )
     count = np.int32(-(-len(room) // rows))
     return Packing(microbatch, start, count, rows=rows, length=length, shared=shared_tokens)
-
-
-def number_contexts(packing: Packing, contexts: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Return int32 [B, C]: the segment of the unshared tokens of each context of each sequence."""
-    shared = packing.shared
-    numbers_BC = np.zeros((len(contexts), max(map(len, contexts), default=1) or 1), np.int32)
-    after_last: dict[int, int] = {}  # by the group's last segment that sees its shared tokens
-    for i, (begins, last) in enumerate(zip(contexts, shared.last_segment_B.tolist(), strict=True)):
-        branch = int(shared.branch_segment_B[i])
-        for c, is_sharing in enumerate(begins):
-            if is_sharing:
-                numbers_BC[i, c], branch = branch, branch + 1
-            else:
-                numbers_BC[i, c] = after_last[last] = after_last.get(last, last) + 1
-    return numbers_BC
 
 
 def _cut_group(

@@ -34,6 +34,8 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     if mesh.devices == 1:
         return
     _check_divides(mesh.sequence, "mesh.sequence", cfg.context, context_name(cfg))
+    if cfg.rollout.max_episode_tokens:  # the rows of a warm start have one context
+        _check_divides(mesh.sequence, "mesh.sequence", cfg.read_context, "rollout.max_context")
     for name in ("n_q_heads", "n_kv_heads"):
         _check_divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
     if mesh.sequence > 1 and mesh.attention == "zigzag":

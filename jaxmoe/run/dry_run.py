@@ -242,7 +242,7 @@ def _check_task(cfg: Config) -> str:
     task = open_task(cfg)
     longest = task.check_prompts()
     if cfg.warmup.steps:
-        check_targets(task, cfg.context)
+        check_targets(task, cfg.read_context)
     sandbox = describe_run_sandbox(cfg, (*task.rewards, *task.second_grader))
     text, tokens = cfg.init.tokenizer, task.tokenizer.vocab_size
     counts, *left_out = task.describe_rows()

@@ -225,7 +225,7 @@ def make_batch(case: Case, cfg: ModelConfig, seed: int = 0) -> Batch:
 
 
 def add_contexts(tokens, segments, mask, positions, experts, cfg):
-    """Add a second context to each row: its prompt and more, or in one row of three others."""
+    """Add a second context to each row: its prompt, or two thirds of it, and more, or others."""
     rng, (B, T) = np.random.default_rng(7), tokens.shape
     arrays = [
         np.pad(x, [(0, 0), (0, PROMPT + 9), *[(0, 0)] * (x.ndim - 2)])
@@ -239,8 +239,10 @@ def add_contexts(tokens, segments, mask, positions, experts, cfg):
         end, p = int((segments[i] > 0).sum()), int(mask[i].argmax()) if mask[i].any() else 2
         start, n = end + p + 3, int(rng.integers(1, 7))
         tokens[i, end : start + n] = rng.integers(0, cfg.vocab_size, p + 3 + n)
+        same = p - p // 3 if i % 3 == 1 else p
         if i % 3 != 2:
-            tokens[i, end : end + p], experts[i, end : end + p] = tokens[i, :p], experts[i, :p]
+            tokens[i, end : end + same] = tokens[i, :same]
+            experts[i, end : end + same] = experts[i, :same]
         segments[i, end : start + n] = 2
         positions[i, end:] = np.arange(tokens.shape[1] - end)
         mask[i, start : start + n] = i != 1

@@ -10,6 +10,7 @@ import pytest
 from bigram import CFG, MODEL, OPS, start, step_of
 
 from jaxmoe.batches.batch import find_contexts, rollout_batch
+from jaxmoe.batches.shared_contexts import choose_shared, measure_beginnings
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.losses import gae, gspo, seq_mean_token_mean, sequence_is, turn_return_advantages
 from jaxmoe.records import Prompt, Rollout, StopReason
@@ -108,3 +109,26 @@ def test_starts_that_no_context_can_have_are_refused():
             make([replace(good, context_starts=starts)], np.ones(1))
     with pytest.raises(ConfigError, match=r"--set rollout\.max_episode_tokens=29"):
         rollout_batch([good], np.ones(1), samples=1, length=20, pad_id=0)
+
+
+def test_the_beginning_that_saves_most_is_shared():
+    """Two groups; contexts begin with other lengths of their prompts."""
+    beginnings = [[20, 9], [20, 9, 8], [20], [20, 3]]
+    group_B = np.array([0, 0, 1, 1])
+    # Group 0: 20 · 1, 9 · 3, 8 · 4 tokens are saved; group 1: 20 · 1, 3 · 2.
+    assert choose_shared(beginnings, group_B, 1).tolist() == [8, 8, 20, 20]
+    assert choose_shared(beginnings, group_B, 4).tolist() == [8, 8, 20, 20]
+    # In blocks of 16 only the prompts themselves share.
+    assert choose_shared(beginnings, group_B, 16).tolist() == [16, 16, 16, 16]
+
+
+def test_beginnings_end_at_the_first_difference():
+    segments = np.array([[1] * 6 + [2] * 5 + [3] * 4 + [0]])
+    tokens = np.array([[7, 8, 9, 4, 5, 6] + [7, 8, 9, 4, 1] + [7, 8, 1, 4] + [0]])
+    experts = np.zeros((1, 16, 2, 2))
+    limit = np.array([4])
+    assert measure_beginnings(segments, [tokens, experts], limit) == [[4, 4, 2]]
+    experts[0, 7, 1, 0] = 1  # of the second token of the second context
+    assert measure_beginnings(segments, [tokens, experts], limit) == [[4, 1, 2]]
+    # One token of a context is its own.
+    assert measure_beginnings(segments[:, :9], [tokens], limit) == [[4, 2]]
