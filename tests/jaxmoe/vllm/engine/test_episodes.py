@@ -25,6 +25,7 @@ from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import jit_step
+from jaxmoe.rollout.replies import NewContext
 
 
 def assert_equal_episodes(a, b):
@@ -80,6 +81,24 @@ def test_five_turns_match_trainer_log_probs_and_experts(engine):
         assert len(environment.calls[i]) >= len(turns) - 1
         assert not r.rollout_logp[~r.sampled_mask].any()
         assert len(r.weight_versions) == len(r.tokens) and set(r.weight_versions) == {3}
+
+
+class NewContexts(Replies):
+    """Every second reply replaces what the policy has read."""
+
+    def reply(self, episode, turn):
+        tokens = super().reply(episode, turn)
+        if isinstance(tokens, StopReason) or len(self.calls[episode]) % 2 == 0:
+            return tokens
+        return NewContext(tuple(tokens * 3))
+
+
+@pytest.mark.slow
+def test_new_contexts_match_the_trainer(engine):
+    out = engine.generate(prompts(4), LONG, seed=1, samples=2, environment=NewContexts())
+    assert max(len(r.context_starts) for r in out) == 2
+    # A server's prefix cache may hide the experts of a context that others began with.
+    assert compare_with_trainer(out) < 5e-5
 
 
 @pytest.mark.slow
