@@ -35,12 +35,15 @@ NOTES = {
             "optim__tokens_per_microbatch": 2112,
             "loss__advantages": "turn_return_advantages",
         },
-        {
-            "rollout__schedule": "groups",
-            "rollout__max_staleness": 1,
-            "rollout__native__on_weight_sync": "recompute",
-            "loss__rollout_correction": "token_is",
-        },
+        pytest.param(
+            {
+                "rollout__schedule": "groups",
+                "rollout__max_staleness": 1,
+                "rollout__native__on_weight_sync": "recompute",
+                "loss__rollout_correction": "token_is",
+            },
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["invariant", "shared prompts", "groups"],
 )
