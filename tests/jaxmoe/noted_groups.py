@@ -82,7 +82,9 @@ def run_noted(
         return make_batch(cfg, task, rollouts, rewards)
 
     noting: Any = dict(open_engine=open_noting, make_batch=make_noted_batch)
-    train(cfg, replace(parts, plot_run=lambda *_, **__: None, **noting | parts_options))
+    noted_parts = replace(parts, plot_run=lambda *_, **__: None, **noting | parts_options)
+    with jax.numpy_dtype_promotion("standard"):  # the command's
+        train(cfg, noted_parts)
     lines = read_metrics(work / "metrics.jsonl")
     run.rows = [row for row in lines if "rollout/oldest_group" in row]
     return run

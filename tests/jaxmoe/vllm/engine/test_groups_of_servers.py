@@ -53,7 +53,6 @@ def changing_step(state, batch, minibatches, base, **_):
     return replace(state, params=replace(state.params, policy=policy)), numbers, stats
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_groups_outlive_a_server_that_comes_back(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(server_pool, "MIN_RECONNECT_S", 0.05)
     cfg = override(load_config("tiny_vllm.py"), *MODEL, "rollout.max_new_tokens=12")
@@ -136,7 +135,6 @@ def sync_in_flight(engine, cfg):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_vllm_trains_each_group_once(server, tmp_path, monkeypatch, mode):
     monkeypatch.setenv("VLLM_API_KEY", server.key)
