@@ -45,10 +45,6 @@ class NotedRun:
     trained: list = field(default_factory=list)  # rollouts of each step
     rows: list = field(default_factory=list)  # lines of the steps
 
-    @property
-    def rollouts(self):
-        return [rollout for rollouts in self.trained for rollout in rollouts]
-
 
 def run_noted(
     work,
@@ -97,9 +93,11 @@ def prompt_ids(cfg):
 
 
 def check_groups(run):
-    """Assert that each group of the stream was trained once, in order, and no token too old."""
-    drawn = [r.prompt.id for r in run.rollouts]
-    assert drawn == np.repeat(prompt_ids(run.cfg), SAMPLES).tolist()
+    """Assert that each group of the stream was trained once, in its step, and no token too old."""
+    ids = prompt_ids(run.cfg)
+    steps = [sorted(ids[i : i + PROMPTS] * SAMPLES) for i in range(0, len(ids), PROMPTS)]
+    # Within a step groups with equal rewards are the last.
+    assert [sorted(r.prompt.id for r in rollouts) for rollouts in run.trained] == steps
     assert len(run.rows) == run.cfg.steps
     for k, row in enumerate(run.rows):
         first = k * PROMPTS
