@@ -188,6 +188,12 @@ class RolloutConfig(Section, key="rollout"):
         return self.sequences_per_step // self.samples_per_prompt
 
     @property
+    def newest_weights_advice(self) -> str:
+        """Settings to type so that the newest weights sample all tokens."""
+        groups = " --set rollout.schedule=batch --set rollout.max_lag=0"
+        return "Try --set rollout.max_staleness=0" + groups * (self.schedule == "groups") + "."
+
+    @property
     def older_versions(self) -> int:
         """Number of versions that may sample although the engine has newer weights."""
         pins = self.schedule == "groups" and not self.changes_in_flight

@@ -57,7 +57,6 @@ async def request_judge(
                         executor,
                         _request,
                         url,
-                        concurrency,
                         fields,
                         key,
                         read,
@@ -73,7 +72,6 @@ async def request_judge(
 
 def _request(
     url: str,
-    concurrency: int,
     fields: Mapping[str, Any],
     key: str,
     read: Callable[[str], float | None],
@@ -88,7 +86,7 @@ def _request(
         headers["Authorization"] = f"Bearer {key}"
     start = time.monotonic()
     try:
-        response = _open_client(url, concurrency).request(
+        response = _open_client(url).request(
             "POST",
             "/chat/completions",
             json.dumps(fields).encode(),
@@ -132,8 +130,8 @@ def _reply_text(body: bytes) -> str:
 
 
 @lru_cache
-def _open_client(url: str, concurrency: int) -> HttpClient:
-    return HttpClient(url, connections=concurrency)
+def _open_client(url: str) -> HttpClient:
+    return HttpClient(url)
 
 
 @lru_cache

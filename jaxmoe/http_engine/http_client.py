@@ -26,6 +26,9 @@ CONNECT_TIMEOUT_S = 10.0
 # An idle connection is not reused after this time: vLLM closes it at 5 s, perhaps under a new
 # request.
 MAX_IDLE_S = 3.0
+# Idle connections that are kept; urllib3 warns of each further one. Answers for training, for an
+# evaluation and in place of a failed server are in flight beside each other.
+MAX_KEPT = 1024
 MAX_HEAD_BYTES = 1 << 17  # of a status line, headers and interim responses
 MAX_ERROR_BYTES = 1 << 16  # of the body of an error; the rest is not read
 CHUNK_BYTES = 1 << 16
@@ -86,11 +89,11 @@ class _BoundedResponse(http.client.HTTPResponse):
 class HttpClient:
     """A pool of connections to one server. Thread-safe; it grows as threads send requests."""
 
-    def __init__(self, url: str, *, connections: int) -> None:
+    def __init__(self, url: str) -> None:
         self._prefix = (parse_url(url).path or "").rstrip("/")
         # No retries: the caller decides, and may ask another server.
         self._pool = urllib3.connectionpool.connection_from_url(
-            url, maxsize=connections, block=False, retries=False
+            url, maxsize=MAX_KEPT, block=False, retries=False
         )
         self._live, self._lock, self._closed = weakref.WeakSet[Any](), threading.Lock(), False
         self._request = threading.local()  # the limits of this thread's current request

@@ -31,7 +31,6 @@ class JsonClient:
         url: str,
         *,
         timeout_s: float,
-        connections: int = 64,
         key: str = "",
         key_variable: str = "the key",
     ) -> None:
@@ -39,7 +38,7 @@ class JsonClient:
         self._key, self._key_variable = Key(key), key_variable
         self._close_reason = ""
         self._timeout_s = timeout_s
-        self._client = HttpClient(self.name, connections=connections)
+        self._client = HttpClient(self.name)
 
     def answers_within(self, path: str, timeout_s: float) -> bool:
         """Return True if any response arrives in time, including an error."""

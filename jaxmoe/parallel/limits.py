@@ -75,7 +75,7 @@ def _check_processes(cfg: Config) -> None:
         rollout.max_staleness == 0,
         f"rollout.max_staleness ({rollout.max_staleness}) must be 0 with several processes, which "
         "alternate between sampling and training: in a second thread their collectives would run "
-        "in another order. Try --set rollout.max_staleness=0.",
+        f"in another order. {rollout.newest_weights_advice}",
     )
     describe_engine(cfg).check_processes(cfg)
 

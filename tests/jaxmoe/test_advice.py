@@ -121,6 +121,16 @@ def refusal(name):
             ],
         ),
         ("tiny.py", ["model.numerics=invariant", "mesh.data=2", "mesh.tensor=2"]),
+        # no groups without staleness
+        (
+            "tiny_vllm.py",
+            [
+                "rollout.schedule=groups",
+                "rollout.max_staleness=2",
+                "rollout.max_lag=1",
+                "rollout.top_p=0.9",
+            ],
+        ),
     ],
 )
 def test_advice_that_was_followed_is_accepted(name, settings):

@@ -95,7 +95,6 @@ class HttpBackend(JsonClient, VllmBackend):
         url: str,
         *,
         timeout_s: float,
-        connections: int = 64,
         key: str = "",
         model: str = "",
         token_bytes: int = 4096,
@@ -103,7 +102,6 @@ class HttpBackend(JsonClient, VllmBackend):
         super().__init__(
             url,
             timeout_s=timeout_s,
-            connections=connections,
             key=key,
             key_variable=API_KEY_VARIABLE,
         )

@@ -27,7 +27,7 @@ from jaxmoe.losses.distillation import NO_WORD
 from jaxmoe.vllm.client.responses import parse_prompt_lists, parse_prompt_logps
 
 KEY_VARIABLE = "JAXMOE_TEACHER_API_KEY"
-CONNECTIONS = 32  # requests at a time; the server queues what it cannot compute at once
+REQUESTS = 32  # at a time; the server queues what it cannot compute at once
 TOKEN_BYTES = 1024  # of a response, for each word; vLLM writes about 100
 START_TIMEOUT_S = 60.0  # of a request before the run
 
@@ -50,7 +50,6 @@ class TeacherServer:
         return JsonClient(
             self.url,
             timeout_s=timeout_s,
-            connections=CONNECTIONS,
             key=key,
             key_variable=KEY_VARIABLE,
         )
@@ -76,7 +75,7 @@ class TeacherServer:
         ]
         rows = [tokens_BT[b, start:end].tolist() for b, start, end in trained]
         with closing(self.open_client(self.timeout_s)) as client:
-            with ThreadPoolExecutor(CONNECTIONS) as threads:
+            with ThreadPoolExecutor(REQUESTS) as threads:
                 scores = list(threads.map(lambda row: self.score_or_fail(client, row), rows))
         logp_BT, is_lost_B = np.zeros(tokens_BT.shape, np.float32), np.zeros(len(mask_BT), bool)
         ids_BTK = np.full((*tokens_BT.shape, self.top_k), -1, np.int32)

@@ -79,7 +79,7 @@ def check_vllm(cfg: Config) -> None:
         not (truncates and r.max_staleness > 0),
         f"rollout.max_staleness must be 0 if rollout.engine is vllm and top_k or top_p are on, "
         f"got {r.max_staleness}: the retained mass is computed by the weights that sampled "
-        "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
+        f"the answer, which are replaced by then. {r.newest_weights_advice}",
     )
     drafts = [x for x in shlex.split(vllm.args) if x.startswith(("--spec", "-sc"))]
     require(

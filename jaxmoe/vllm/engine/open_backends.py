@@ -48,7 +48,7 @@ def open_backends(
     (expert_format.py).
     """
     if vllm.urls:
-        named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
+        named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s)
         named["model"] = sent.served_name
         named["token_bytes"] = max_body_bytes_per_token(cfg)
         key = read_api_key()

@@ -213,7 +213,6 @@ class Server:
         backend = HttpBackend(
             self.url,
             timeout_s=self._cfg.request_timeout_s,
-            connections=self._rows,
             key=self.key,
             model=self._sent.served_name,
             token_bytes=max_body_bytes_per_token(self._model),

@@ -69,6 +69,16 @@ def test_several_processes_share_a_mesh_and_vllm_servers(monkeypatch):
     check_mesh(override(TINY, "mesh.fsdp=2"), 2)
 
 
+def test_groups_of_several_processes_become_batches(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    groups = "rollout.schedule=groups", "rollout.max_staleness=2", "rollout.max_lag=1"
+    cfg = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm", *groups)
+    with pytest.raises(ConfigError, match=r"max_staleness \(2\) must be 0 with several") as error:
+        check_mesh(cfg, 2)
+    typed = str(error.value).partition("Try --set ")[2].removesuffix(".").split(" --set ")
+    check_mesh(override(cfg, *typed), 2)
+
+
 def test_a_host_must_exist_and_have_room(monkeypatch):
     cfg = override(TINY, "optim.moments=host", "mesh.fsdp=2")
     free = 2 * 1000

@@ -56,7 +56,7 @@ def test_idle_connections_close_before_the_server_drops_them(server, monkeypatch
 def test_closing_while_threads_connect_ends_them_all(server):
     url, _ = server
     for _ in range(3):
-        backend = HttpBackend(url, timeout_s=5.0, connections=16)
+        backend = HttpBackend(url, timeout_s=5.0)
         ended = []
 
         def send_requests(backend=backend, ended=ended):
