@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, require
-from jaxmoe.config.engine import EngineDescription
+from jaxmoe.config.engine import EngineDescription, EngineMemory
 from jaxmoe.config.layer_plan import has_gpt_oss_order
 from jaxmoe.config.lora_with import check_lora_of_vllm
 
@@ -25,6 +25,7 @@ def describe_vllm(cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_vllm_engine,
         summary=_summarize(cfg),
+        memory=plan_vllm_memory,
         reports_kept_mass=True,
         reports_experts=True,
         runs_episodes=True,
@@ -56,6 +57,18 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         max_rows=r.max_parallel_sequences,
         max_context=cfg.context,
     )
+
+
+def plan_vllm_memory(cfg: Config) -> EngineMemory:
+    """Return the bytes of the weights to which changes are applied; vLLM's others stand apart."""
+    from jaxmoe.weight_sync.update import count_sent_bytes
+
+    vllm = cfg.rollout.vllm
+    if vllm.complete_sync_every == 1:
+        return EngineMemory()
+    # A server that somebody started with dense experts gets dense ones.
+    experts = "dense" if cfg.quant.experts == "none" else "packed"
+    return EngineMemory(sent=count_sent_bytes(cfg.model, vllm.dtype or cfg.model.dtype, experts))
 
 
 def check_vllm(cfg: Config) -> None:
@@ -146,8 +159,6 @@ def _summarize(cfg: Config) -> str:
     if cfg.lora.ranks:
         sent = {"merged": "merged full weights", "adapter": "only the adapter"}[vllm.lora]
         text += f", receives {sent}"
-    if vllm.complete_sync_every > 1:
-        text += ", keeps the weights that it received in host memory, as this process does"
     return text
 
 
