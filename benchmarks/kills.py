@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of groups that are killed at random moments, and must lose and repeat nothing.
 
-COMMAND  python -m benchmarks.kills [--kills 100] [--seed 0] [--out runs/kills] [--engines NAMES]
+COMMAND  python -m benchmarks.kills [--kills 100] [--minutes 120] [--out runs/kills]
 
 A tiny model trains with late replies and a tool, max_staleness 3, max_lag 1 and a checkpoint every
 two steps. SIGKILL, SIGTERM, SIGINT and two SIGINT end it in turn: while it starts, after a step, as
@@ -220,7 +220,7 @@ def kill_once(
     moment: str,
     dice: random.Random,
 ) -> bool:
-    """Start a run and kill it; return True if it is complete."""
+    """Start a run and kill it; return True if it ended by itself."""
     begun_s, position = time.monotonic(), newest_position(run.work)
     (out / "events").unlink(missing_ok=True)
     process = start(run, out)
@@ -272,7 +272,7 @@ def kill_once(
         print(f"PROBLEM {what}: {problems}\n{tail}", flush=True)
     else:
         print(f"{what}: status {status}, {newest_position(run.work)}", flush=True)
-    return status == 0
+    return not is_met or status == 0
 
 
 @contextlib.contextmanager
@@ -280,7 +280,7 @@ def stand_in_url(cfg: Config) -> Iterator[str]:
     """The URL of a server that outlives the kills."""
     from tests.jaxmoe.vllm.stand_in import StandIn
 
-    server = StandIn(cfg.model, context=cfg.context)
+    server = StandIn(cfg.model, context=cfg.context + 1)
     try:
         yield server.url
     finally:
@@ -290,13 +290,15 @@ def stand_in_url(cfg: Config) -> Iterator[str]:
 def kill_runs(args: argparse.Namespace) -> Totals:
     """Kill runs until there were enough kills; every run is brought to its end."""
     out, dice, totals = args.out.absolute(), random.Random(args.seed), Totals()
-    shutil.rmtree(out, ignore_errors=True)
+    for old in (*out.glob("run-*"), out / "tmp", out / "weights"):
+        shutil.rmtree(old, ignore_errors=True)
     for name in ("tmp", "weights"):
         (out / name).mkdir(parents=True)
     # Processes that lose their parent become children of this one.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     engines, shared = args.engines.split(","), set(os.listdir("/dev/shm"))
-    while totals.n_kills < args.kills:
+    end_s = time.monotonic() + 60 * args.minutes
+    while totals.n_kills < args.kills and time.monotonic() < end_s:
         engine = engines[totals.runs % len(engines)]
         with contextlib.ExitStack() as stack:
             url = ""
@@ -324,7 +326,8 @@ def kill_runs(args: argparse.Namespace) -> Totals:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=120.0, help="until the last run begins")
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))

@@ -61,14 +61,9 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
 
 def plan_vllm_memory(cfg: Config) -> EngineMemory:
     """Return the bytes of the weights to which changes are applied; vLLM's others stand apart."""
-    from jaxmoe.weight_sync.update import count_sent_bytes
+    from jaxmoe.weight_sync.sent_weights import count_kept_bytes
 
-    vllm = cfg.rollout.vllm
-    if vllm.complete_sync_every == 1:
-        return EngineMemory()
-    # A server that somebody started with dense experts gets dense ones.
-    experts = "dense" if cfg.quant.experts == "none" else "packed"
-    return EngineMemory(sent=count_sent_bytes(cfg.model, vllm.dtype or cfg.model.dtype, experts))
+    return EngineMemory(sent=count_kept_bytes(cfg))
 
 
 def check_vllm(cfg: Config) -> None:
