@@ -102,6 +102,7 @@ class Totals:
     n_kills: int = 0
     kills: Counter[str] = field(default_factory=Counter)  # by signals and by moment
     problems: list[str] = field(default_factory=list)
+    in_imports: int = 0  # kills before the first line
     runs: int = 0
     groups: int = 0
     kept: int = 0
@@ -240,9 +241,11 @@ def kill_once(
         process.kill()
     status = process.wait()
     stdout, stderr = ((out / name).read_text() for name in ("stdout", "stderr"))
-    if not (may_end_so(numbers, status) if is_met else status == 0):
+    # Before its first line `import jax` is interrupted, which by itself may crash Python.
+    if is_met and not stdout:
+        totals.in_imports += 1
+    elif not (may_end_so(numbers, status) if is_met else status == 0):
         problems.append(f"status {status}")
-    # Before its first line Python itself may be interrupted.
     if "Traceback" in stderr and stdout:
         problems.append("a traceback")
     end_s = time.monotonic() + ORPHAN_S

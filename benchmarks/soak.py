@@ -5,9 +5,10 @@ COMMAND  python -m benchmarks.soak [--steps 2000] [--sync recompute] [--out runs
 
 The model and the episodes of kills.py, with quick replies. Every 50 steps after the first 200 it
 measures resident memory, open files, threads, files of the run folder, live arrays of JAX, entries
-of caches, and objects that Python's collector knows. A line is fitted to each, and the exit status
-is 1 if one grows more than its bound: a file or an array that stays of each checkpoint, an object
-of each other step, or the tokens of each answer. Linux.
+of caches without a limit, and objects that Python's collector knows. A line is fitted to each, and
+the exit status is 1 if one grows more than its bound, by two standard errors. The bounds are a file
+or an array that stays of each second checkpoint, an object of each other step, or the tokens of
+each answer. Linux.
 """
 
 import argparse
@@ -47,11 +48,20 @@ BOUNDS = {
 }
 
 
+def cache_sizes() -> dict[str, int]:
+    """Entries of the caches that have no limit, by function."""
+    caches = [x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper)]
+    return {
+        f"{cache.__module__}.{cache.__qualname__}": cache.cache_info().currsize
+        for cache in caches
+        if cache.cache_parameters()["maxsize"] is None
+    }
+
+
 def measure(work: Path) -> dict[str, int]:
     """What this process has now."""
     gc.collect()
-    arrays, objects = jax.live_arrays(), gc.get_objects()
-    caches = [x for x in objects if isinstance(x, functools._lru_cache_wrapper)]
+    arrays = jax.live_arrays()
     return {
         "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
         "open_files": len(os.listdir("/proc/self/fd")),
@@ -59,18 +69,28 @@ def measure(work: Path) -> dict[str, int]:
         "folder_files": sum(1 for _ in work.rglob("*")),
         "live_arrays": len(arrays),
         "live_array_bytes": sum(array.nbytes for array in arrays),
-        "cache_entries": sum(cache.cache_info().currsize for cache in caches),
-        "objects": len(objects),
+        "cache_entries": sum(cache_sizes().values()),
+        "objects": len(gc.get_objects()),
     }
 
 
-def fit_slopes(samples: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
-    """The growth a step of each quantity, by least squares; `samples` by step."""
-    steps = np.array(list(samples), np.float64)
-    return {
-        name: float(np.polyfit(steps, [float(s[name]) for s in samples.values()], 1)[0])
-        for name in BOUNDS
-    }
+def fit_slope(steps: Sequence[int], values: Sequence[int]) -> tuple[float, float]:
+    """The growth a step by least squares, and its standard error."""
+    x = np.array(steps, np.float64) - np.mean(steps)
+    y = np.array(values, np.float64) - np.mean(values)
+    slope = float(x @ y / (x @ x))
+    rest = y - slope * x
+    return slope, float(np.sqrt(rest @ rest / (len(x) - 2) / (x @ x)))
+
+
+def find_growth(samples: Mapping[int, Mapping[str, int]]) -> list[str]:
+    """Print the slope of each quantity; return those that grow. `samples`: by step."""
+    growing = list[str]()
+    for name, bound in BOUNDS.items():
+        slope, error = fit_slope(list(samples), [sample[name] for sample in samples.values()])
+        growing += [name] * (slope - 2 * error > bound)
+        print(f"{name:17} {slope:+10.4f} a step, error {error:.4f}, bound {bound:g}", flush=True)
+    return growing
 
 
 def run(cfg: Config) -> dict[int, dict[str, int]]:
@@ -99,17 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes = (
         f"steps={args.steps}",
         "model.d_model=16",
+        "rollout.sequences_per_step=4",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_parallel_sequences=8",
         "save.every_steps=50",
         "data.environment=benchmarks.late_replies:LateReplies(slow_s=0.02)",
         f"rollout.native.on_weight_sync={args.sync}",
     )
     cfg = override(load_config(CONFIG), *SETTINGS, *changes)
-    slopes = fit_slopes(run(replace(cfg, workdir=str(args.out))))
-    grows = [name for name, bound in BOUNDS.items() if slopes[name] > bound]
-    for name, bound in BOUNDS.items():
-        print(f"{name:17} {slopes[name]:+10.4f} a step, bound {bound:g}", flush=True)
-    print(json.dumps({"steps": args.steps, "sync": args.sync, "slopes": slopes, "grows": grows}))
-    return int(bool(grows))
+    samples = run(replace(cfg, workdir=str(args.out)))
+    growing = find_growth(samples)
+    print(json.dumps({"steps": args.steps, "sync": args.sync, "grows": growing}))
+    return int(bool(growing))
 
 
 if __name__ == "__main__":
