@@ -7,6 +7,7 @@ Next: kills.py.
 import json
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -115,6 +116,13 @@ def check_begun(begun: Sequence[str], questions: Sequence[str], samples: int) ->
         for question, count in counts.items()
         if count > limits[question]
     ]
+
+
+def may_end_so(numbers: Sequence[int], status: int) -> bool:
+    """True for the statuses of a run that gets these signals, at its start or at its end too."""
+    if numbers[0] == signal.SIGKILL:
+        return status in (-signal.SIGKILL, 0)
+    return status in (0, 128 + numbers[0], -numbers[0])
 
 
 def list_children() -> list[int]:

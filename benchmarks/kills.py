@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.fault_training import XLA_FLAGS
@@ -35,6 +35,7 @@ from benchmarks.kill_checks import (
     check_complete,
     check_restart,
     list_children,
+    may_end_so,
     newest_position,
 )
 from benchmarks.late_replies import EVENTS
@@ -206,13 +207,6 @@ def wait_for_moment(
     return first_s
 
 
-def may_end_so(numbers: Sequence[int], status: int) -> bool:
-    """True for the statuses of a run that gets these signals, at its start or at its end too."""
-    if numbers[0] == signal.SIGKILL:
-        return status in (-signal.SIGKILL, 0)
-    return status in (0, 128 + numbers[0], -numbers[0])
-
-
 def kill_once(
     run: Run,
     out: Path,
@@ -326,6 +320,13 @@ def kill_runs(args: argparse.Namespace) -> Totals:
     return totals
 
 
+def report(totals: Totals) -> str:
+    """A line of JSON."""
+    starts = totals.restart_s or [0.0]
+    restart_s = {"median": round(statistics.median(starts), 1), "max": round(max(starts), 1)}
+    return json.dumps(vars(totals) | {"restart_s": restart_s})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
@@ -335,9 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     totals = kill_runs(parser.parse_args(argv))
-    starts = totals.restart_s or [0.0]
-    restart_s = {"median": round(statistics.median(starts), 1), "max": round(max(starts), 1)}
-    print(json.dumps(asdict(totals) | {"restart_s": restart_s}))
+    print(report(totals))
     return int(bool(totals.problems))
 
 

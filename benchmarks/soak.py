@@ -34,7 +34,7 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.distributed.host import keep_freed_memory
 from jaxmoe.run.parts import make_parts
 
-WARM_UP, EVERY = 200, 50
+WARM_UP, EVERY, NEIGHBOURS = 200, 50, 5
 # growth a step
 BOUNDS = {
     "resident_bytes": 2048.0,
@@ -99,9 +99,14 @@ def run(cfg: Config) -> dict[int, dict[str, int]]:
 
     def make_batch(*args: Any) -> Any:
         step = next(counts)
-        if step >= WARM_UP and step % EVERY == 0:
-            samples[step] = measure(Path(cfg.workdir))
-            print(f"{step} {samples[step]}", flush=True)
+        last = -(-step // EVERY) * EVERY
+        if last >= WARM_UP and last - step < NEIGHBOURS:
+            # Of some steps the least, since what is in flight differs from step to step.
+            now = measure(Path(cfg.workdir))
+            before = samples.get(last, now)
+            samples[last] = {name: min(now[name], before[name]) for name in now}
+            if step == last:
+                print(f"{step} {samples[step]}", flush=True)
         return parts.make_batch(*args)
 
     train.train(cfg, replace(parts, make_batch=make_batch))

@@ -15,8 +15,9 @@ from benchmarks.kill_checks import (
     check_complete,
     check_restart,
     list_children,
+    may_end_so,
 )
-from benchmarks.kills import CONFIG, ENGINES, SETTINGS, main, may_end_so
+from benchmarks.kills import CONFIG, ENGINES, SETTINGS, Totals, main, report
 from benchmarks.soak import find_growth, fit_slope, measure
 from jaxmoe.config_file import load_config, override
 
@@ -124,6 +125,14 @@ def test_a_process_that_stays_is_seen():
 def test_a_signal_has_its_status():
     assert may_end_so((9,), -9) and not may_end_so((9,), 1)
     assert may_end_so((15,), 143) and may_end_so((2, 2), 130) and not may_end_so((2,), 143)
+
+
+def test_a_report_is_one_line_of_json():
+    totals = Totals(restart_s=[1.0, 3.0])
+    totals.kills.update(["start", "SIGINT", "start"])
+    line = json.loads(report(totals))
+    assert line["kills"] == {"start": 2, "SIGINT": 1}
+    assert line["restart_s"] == {"median": 2.0, "max": 3.0}
 
 
 def test_a_soak_sees_each_kind_of_growth(tmp_path):
