@@ -4,11 +4,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import soak
 from benchmarks.kill_checks import (
     admitted_groups,
     check_begun,
@@ -146,6 +149,22 @@ def test_a_soak_sees_each_kind_of_growth(tmp_path):
     growing = find_growth(samples)
     assert {"open_files", "folder_files", "live_arrays", "live_array_bytes"} <= {*growing}
     assert "threads" not in growing
+
+
+def test_the_least_of_neighbouring_steps_counts(monkeypatch):
+    @dataclass(frozen=True)
+    class Parts:
+        make_batch: Callable[[], object] = object
+
+    def train(cfg, parts):
+        for _ in range(310):
+            parts.make_batch()
+
+    steps = []
+    monkeypatch.setattr(soak, "make_parts", lambda cfg: Parts())
+    monkeypatch.setattr(soak.train, "train", train)
+    monkeypatch.setattr(soak, "measure", lambda work: steps.append(1) or {"n": 9 - len(steps) % 5})
+    assert soak.run(CFG) == {200: {"n": 5}, 250: {"n": 5}, 300: {"n": 5}} and len(steps) == 15
 
 
 def test_a_slope_has_its_error():
