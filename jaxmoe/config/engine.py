@@ -27,10 +27,11 @@ _KEY = "rollout.engine"
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of an engine on each device of the trainer."""
+    """Bytes of an engine on each device of the trainer, and in host memory."""
 
     weights: int = 0  # its copy of the policy's weights; two copies exist during a weight sync
     cache: int = 0  # keys and values while it samples
+    sent: int = 0  # of weights that were sent: in this host's memory, and in that of each worker
 
 
 def plan_no_memory(_cfg: "Config") -> EngineMemory:

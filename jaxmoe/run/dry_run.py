@@ -96,6 +96,7 @@ def format_plan(cfg: Config, *stages: str) -> str:
         f"trains       {n_trained:,} of {n_params:,}",
         f"devices      {cfg.mesh.devices} ({mesh_text}); bytes on each:",
         *_memory_lines(cfg, *stages),
+        *_sent_lines(cfg, *stages),
         "",
         "would run",
         f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
@@ -148,6 +149,14 @@ def _memory_lines(cfg: Config, *stages: str) -> Iterator[str]:
     )
     if mem.host:
         yield f"offloaded      {format_bytes(mem.host)}   (in its host's memory)"
+
+
+def _sent_lines(cfg: Config, *stages: str) -> Iterator[str]:
+    """Bytes of sent weights that stay in host memory; a command that exports sends none."""
+    sent = describe_engine(cfg).memory(cfg).sent
+    if sent and "exporting" not in stages:
+        yield f"sent weights {format_bytes(sent)}   (in this host's memory, for changes)"
+        yield f"  a worker   {format_bytes(sent)}   (in the memory of each worker's host)"
 
 
 def memory_labels(cfg: Config) -> dict[str, str]:

@@ -27,7 +27,7 @@ from jaxmoe.checkpoint.tensor_files import (
     encode_header,
     planned_bytes,
 )
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import Config, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, encode_block
 from jaxmoe.weight_sync.files import (
@@ -38,7 +38,23 @@ from jaxmoe.weight_sync.files import (
 )
 from jaxmoe.weight_sync.remove_when_killed import open_private
 from jaxmoe.weight_sync.sent_tensors import Experts
-from jaxmoe.weight_sync.update import ManifestDict, empty_manifest, fill_digests, plan_tensors
+from jaxmoe.weight_sync.update import (
+    ManifestDict,
+    count_sent_bytes,
+    empty_manifest,
+    fill_digests,
+    plan_tensors,
+)
+
+
+def count_kept_bytes(cfg: Config) -> int:
+    """Return the bytes that a run keeps on either side to send changes; 0 if it sends none."""
+    vllm = cfg.rollout.vllm
+    if vllm.complete_sync_every == 1:
+        return 0
+    # A server that somebody started with dense experts gets dense ones.
+    experts = "dense" if cfg.quant.experts == "none" else "packed"
+    return count_sent_bytes(cfg.model, vllm.dtype or cfg.model.dtype, experts)
 
 
 class SentWeights:

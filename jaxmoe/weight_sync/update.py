@@ -116,6 +116,11 @@ def plan_tensors(
     return [plan_sent(entry, dtype) for entry in list_sent(cfg, experts)]
 
 
+def count_sent_bytes(cfg: ModelConfig, dtype: str, experts: Experts) -> int:
+    """Return the bytes of all tensors of a version."""
+    return sum(planned_bytes(plan_sent(entry, dtype)) for entry in list_sent(cfg, experts))
+
+
 def fill_digests(
     params: Params,
     cfg: ModelConfig,

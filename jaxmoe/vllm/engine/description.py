@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, require
-from jaxmoe.config.engine import EngineDescription
+from jaxmoe.config.engine import EngineDescription, EngineMemory
 from jaxmoe.config.layer_plan import has_gpt_oss_order
 from jaxmoe.config.lora_with import check_lora_of_vllm
 
@@ -25,6 +25,7 @@ def describe_vllm(cfg: Config) -> EngineDescription:
     return EngineDescription(
         open=open_vllm_engine,
         summary=_summarize(cfg),
+        memory=plan_vllm_memory,
         reports_kept_mass=True,
         reports_experts=True,
         runs_episodes=True,
@@ -56,6 +57,13 @@ def open_vllm_engine(cfg: Config, ops: Any, work: Path, mesh: Any) -> Any:
         max_rows=r.max_parallel_sequences,
         max_context=cfg.read_context,
     )
+
+
+def plan_vllm_memory(cfg: Config) -> EngineMemory:
+    """Return the bytes of the weights to which changes are applied; vLLM's others stand apart."""
+    from jaxmoe.weight_sync.sent_weights import count_kept_bytes
+
+    return EngineMemory(sent=count_kept_bytes(cfg))
 
 
 def check_vllm(cfg: Config) -> None:
@@ -146,8 +154,6 @@ def _summarize(cfg: Config) -> str:
     if cfg.lora.ranks:
         sent = {"merged": "merged full weights", "adapter": "only the adapter"}[vllm.lora]
         text += f", receives {sent}"
-    if vllm.complete_sync_every > 1:
-        text += ", keeps the weights that it received in host memory, as this process does"
     return text
 
 

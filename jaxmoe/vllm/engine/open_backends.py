@@ -124,10 +124,9 @@ def check_context(backend: VllmBackend, needed_tokens: int) -> int:
         check_requires_key(backend)
     if max_context < needed_tokens:
         raise ConfigError(
-            f"{backend.name} must take data.max_prompt_tokens + rollout.max_new_tokens + 1 "
-            f"({needed_tokens}) tokens, its --max-model-len is {max_context}. Start it with "
-            f"--max-model-len {needed_tokens}, or make both smaller, "
-            f"--set data.max_prompt_tokens={max(1, max_context // 2)} "
-            f"--set rollout.max_new_tokens={max(1, max_context - max_context // 2 - 1)}."
+            f"{backend.name} must take the run's context + 1 ({needed_tokens}) tokens, its "
+            f"--max-model-len is {max_context}. Start it with --max-model-len {needed_tokens}, or "
+            f"have at most {max_context - 1} tokens in rollout.max_context, or without it in "
+            "data.max_prompt_tokens + rollout.max_new_tokens."
         )
     return max_context

@@ -8,6 +8,8 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.params import count_params
 from jaxmoe.run.dry_run import format_plan
+from jaxmoe.run.memory import format_bytes
+from jaxmoe.weight_sync.update import count_sent_bytes
 
 GAE = "loss.advantages=gae"
 
@@ -76,6 +78,19 @@ def test_the_engine_is_named_and_where_it_runs():
     assert what_runs(cfg, *ahead)["rollouts"] == (
         f"vLLM at http://a:1{aside}, up to 2 steps ahead of the weights"
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_copies_of_sent_weights_are_listed(dtype):
+    cfg = override(load_config("tiny_vllm.py"), f"rollout.vllm.dtype={dtype}")
+    assert "sent weights" not in format_plan(cfg)
+    cfg = override(cfg, "rollout.vllm.complete_sync_every=16")
+    size = format_bytes(count_sent_bytes(cfg.model, dtype, "dense"))
+    text = format_plan(cfg)
+    assert f"sent weights {size}   (in this host's memory" in text
+    assert f"  a worker   {size}   (in the memory of each worker's host)" in text
+    assert "sent weights" in format_plan(cfg, "evaluating")
+    assert "sent weights" not in format_plan(cfg, "exporting")
 
 
 def test_custom_terms_and_routers_are_named_or_refused(tmp_path, monkeypatch):

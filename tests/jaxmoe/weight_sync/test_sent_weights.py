@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,11 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 from weight_updates import CFG, RUN, list_leftovers, random_params
 
+from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.vllm.plugin.manifest import UpdateRejected
 from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
 from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.sent_weights import SentWeights
+from jaxmoe.weight_sync.update import count_sent_bytes
 
 PARAMS = random_params()
 
@@ -42,6 +45,10 @@ def receive(kept, file):
     return [name for name in raw if digest_array(raw[name]) != digests[name]]
 
 
+def nbytes(kept, file):
+    return sum(raw.nbytes for raw in kept.read(folders_of(file)).values())
+
+
 @pytest.fixture
 def sent(tmp_path):
     return SentWeights(tmp_path, RUN, 4)
@@ -61,8 +68,16 @@ def test_a_worker_has_every_versions_bytes(tmp_path, sent, dtype):
             ).items():
                 assert kept.read(folders_of(file))[name].tobytes() == array.tobytes()
         params = change(params, version)
+    assert count_sent_bytes(CFG, dtype, "dense") == sent.nbytes == nbytes(kept, file)
     # One that comes later, and one that missed some, have them too.
     assert receive(late, file) == [] and receive(ReceivedBytes(), file) == []
+
+
+def test_bytes_of_packed_experts_are_counted(sent):
+    cfg = replace(CFG, d_model=64, d_expert=128)
+    params, _ = pack_experts(random_params(cfg), cfg)
+    file = sent.write(params, cfg, dtype="bfloat16", version=0, experts="packed")
+    assert count_sent_bytes(cfg, "bfloat16", "packed") == nbytes(ReceivedBytes(), file)
 
 
 def test_changes_take_a_part_of_the_bytes(sent):

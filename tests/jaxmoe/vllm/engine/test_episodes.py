@@ -310,7 +310,7 @@ def test_contexts_beyond_the_servers_are_refused(server, tmp_path):
         sampling = Sampling(NEW, STOPS, max_turns=2, max_context=CONTEXT + 1)
         with pytest.raises(ConfigError, match=f"Try --set rollout.max_context={CONTEXT + 1}"):
             opened.generate(prompts(1), sampling, seed=0, environment=Replies())
-    with pytest.raises(ConfigError, match="its --max-model-len is 97"):
+    with pytest.raises(ConfigError, match="is 97.*at most 96 tokens in rollout.max_context"):
         open_engine(server.url, tmp_path, max_context=CONTEXT + 1)
 
 
