@@ -46,7 +46,7 @@ from studies.turns import TURNS
 
 BED_STUDIES = (ROUTER, MXFP4)
 CONFIG_STUDIES = (TURNS, TEACHERS)
-QUICK_SEEDS, QUICK_STEPS, QUICK_BEDS = 2, 2, 1
+QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.
 QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 Sections = dict[str, str]  # Markdown, by the name of the section
@@ -84,7 +84,7 @@ def make_study_parser() -> argparse.ArgumentParser:
             "--beds",
             nargs="+",
             choices=study.beds,
-            default=list(study.beds),
+            default=None,
             metavar="BED",
             help=f"of {', '.join(study.beds)}; all by default",
         )
@@ -184,9 +184,9 @@ def make_bed_sections(study: BedStudy, args: argparse.Namespace, folder: Path) -
     seeds, steps = args.seeds, args.steps
     require(seeds > 1, f"--seeds must be at least 2, got {seeds}. Try --seeds {study.seeds}.")
     require(steps > 0, f"--steps must be at least 1, got {steps}. Try --steps {study.steps}.")
-    runs = BedRuns(args.beds, seeds, steps)
+    runs = BedRuns(args.beds or list(study.beds), seeds, steps)
     if args.quick:
-        runs = BedRuns(args.beds[:QUICK_BEDS], QUICK_SEEDS, QUICK_STEPS, quick=True)
+        runs = BedRuns(args.beds or [study.quick_bed], QUICK_SEEDS, QUICK_STEPS, quick=True)
     store, results = ResultsStore(folder / f"{study.name}.jsonl"), {}
     show_line(store.describe_missing(count_bed_runs(study, runs), study.run_seconds))
     if args.dry_run:

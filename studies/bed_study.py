@@ -30,6 +30,7 @@ class BedStudy:
     make_programs: (bed, steps, settings) -> the programs of a contender.
     train: (programs, seed, weights, rate) -> metrics, with `start`, `end` and `rewards`.
     run_seconds: CPU seconds of a run, for the estimate before the first one.
+    quick_bed: that of a quick study.
     columns: of the tables, by metric.
     measure_costs: (store, report) -> costs of a step; None for a study without them.
     """
@@ -44,6 +45,7 @@ class BedStudy:
     seeds: int
     steps: int
     run_seconds: float
+    quick_bed: str
     columns: Mapping[str, Column] = field(default_factory=dict)
     measure_costs: Callable[..., dict[str, float]] | None = None
 

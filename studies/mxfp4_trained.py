@@ -11,7 +11,6 @@ from pathlib import Path
 from jaxmoe.shapes import Params
 from jaxmoe.study.contenders import Contender
 from jaxmoe.study.tables import Column
-from studies.bed import WARM_STEPS
 from studies.bed_study import QUICK_WARM_STEPS, BedStudy
 from studies.mxfp4_bed import (
     MXFP4_BEDS,
@@ -54,8 +53,10 @@ def list_mxfp4_contenders(bed: Mxfp4Bed) -> list[Contender]:
 
 
 def load_mxfp4_weights(bed: Mxfp4Bed, seed: int, folder: Path, quick: bool) -> Params:
-    """Return the released weights of a seed."""
-    return load_released(bed, seed, folder, steps=QUICK_WARM_STEPS if quick else WARM_STEPS)
+    """Return the released weights of a seed; one for all in a quick study."""
+    if quick:
+        return load_released(bed, 0, folder, steps=QUICK_WARM_STEPS)
+    return load_released(bed, seed, folder)
 
 
 def make_contender_programs(bed: Mxfp4Bed, steps: int, settings: tuple[str, ...]) -> Mxfp4Programs:
@@ -74,6 +75,7 @@ MXFP4 = BedStudy(
     seeds=8,
     steps=60,
     run_seconds=11.0,
+    quick_bed="reversal",
     columns={
         "end_unrounded": Column("unrounded", "{:.3f}"),
         "k3": Column("k3", "{:.2g}"),

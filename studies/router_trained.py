@@ -10,7 +10,6 @@ from pathlib import Path
 from jaxmoe.shapes import Params
 from jaxmoe.study.contenders import Contender
 from jaxmoe.study.tables import Column
-from studies.bed import WARM_STEPS
 from studies.bed_study import QUICK_WARM_STEPS, BedStudy
 from studies.router_bed import (
     BEDS,
@@ -82,8 +81,10 @@ def list_bed_contenders(bed: Bed) -> list[Contender]:
 
 
 def load_router_weights(bed: Bed, seed: int, folder: Path, quick: bool) -> Params:
-    """Return the warm start of a seed, which all beds share."""
-    return load_bed_weights(seed, folder, steps=QUICK_WARM_STEPS if quick else WARM_STEPS)
+    """Return the warm start of a seed, which all beds share; one for all in a quick study."""
+    if quick:
+        return load_bed_weights(0, folder, steps=QUICK_WARM_STEPS)
+    return load_bed_weights(seed, folder)
 
 
 def make_router_programs(bed: Bed, steps: int, settings: tuple[str, ...]) -> BedPrograms:
@@ -102,6 +103,7 @@ ROUTER = BedStudy(
     seeds=8,
     steps=40,
     run_seconds=11.0,
+    quick_bed="two_forwards",
     columns={
         "grad_norm_p99": Column("gradient norm, p99", "{:.3g}"),
         "ratio_max": Column("largest ratio", "{:.3g}", max),

@@ -172,8 +172,8 @@ def check_study(contenders: Sequence[Contender], seeds: int, tuning_seeds: int) 
 
 def count_runs(contenders: Sequence[Contender], seeds: int, tuning_seeds: int) -> int:
     """About how many runs a study makes, with four rates or more on each tuning seed."""
-    tried = [max(4, len(c.rates) + 1) if len(c.rates) > 1 else 0 for c in contenders]
-    return sum(n * tuning_seeds + seeds for n in tried)
+    n_rates = [max(4, len(c.rates) + 1) if len(c.rates) > 1 else 0 for c in contenders]
+    return sum(n * tuning_seeds + seeds for n in n_rates)
 
 
 def make_run_key(name: str, contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 Next: jaxmoe/study/contenders.py.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class FamilyChances:
     n_intervals: chance that at least k = 1, 2, … of the single 95 % intervals leave out 0.
     any_verdict: chance of a verdict after Holm's correction.
     any_discovery: chance of one after Benjamini and Hochberg's.
-    visible_effect: the effect of one contender that gets its verdict in 80 % of tables.
+    visible_effect: the smallest one of one contender that has its verdict in 80 % of tables.
     """
 
     n_intervals: tuple[float, ...]
@@ -101,8 +102,10 @@ def measure_power(differences: np.ndarray, effect: float) -> float:
 
 
 def _find_visible(power: Callable[[float], float], scale: float) -> float:
-    """The smallest effect with a power of 80 %, by bisection up to 64 standard deviations."""
+    """The smallest effect with a power of 80 %, by bisection; inf above 64 standard deviations."""
     low, high = 0.0, 64 * scale
+    if power(high) < 0.8:
+        return math.inf
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (low, middle) if power(middle) >= 0.8 else (middle, high)

@@ -113,7 +113,7 @@ def sign_flip_p_value(values: Sequence[float], baseline: Sequence[float]) -> flo
     n = len(differences)
     if n <= _MAX_EXACT:
         # The signs of the first pair need not be tried: all others mirrored have the same mean.
-        signs = np.array([(1.0, *rest) for rest in itertools.product((1.0, -1.0), repeat=n - 1)])
+        signs = np.array([(1.0, *signs) for signs in itertools.product((1.0, -1.0), repeat=n - 1)])
     else:
         rng = np.random.default_rng(0)
         signs = rng.choice([1.0, -1.0], size=(2**_MAX_EXACT, n))

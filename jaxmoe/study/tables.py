@@ -4,6 +4,7 @@
 Next: jaxmoe/study/train_config.py, one way to run a contender.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,10 +102,10 @@ def format_verdicts(comparisons: Sequence[Comparison]) -> str:
     first, *rows = comparisons
     lines: list[str] = []
     for word, sign in (("better", 1), ("worse", -1)):
-        shown = [c for c in rows if c.difference is not None and sign * c.difference.mean > 0]
-        verdicts = ", ".join(_name_difference(c) for c in shown if is_verdict(c)) or "none"
+        same_sign = [c for c in rows if c.difference is not None and sign * c.difference.mean > 0]
+        verdicts = ", ".join(_name_difference(c) for c in same_sign if is_verdict(c)) or "none"
         lines.append(f"- **Shown to be {word} than {first.contender.name}**: {verdicts}.")
-        discoveries = ", ".join(_name_difference(c) for c in shown if is_discovery(c))
+        discoveries = ", ".join(_name_difference(c) for c in same_sign if is_discovery(c))
         if discoveries:
             lines.append(f"- Perhaps {word}: {discoveries}.")
     undecided = [c for c in rows if not is_verdict(c) and not is_discovery(c)]
@@ -129,19 +130,25 @@ def format_chances(comparisons: Sequence[Comparison]) -> str:
         return ""
     seeds, n_rows = len(first.values), len(rows)
     chances = simulate_family([c.values for c in comparisons])
-    least = 2.0 ** (1 - seeds)
+    lowest_p = 2.0 ** (1 - seeds)
     median = rows[0].median
     assert median is not None
     parts = [
         f"Bold: p below {LEVEL:g} after Holm's correction; italic: after Benjamini and Hochberg's "
         f"alone. The interval of the median has {median.confidence:.1%}; the p of exchanged signs "
-        f"is not corrected, and {least:.2g} or more with {seeds} seeds.",
+        f"is not corrected, and {lowest_p:.2g} or more with {seeds} seeds.",
         _describe_false_cells(chances, n_rows),
-        f"An effect of {chances.visible_effect:.2g} would be bold in 80 % of such tables.",
+        _describe_visible(chances.visible_effect),
         *_describe_rates(comparisons),
         *_describe_collapses(comparisons),
     ]
     return " ".join(parts)
+
+
+def _describe_visible(effect: float) -> str:
+    if math.isinf(effect):
+        return "No effect would be bold in 80 % of such tables: they need more seeds."
+    return f"An effect of {effect:.2g} would be bold in 80 % of such tables."
 
 
 def _describe_false_cells(chances: FamilyChances, n_rows: int) -> str:

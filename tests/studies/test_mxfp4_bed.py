@@ -106,8 +106,7 @@ def test_the_command_writes_tables_and_resumes(tmp_path, monkeypatch, capsys, re
     contenders = [Contender(c.name, c.settings, (1e-3,)) for c in MXFP4_CONTENDERS[::5]]
     monkeypatch.setattr(mxfp4_trained, "MXFP4_CONTENDERS", contenders)
     monkeypatch.setitem(MXFP4_BEDS, "reversal", BED)
-    load = lambda bed, seed, folder, *, steps: released  # noqa: E731
-    monkeypatch.setattr(mxfp4_trained, "load_released", load)
+    monkeypatch.setattr(mxfp4_trained, "load_released", lambda bed, seed, folder: released)
     argv = ["mxfp4", "--beds", "reversal", "--seeds", "2", "--steps", "1", "--out", str(tmp_path)]
     with jax.numpy_dtype_promotion("standard"):
         assert main(argv) == 0

@@ -64,7 +64,7 @@ def test_every_contender_of_a_bed_can_run(name):
 @pytest.mark.slow
 def test_a_second_call_repeats_no_contender(tmp_path, monkeypatch):
     weights = init_params(jax.random.key(0), CFG)
-    monkeypatch.setattr(router_trained, "load_bed_weights", lambda seed, folder, *, steps: weights)
+    monkeypatch.setattr(router_trained, "load_bed_weights", lambda seed, folder: weights)
     few = {name: REMEDIES[name] for name in ("nothing", "R2", "token IS")}
     monkeypatch.setattr(router_trained, "REMEDIES", few)
     monkeypatch.setattr(router_trained, "RATES", (1e-3,))

@@ -81,6 +81,11 @@ def test_one_contender_has_no_comparison():
     assert "| c0 |" in text and "Shown" not in text.partition("c0 |")[0].partition("none")[0][9:]
 
 
+def test_two_seeds_see_no_effect():
+    text = format_comparisons(compare([0.1] * 9, seeds=2))
+    assert "No effect would be bold in 80 %" in text and "more seeds" in text
+
+
 @pytest.mark.parametrize("seeds", [2, 5])
 def test_few_seeds_are_no_error(seeds):
     assert f"with {seeds} seeds" in format_comparisons(compare([0.1, 0.2], seeds=seeds))
