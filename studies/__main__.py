@@ -33,7 +33,13 @@ from jaxmoe.study.contenders import count_runs
 from jaxmoe.study.results_store import ResultsStore
 from jaxmoe.study.tables import format_verdicts
 from studies.bed_study import BedRuns, BedStudy, count_bed_runs, format_beds, run_bed
-from studies.config_study import ConfigStudy, format_config_study, make_quick, run_config_study
+from studies.config_study import (
+    ConfigStudy,
+    format_config_study,
+    make_quick,
+    run_config_study,
+    write_untrained_teacher,
+)
 from studies.micro_model import MicroSizes
 from studies.mxfp4_trained import MXFP4
 from studies.referee import judge_studies
@@ -210,11 +216,13 @@ def make_config_sections(study: ConfigStudy, args: argparse.Namespace, folder: P
     study = replace(study, settings=(*study.settings, *args.set), seeds=args.seeds)
     store = ResultsStore(folder / f"{study.name}.jsonl")
     if args.quick:
-        study = make_quick(study, folder, train=not args.dry_run)
+        study = make_quick(study, folder)
     planned = count_runs(study.contenders, study.seeds, min(study.tuning_seeds, study.seeds))
     show_line(store.describe_missing(planned, study.run_seconds))
     if args.dry_run:
         return {}
+    if args.quick:
+        write_untrained_teacher(study, folder)
     comparisons = run_config_study(
         study, folder, store=store, max_rates=3 if args.quick else 8, report=show_line
     )

@@ -7,15 +7,19 @@ Next: studies/turns.py and studies/teachers.py.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.teacher_weights import find_teacher, teacher_digest
 from jaxmoe.config import Config, require
 from jaxmoe.config_file import load_config, override
+from jaxmoe.data.tokenizer import write_byte_tokenizer
+from jaxmoe.model import init_params
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.study.contenders import (
     Comparison,
@@ -36,7 +40,7 @@ class ConfigStudy:
     settings: of all contenders.
     tuning_seeds: that choose rates, used in turn; one is cheap and can mislead.
     run_seconds: of a run, for the estimate before the first one.
-    teacher: the config whose run is their teacher, of which a quick study trains a little.
+    teacher: the config whose run is their teacher.
     """
 
     name: str
@@ -59,23 +63,29 @@ QUICK_SETTINGS = (
 )
 
 
-def make_quick(study: ConfigStudy, folder: Path, *, train: bool) -> ConfigStudy:
+def make_quick(study: ConfigStudy, folder: Path) -> ConfigStudy:
     """Return the study with two contenders of one rate and little training.
 
-    With `train` its teacher is trained in `folder`, if it is not there yet.
+    Its teacher, in `folder`, has not been trained.
     """
     settings = (*study.settings, *QUICK_SETTINGS)
     if study.teacher:
-        teacher = Contender("a teacher", QUICK_SETTINGS)
-        work = contender_folder(study.teacher, teacher, None, 0, folder=folder)
-        if train and not (work / "metrics.jsonl").is_file():
-            train_config(study.teacher, teacher, None, 0, folder=folder)
-        settings = (*settings, f"distill.teacher={work}")
+        settings = (*settings, f"distill.teacher={folder / 'teacher'}")
     # One rate, because a run's programs are compiled for it.
     contenders = [replace(c, rates=c.rates[:1]) for c in study.contenders[1:3]]
     return replace(
         study, contenders=contenders, settings=settings, seeds=QUICK_SEEDS, tuning_seeds=1
     )
+
+
+def write_untrained_teacher(study: ConfigStudy, folder: Path) -> None:
+    """Write the teacher of `make_quick`, once."""
+    if study.teacher and not (folder / "teacher").is_dir():
+        model = load_config(study.teacher).model
+        params = jax.jit(partial(init_params, cfg=model))(jax.random.key(0))
+        save_params(
+            params, model, folder / "teacher", dtype="float32", add_files=write_byte_tokenizer
+        )
 
 
 def run_config_study(

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.study import Contender
+from jaxmoe.study import Contender, ResultsStore
 from studies import __main__ as command
 from studies import config_study
-from studies.config_study import ConfigStudy, read_curves
+from studies.config_study import (
+    ConfigStudy,
+    check_stored_teacher,
+    make_quick,
+    read_curves,
+    write_untrained_teacher,
+)
 from tests.jaxmoe.teacher_folder import write_teacher
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -87,6 +93,16 @@ def test_a_page_without_marks_is_refused(tmp_path, no_training, capsys):
     assert command.main(["turns", "--out", str(tmp_path), "--page", str(page)]) == 2
     assert "must have <!-- turns: advice -->" in capsys.readouterr().err
     assert page.read_text() == "# A page\n"
+
+
+def test_a_quick_study_has_an_untrained_teacher(tmp_path):
+    study = make_quick(command.CONFIG_STUDIES[1], tmp_path)
+    write_untrained_teacher(study, tmp_path)
+    assert [len(contender.rates) for contender in study.contenders] == [1, 1]
+    for contender in study.contenders:
+        cfg = override(load_config(study.config), *study.settings, *contender.settings)
+        check_stored_teacher(cfg, ResultsStore())
+    assert cfg.steps == 2 and cfg.distill.teacher == str(tmp_path / "teacher")
 
 
 def test_curves_have_seconds_without_the_first_step(tmp_path):
