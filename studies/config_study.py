@@ -80,12 +80,15 @@ def make_quick(study: ConfigStudy, folder: Path) -> ConfigStudy:
 
 def write_untrained_teacher(study: ConfigStudy, folder: Path) -> None:
     """Write the teacher of `make_quick`, once."""
-    if study.teacher and not (folder / "teacher").is_dir():
+
+    def add_files(directory: Path) -> None:
+        write_byte_tokenizer(directory)
+
+    path = folder / "teacher"
+    if study.teacher and not path.is_dir():
         model = load_config(study.teacher).model
         params = jax.jit(partial(init_params, cfg=model))(jax.random.key(0))
-        save_params(
-            params, model, folder / "teacher", dtype="float32", add_files=write_byte_tokenizer
-        )
+        save_params(params, model, path, dtype="float32", add_files=add_files)
 
 
 def run_config_study(
