@@ -160,7 +160,7 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
     store = ResultsStore(args.json)
 
     def stored(name: str, run: Any) -> float:
-        return store.get_or_run(f"{name}; {args.steps} steps", run)
+        return store.get_or_run({"run": f"{name}; {args.steps} steps"}, run)
 
     start = stored("the warm start", bench.start)
     print(f"the warm start: {start:.3f}\n")

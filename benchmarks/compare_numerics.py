@@ -229,7 +229,9 @@ def main() -> None:
 def tables(args: argparse.Namespace, bench: Bench) -> None:
     store = ResultsStore(args.json)
     size = f"{args.warmup} + {args.steps} steps"
-    print(f"the warm start: {store.get_or_run(f'the warm start; {size}', bench.start):.3f}")
+    print(
+        f"the warm start: {store.get_or_run({'run': f'the warm start; {size}'}, bench.start):.3f}"
+    )
     for old in args.old:
         print(f"\nthe engine's weights are {old} versions old\n")
         print(
@@ -243,7 +245,7 @@ def tables(args: argparse.Namespace, bench: Bench) -> None:
             def runs(rate: float, seeds: int, line: Line = line, old: int = old) -> list[Any]:
                 return [
                     store.get_or_run(
-                        f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}",
+                        {"run": f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}"},
                         lambda seed=seed: bench.run(line, old, rate, seed),
                     )
                     for seed in range(seeds)

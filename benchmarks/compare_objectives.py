@@ -242,7 +242,7 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
             continue
         runs = [
             store.get_or_run(
-                f"{line.name}; {args.steps} steps; seed {seed}",
+                {"run": f"{line.name}; {args.steps} steps; seed {seed}"},
                 lambda line=line, seed=seed: bench.run(line, seed),
             )
             for seed in range(args.seeds)

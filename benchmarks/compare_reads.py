@@ -134,7 +134,7 @@ def main() -> None:
             found: dict[str, list[float]] = {name: [] for name in SHOWN}
             for seed in range(args.seeds):
                 run = store.get_or_run(
-                    f"{reads.name}; seed {seed}; {size}",
+                    {"run": f"{reads.name}; seed {seed}; {size}"},
                     lambda seed=seed, reads=reads: bench.one(reads, seed),
                 )
                 for name in SHOWN:

@@ -6,84 +6,57 @@
     mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
     turns          ways to give the turns of an episode their credit, over seeds
     teachers       a teacher, rewards, and both, over seeds
+    referee        how often such tables mislead, by simulated studies
 
-A stopped study continues where it was: finished results are in FOLDER.
+A stopped study continues where it was: finished results are in FOLDER, one line a run, and a
+FOLDER/STUDY.jsonl.gz is read too. `--quick` tries everything in three minutes. `--page` writes what
+was made into a page, between <!-- STUDY: SECTION --> and <!-- end -->.
 Exit status 0: finished; 2: a mistake.
-Next: studies/router_exact.py and studies/router_trained.py.
+Next: studies/bed_study.py and studies/config_study.py.
 """
 
 import argparse
 import functools
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
-from jaxmoe.study.contenders import Comparison
-from studies.config_study import ConfigStudy, format_config_study, run_config_study
+from jaxmoe.study.contenders import count_runs
+from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.study.tables import format_verdicts
+from studies.bed_study import BedRuns, BedStudy, count_bed_runs, format_beds, run_bed
+from studies.config_study import (
+    ConfigStudy,
+    format_config_study,
+    make_quick,
+    run_config_study,
+    write_untrained_teacher,
+)
 from studies.micro_model import MicroSizes
-from studies.mxfp4_bed import MXFP4_BEDS
-from studies.mxfp4_report import format_mxfp4_tables
-from studies.mxfp4_trained import run_mxfp4_bed
-from studies.router_bed import BEDS
-from studies.router_costs import measure_costs
+from studies.mxfp4_trained import MXFP4
+from studies.referee import judge_studies
 from studies.router_exact import RouterStudy, run_router_exact
 from studies.router_report import format_tables, plot_tables
-from studies.router_trained import run_bed
+from studies.router_trained import ROUTER
 from studies.teachers import TEACHERS
-from studies.trained_report import format_trained_tables, plot_trained
+from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
-
-@dataclass(frozen=True)
-class TrainedStudy:
-    """A study that trains contenders on beds.
-
-    seeds, steps: defaults of the options.
-    run_bed: (bed, folder, seeds, steps, report) -> comparisons.
-    format_tables: (comparisons by bed, measured costs) -> Markdown.
-    measure_costs: (folder, report) -> costs, for the last tables; None if the study has none.
-    """
-
-    name: str
-    about: str
-    beds: Mapping[str, Any]
-    seeds: int
-    steps: int
-    run_bed: Callable[..., list[Comparison]]
-    format_tables: Callable[..., str]
-    measure_costs: Callable[..., Any] | None = None
-
-
-TRAINED_STUDIES = (
-    TrainedStudy(
-        "router",
-        "every router remedy trained over seeds on disturbed beds, and its cost of a step",
-        BEDS,
-        5,
-        40,
-        run_bed,
-        format_trained_tables,
-        measure_costs,
-    ),
-    TrainedStudy(
-        "mxfp4",
-        "ways to train a model that is shipped with four-bit experts, over seeds",
-        MXFP4_BEDS,
-        8,
-        60,
-        run_mxfp4_bed,
-        format_mxfp4_tables,
-    ),
-)
+BED_STUDIES = (ROUTER, MXFP4)
 CONFIG_STUDIES = (TURNS, TEACHERS)
+QUICK_SEEDS = QUICK_STEPS = 2
+# Compiling is most of a quick study, so LLVM optimises nothing there.
+QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+Sections = dict[str, str]  # Markdown, by the name of the section
+EXACT_SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStatus() as status:
         args = make_study_parser().parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # micro models are slower on an accelerator
-        status.code = args.run(args)
+        if args.quick:
+            os.environ.setdefault("XLA_FLAGS", QUICK_FLAGS)
+        status.code = run_command(args)
     return status.code
 
 
@@ -105,14 +80,17 @@ def make_study_parser() -> argparse.ArgumentParser:
         "router_exact", help="bias and deviation of every router remedy, all answers enumerated"
     )
     exact.add_argument("--models", type=int, default=24, metavar="N", help="number of models")
-    exact.set_defaults(run=run_exact_command)
-    for study in TRAINED_STUDIES:
+    exact.set_defaults(make_sections=make_exact_sections)
+    referee = studies.add_parser("referee", help="how often such tables mislead, simulated")
+    referee.add_argument("--studies", type=int, default=200, metavar="N", help="of each kind")
+    referee.set_defaults(make_sections=make_referee_sections)
+    for study in BED_STUDIES:
         trained = studies.add_parser(study.name, help=study.about)
         trained.add_argument(
             "--beds",
             nargs="+",
             choices=study.beds,
-            default=list(study.beds),
+            default=None,
             metavar="BED",
             help=f"of {', '.join(study.beds)}; all by default",
         )
@@ -122,7 +100,7 @@ def make_study_parser() -> argparse.ArgumentParser:
         trained.add_argument(
             "--steps", type=int, default=study.steps, metavar="N", help="RL steps of a run"
         )
-        trained.set_defaults(run=functools.partial(run_trained_command, study))
+        trained.set_defaults(make_sections=functools.partial(make_bed_sections, study))
     for config_study in CONFIG_STUDIES:
         trained = studies.add_parser(config_study.name, help=config_study.about)
         trained.add_argument(
@@ -135,8 +113,9 @@ def make_study_parser() -> argparse.ArgumentParser:
             metavar="KEY=VALUE",
             help="a setting of every run, such as steps=2",
         )
-        trained.set_defaults(run=functools.partial(run_config_command, config_study))
+        trained.set_defaults(make_sections=functools.partial(make_config_sections, config_study))
     for name, study_parser in studies.choices.items():
+        study_parser.set_defaults(name=name)
         study_parser.add_argument(
             "--out",
             type=Path,
@@ -144,75 +123,135 @@ def make_study_parser() -> argparse.ArgumentParser:
             metavar="FOLDER",
             help="folder of the results; the same folder continues",
         )
+        study_parser.add_argument(
+            "--quick",
+            action="store_true",
+            help="try everything in three minutes, in FOLDER/quick; its figures mean nothing",
+        )
+        study_parser.add_argument(
+            "--page",
+            nargs="+",
+            type=Path,
+            default=[],
+            metavar="FILE",
+            help="pages whose sections of this study are made again",
+        )
+        study_parser.add_argument(
+            "--dry-run", action="store_true", help="say how long it takes, and stop"
+        )
     return parser
 
 
-def run_trained_command(study: TrainedStudy, args: argparse.Namespace) -> int:
-    """Train the contenders on each bed and write NAME.md and .png; return the exit status."""
-    name, seeds, steps = study.name, args.seeds, args.steps
-    require(seeds > 1, f"--seeds must be at least 2, got {seeds}. Try --seeds {study.seeds}.")
-    require(steps > 0, f"--steps must be at least 1, got {steps}. Try --steps {study.steps}.")
-    folder, start, results = make_folder(args.out), time.perf_counter(), {}
-    # A contender's programs are compiled in half the time of its runs; a second call has them.
-    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+def run_command(args: argparse.Namespace) -> int:
+    """Make the sections of a study, write NAME.md and the pages; return the exit status."""
+    name, start = args.name, time.perf_counter()
+    folder = args.out / "quick" if args.quick else args.out
+    if not args.dry_run:
+        make_folder(args.out)
+        make_folder(folder)
     try:
-        for bed in args.beds:
-            results[bed] = study.run_bed(
-                study.beds[bed], folder, seeds=seeds, steps=steps, report=show_line
-            )
-            # Written after each bed, so that a stopped study has the tables of those before.
-            replace_text(folder / f"{name}.md", study.format_tables(results))
-            plot_trained(results, folder / f"{name}.png")
-        tables = study.format_tables(results)
-        if study.measure_costs is not None:
-            tables = study.format_tables(results, study.measure_costs(folder, show_line))
-            replace_text(folder / f"{name}.md", tables)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
-        show_line(f"stopped; finished runs are in {folder}: the same command continues")
-        return 130  # as a shell reports it
-    show_line(tables)
-    show_line(f"{time.perf_counter() - start:.0f} s; {name}.md and .png are in {folder}")
-    return 0
-
-
-def run_config_command(study: ConfigStudy, args: argparse.Namespace) -> int:
-    """Train the contenders of a config and write NAME.md; return the exit status."""
-    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 8.")
-    folder = make_folder(args.out)
-    try:
-        comparisons = run_config_study(
-            study, folder, seeds=args.seeds, settings=args.set, report=show_line
-        )
+        sections = args.make_sections(args, folder)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         show_line(f"stopped; finished runs are in {folder}: the same command continues")
         return 130  # as a shell reports it
-    table = format_config_study(comparisons, study.name)
-    replace_text(folder / f"{study.name}.md", table)
-    show_line(table)
+    if args.dry_run:
+        return 0
+    text = "\n\n".join(sections.values()) + "\n"
+    replace_text(folder / f"{name}.md", text)
+    for page in args.page:
+        replace_text(page, replace_sections(page.read_text(), name, sections))
+    show_line(text)
+    show_line(f"{time.perf_counter() - start:.0f} s; {name}.md is in {folder}")
     return 0
 
 
-def run_exact_command(args: argparse.Namespace) -> int:
-    """Measure the models and write router_exact.md and .png; return the exit status."""
+def replace_sections(text: str, name: str, sections: Mapping[str, str]) -> str:
+    """Return a page whose sections of the study `name` are these.
+
+    Raises ConfigError for a page without any.
+    """
+    marks = {section: f"<!-- {name}: {section} -->" for section in sections}
+    require(
+        any(mark in text for mark in marks.values()),
+        f"a page must have {' or '.join(marks.values())}, and <!-- end --> after it.",
+    )
+    for section, mark in marks.items():
+        head, _, rest = text.partition(mark)
+        if rest:
+            tail = rest.partition("<!-- end -->")[2]
+            text = f"{head}{mark}\n\n{sections[section]}\n\n<!-- end -->{tail}"
+    return text
+
+
+def make_bed_sections(study: BedStudy, args: argparse.Namespace, folder: Path) -> Sections:
+    """Train the contenders on each bed; also write NAME.png. Nothing for a dry run."""
+    seeds, steps = args.seeds, args.steps
+    require(seeds > 1, f"--seeds must be at least 2, got {seeds}. Try --seeds {study.seeds}.")
+    require(steps > 0, f"--steps must be at least 1, got {steps}. Try --steps {study.steps}.")
+    runs = BedRuns(args.beds or list(study.beds), seeds, steps)
+    if args.quick:
+        runs = BedRuns(args.beds or [study.quick_bed], QUICK_SEEDS, QUICK_STEPS, quick=True)
+    store, results = ResultsStore(folder / f"{study.name}.jsonl"), {}
+    show_line(store.describe_missing(count_bed_runs(study, runs), study.run_seconds))
+    if args.dry_run:
+        return {}
+    # A contender's programs are compiled in half the time of its runs; a second call has them.
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    for bed in runs.beds:
+        results[bed] = run_bed(study, runs, bed, store=store, folder=folder, report=show_line)
+        # Written after each bed, so that a stopped study has the tables of those before.
+        replace_text(folder / f"{study.name}.md", format_beds(study, results))
+        plot_trained(results, folder / f"{study.name}.png")
+    costs = None
+    if study.measure_costs is not None and not args.quick:
+        costs = study.measure_costs(store, report=show_line)
+    return {"advice": format_advice(results), "tables": format_beds(study, results, costs)}
+
+
+def make_config_sections(study: ConfigStudy, args: argparse.Namespace, folder: Path) -> Sections:
+    """Train the contenders of a config. Nothing for a dry run."""
+    require(args.seeds > 1, f"--seeds must be at least 2, got {args.seeds}. Try --seeds 8.")
+    study = replace(study, settings=(*study.settings, *args.set), seeds=args.seeds)
+    store = ResultsStore(folder / f"{study.name}.jsonl")
+    if args.quick:
+        study = make_quick(study, folder)
+    planned = count_runs(study.contenders, study.seeds, min(study.tuning_seeds, study.seeds))
+    show_line(store.describe_missing(planned, study.run_seconds))
+    if args.dry_run:
+        return {}
+    if args.quick:
+        write_untrained_teacher(study, folder)
+    comparisons = run_config_study(
+        study, folder, store=store, max_rates=3 if args.quick else 8, report=show_line
+    )
+    return {
+        "advice": format_verdicts(comparisons),
+        "tables": format_config_study(comparisons, study.name),
+    }
+
+
+def make_exact_sections(args: argparse.Namespace, folder: Path) -> Sections:
+    """Measure the models; also write router_exact.png. Nothing for a dry run."""
     require(args.models > 0, f"--models must be at least 1, got {args.models}. Try --models 24.")
-    folder, start = make_folder(args.out), time.perf_counter()
-    try:
-        results = run_router_exact(folder, args.models, RouterStudy(MicroSizes()), show_line)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
-        show_line(f"stopped; finished models are in {folder}: the same command continues")
-        return 130  # as a shell reports it
-    tables = format_tables(results)
-    replace_text(folder / "router_exact.md", tables)
+    models = 1 if args.quick else args.models
+    store = ResultsStore(folder / "router_exact.jsonl")
+    show_line(store.describe_missing(models, EXACT_SECONDS))
+    if args.dry_run:
+        return {}
+    results = run_router_exact(store, models, RouterStudy(MicroSizes()), show_line)
     plot_tables(results, folder / "router_exact.png")
-    show_line(tables)
-    show_line(f"{time.perf_counter() - start:.0f} s; router_exact.md and .png are in {folder}")
-    return 0
+    return {"tables": format_tables(results).rstrip()}
+
+
+def make_referee_sections(args: argparse.Namespace, folder: Path) -> Sections:
+    """Simulate studies. Nothing for a dry run."""
+    require(args.studies > 0, f"--studies must be at least 1, got {args.studies}.")
+    if args.dry_run:
+        show_line("half a minute")
+        return {}
+    return {"tables": judge_studies(20 if args.quick else args.studies, show_line)}
 
 
 def show_line(line: str) -> None:

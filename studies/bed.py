@@ -65,7 +65,7 @@ class BedTask(Protocol):
 def train_warm_start(
     cfg: Config, task: BedTask, seed: int, *, steps: int = WARM_STEPS, max_loss: float
 ) -> tuple[Params, float]:
-    """Train on right answers max_loss the mean loss of ten steps is below `max_loss`, nats a token.
+    """Train on right answers until the mean loss of ten steps is below `max_loss`, nats a token.
 
     Returns the weights and that loss.
     """
@@ -221,8 +221,9 @@ def take_step(
 
 
 def summarize_steps(rows: Sequence[Metrics]) -> Metrics:
-    """Return one number of each metric of the steps that every bed reports."""
+    """Return one number of each metric of the steps that every bed reports, and their rewards."""
     return {
+        "rewards": [round(row["reward"], 4) for row in rows],
         "steps": float(len(rows)),
         "reward_last_5": float(np.mean([row["reward"] for row in rows[-5:]])),
         "grad_norm_p99": float(np.percentile([row["grad/norm"] for row in rows], 99)),

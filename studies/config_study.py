@@ -6,31 +6,42 @@ Next: studies/turns.py and studies/teachers.py.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.teacher_weights import find_teacher, teacher_digest
 from jaxmoe.config import Config, require
 from jaxmoe.config_file import load_config, override
+from jaxmoe.data.tokenizer import write_byte_tokenizer
+from jaxmoe.model import init_params
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.study.contenders import (
     Comparison,
     Contender,
     compare_values,
-    format_comparisons,
     run_study,
 )
 from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.study.tables import format_chances, format_comparisons, format_table
 from jaxmoe.study.train_config import contender_folder, train_config
 
 
 @dataclass(frozen=True)
 class ConfigStudy:
-    """A study of one config. `settings` are of all contenders, the first is the baseline."""
+    """A study of one config.
+
+    contenders: the first is the baseline.
+    settings: of all contenders.
+    tuning_seeds: that choose rates, used in turn; one is cheap and can mislead.
+    run_seconds: of a run, for the estimate before the first one.
+    teacher: the config whose run is their teacher.
+    """
 
     name: str
     about: str
@@ -38,58 +49,96 @@ class ConfigStudy:
     contenders: Sequence[Contender]
     settings: tuple[str, ...] = ()
     seeds: int = 8
+    tuning_seeds: int = 8
+    run_seconds: float = 90.0
+    teacher: str = ""
+
+
+# A trial of everything in three minutes, whose figures mean nothing.
+QUICK_SEEDS = 2
+QUICK_SETTINGS = (
+    *("warmup.steps=2", "steps=2", "eval.every_steps=2", "save.every_steps=2"),
+    *("data.train_rows=64", "data.held_out_rows=16"),
+    *("rollout.sequences_per_step=16", "rollout.max_gen_batches=1"),
+)
+
+
+def make_quick(study: ConfigStudy, folder: Path) -> ConfigStudy:
+    """Return the study with two contenders of one rate and little training.
+
+    Its teacher, in `folder`, has not been trained.
+    """
+    settings = (*study.settings, *QUICK_SETTINGS)
+    if study.teacher:
+        settings = (*settings, f"distill.teacher={folder / 'teacher'}")
+    # One rate, because a run's programs are compiled for it.
+    contenders = [replace(c, rates=c.rates[:1]) for c in study.contenders[1:3]]
+    return replace(
+        study, contenders=contenders, settings=settings, seeds=QUICK_SEEDS, tuning_seeds=1
+    )
+
+
+def write_untrained_teacher(study: ConfigStudy, folder: Path) -> None:
+    """Write the teacher of `make_quick`, once."""
+
+    def add_files(directory: Path) -> None:
+        write_byte_tokenizer(directory)
+
+    path = folder / "teacher"
+    if study.teacher and not path.is_dir():
+        model = load_config(study.teacher).model
+        params = jax.jit(partial(init_params, cfg=model))(jax.random.key(0))
+        save_params(params, model, path, dtype="float32", add_files=add_files)
 
 
 def run_config_study(
     study: ConfigStudy,
     folder: Path,
     *,
-    seeds: int,
-    settings: Sequence[str] = (),
+    store: ResultsStore,
+    max_rates: int = 8,
     report: Callable[[str], None] = print,
 ) -> list[Comparison]:
-    """Train all contenders; finished runs are in `folder` and are not repeated.
+    """Train all contenders in `folder`; finished runs are in `store` and are not repeated.
 
     Raises ConfigError, before the first run, for settings that cannot work, and for a teacher that
     is missing or is not that of the finished runs.
     """
-    store = ResultsStore(folder / f"{study.name}.json")
-    shared = (*study.settings, *settings)
 
     # Only where a run is missing: tables are made from stored results without a teacher.
     @functools.cache
     def check_contenders() -> None:
         for contender in study.contenders:
-            cfg = override(load_config(study.config), *shared, *contender.settings)
+            cfg = override(load_config(study.config), *study.settings, *contender.settings)
             if cfg.distill.has_folder:
                 check_stored_teacher(cfg, store)
 
     def run(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
         check_contenders()
-        contender = Contender(contender.name, (*shared, *contender.settings))
+        contender = Contender(contender.name, (*study.settings, *contender.settings))
         last = train_config(study.config, contender, rate, seed, folder=folder)
         workdir = contender_folder(study.config, contender, rate, seed, folder=folder)
         # Programs of finished runs would fill the memory.
         jax.clear_caches()
-        result = {"accuracy": last["eval/accuracy"], **read_curves(workdir / "metrics.jsonl")}
-        rate_text = "" if rate is None else f", lr {rate:g}"
-        report(f"{contender.name}{rate_text}, seed {seed}: accuracy {result['accuracy']:.3f}")
-        return result
+        return {"accuracy": last["eval/accuracy"], **read_curves(workdir / "metrics.jsonl")}
 
     return run_study(
         study.contenders,
         run,
-        name=" ".join((study.config, *shared)),
+        name=" ".join((study.config, *study.settings)),
         store=store,
-        seeds=seeds,
+        seeds=study.seeds,
         measure="accuracy",
+        tuning_seeds=min(study.tuning_seeds, study.seeds),
+        max_rates=max_rates,
+        report=report,
     )
 
 
 def check_stored_teacher(cfg: Config, store: ResultsStore) -> None:
     """Store the digest of a teacher's weights. Raises ConfigError if another one is stored."""
     digest = teacher_digest(find_teacher(cfg))
-    stored = store.get_or_run(f"weights of {cfg.distill.teacher}", lambda: digest)
+    stored = store.get_or_run({"weights of": cfg.distill.teacher}, lambda: digest)
     require(
         digest == stored,
         f"the teacher must be that of the finished runs, {stored}; {cfg.distill.teacher} is "
@@ -121,7 +170,11 @@ def format_config_study(comparisons: Sequence[Comparison], name: str) -> str:
     those of `measure_step`, so that other work on the machine changes them little.
     """
     command = f"`python -m studies {name}`"
-    parts = [f"Accuracy after all steps, by {command}:", format_comparisons(comparisons)]
+    parts = [
+        f"Accuracy after all steps, by {command}:",
+        format_table(comparisons, {}),
+        format_chances(comparisons),
+    ]
     curves = [[np.array(run["accuracies"]) for run in c.metrics] for c in comparisons]
     if all(len(curve) > 2 for runs in curves for curve in runs):
         costs = [measure_step([run["rewards"] for run in c.metrics]) for c in comparisons]
@@ -138,7 +191,7 @@ def format_config_study(comparisons: Sequence[Comparison], name: str) -> str:
             f"{seconds} s):",
             format_comparisons(compare_values(comparisons, at_limit)),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def measure_step(runs: Sequence[Sequence[Sequence[float]]]) -> float:

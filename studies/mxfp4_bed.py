@@ -36,6 +36,7 @@ from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.shapes import Metrics, Params
 from studies.automaton import Automaton
 from studies.bed import (
+    WARM_STEPS,
     BedStep,
     BedTask,
     evaluate,
@@ -117,7 +118,7 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
     return override(cfg, *settings)
 
 
-def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
+def load_released(bed: Mxfp4Bed, seed: int, folder: Path, *, steps: int = WARM_STEPS) -> Params:
     """Return weights that were trained with rounded experts, whose experts are those values.
 
     They depend on the task and the loss alone, so beds that have the same share what is stored.
@@ -126,7 +127,9 @@ def load_released(bed: Mxfp4Bed, seed: int, folder: Path) -> Params:
     first = next(
         b for b in (*MXFP4_BEDS.values(), bed) if (b.task, b.warm_loss) == (bed.task, bed.warm_loss)
     )
-    masters = load_warm_start(cfg, bed.task, seed, folder / first.name, max_loss=bed.warm_loss)
+    masters = load_warm_start(
+        cfg, bed.task, seed, folder / first.name, steps=steps, max_loss=bed.warm_loss
+    )
     return decode_experts(round_experts(masters), jnp.float32)
 
 

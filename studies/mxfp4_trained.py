@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of ways to train a model that is shipped in four bits, over seeds.
+"""The trained study of ways to train a model that is shipped in four bits, over seeds.
 
-Contenders are compared seed by seed with dense training whose result is rounded, each at the best
-of its rates. Next: studies/mxfp4_bed.py trains one run.
+Contenders are compared with dense training whose result is rounded.
+Next: studies/mxfp4_bed.py trains one run.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from jaxmoe.shapes import Metrics
-from jaxmoe.study.contenders import Comparison, Contender, run_study
-from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.shapes import Params
+from jaxmoe.study.contenders import Contender
+from jaxmoe.study.tables import Column
+from studies.bed_study import QUICK_WARM_STEPS, BedStudy
 from studies.mxfp4_bed import (
+    MXFP4_BEDS,
     Mxfp4Bed,
     Mxfp4Programs,
     load_released,
@@ -22,9 +22,8 @@ from studies.mxfp4_bed import (
     train_on_mxfp4_bed,
 )
 
-RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
-LORA_RATES = (1e-3, 2.5e-3, 5e-3, 1e-2)
-TUNING_SEEDS = 2
+RATES = (5e-4, 1e-3)
+LORA_RATES = (2.5e-3, 5e-3)
 _ENGINE = "quant.experts=mxfp4_rollout"
 MXFP4_CONTENDERS = [
     Contender("dense, then rounded", (), RATES),
@@ -53,42 +52,38 @@ def list_mxfp4_contenders(bed: Mxfp4Bed) -> list[Contender]:
     return chosen if bed.rate is None else [replace(c, rates=(bed.rate,)) for c in chosen]
 
 
-def run_mxfp4_bed(
-    bed: Mxfp4Bed,
-    folder: Path,
-    *,
-    seeds: int,
-    steps: int,
-    tuning_seeds: int = TUNING_SEEDS,
-    report: Callable[[str], None] = print,
-) -> list[Comparison]:
-    """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
-    store = ResultsStore(folder / f"{bed.name}.json")
-    load = functools.cache(functools.partial(load_released, bed, folder=folder))
+def load_mxfp4_weights(bed: Mxfp4Bed, seed: int, folder: Path, quick: bool) -> Params:
+    """Return the released weights of a seed; one for all in a quick study."""
+    if quick:
+        return load_released(bed, 0, folder, steps=QUICK_WARM_STEPS)
+    return load_released(bed, seed, folder)
 
-    # A contender's runs follow each other, so the programs of one are needed at a time.
-    @functools.lru_cache(maxsize=1)
-    def compile_programs(settings: tuple[str, ...]) -> Mxfp4Programs:
-        return make_mxfp4_programs(bed, mxfp4_bed_config(bed.task, steps, *bed.settings, *settings))
 
-    def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
-        assert rate is not None
-        metrics = train_on_mxfp4_bed(compile_programs(contender.settings), seed, load(seed), rate)
-        report(
-            f"{bed.name} {len(store) + 1}/{n_runs}: {contender.name}, lr {rate}, seed {seed}: "
-            f"{metrics['start']:.3f} -> {metrics['end']:.3f}"
-        )
-        return metrics
+def make_contender_programs(bed: Mxfp4Bed, steps: int, settings: tuple[str, ...]) -> Mxfp4Programs:
+    """Return the programs of a contender."""
+    return make_mxfp4_programs(bed, mxfp4_bed_config(bed.task, steps, *bed.settings, *settings))
 
-    contenders = list_mxfp4_contenders(bed)
-    # More if the best rate of a contender is the lowest or the highest.
-    n_runs = sum(len(c.rates) * tuning_seeds + seeds for c in contenders)
-    return run_study(
-        contenders,
-        run,
-        name=f"{bed}; {steps} steps",
-        store=store,
-        seeds=seeds,
-        measure="end",
-        tuning_seeds=tuning_seeds,
-    )
+
+MXFP4 = BedStudy(
+    "mxfp4",
+    "ways to train a model that is shipped with four-bit experts, over seeds",
+    MXFP4_BEDS,
+    list_mxfp4_contenders,
+    load_mxfp4_weights,
+    make_contender_programs,
+    train_on_mxfp4_bed,
+    seeds=8,
+    steps=60,
+    run_seconds=11.0,
+    quick_bed="reversal",
+    columns={
+        "end_unrounded": Column("unrounded", "{:.3f}"),
+        "k3": Column("k3", "{:.2g}"),
+        "ess": Column("ess", "{:.3f}"),
+        "grad_norm_median": Column("gradient norm, median", "{:.2g}"),
+        "grad_norm_p99": Column("gradient norm, p99", "{:.2g}"),
+        "ratio_max": Column("largest ratio", "{:.3g}", max),
+        "moved_per_step": Column("moved a step", "{:.4f}"),
+        "moved": Column("moved", "{:.3f}"),
+    },
+)

@@ -5,8 +5,7 @@ Next: studies/bed.py makes a step.
 """
 
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +16,25 @@ from jaxmoe.rl.state import init_rl_state
 from jaxmoe.study.results_store import ResultsStore
 from studies.bed import make_rate_optimizer, take_step
 from studies.router_bed import BEDS, TASK, Bed, bed_config, make_bed_programs
-from studies.router_trained import REMEDIES
 
 RATE = 2.5e-4
 PAIRS = 15  # steps of each side
 
 
-def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[str, float]:
+def measure_costs(
+    remedies: Mapping[str, tuple[str, ...]],
+    store: ResultsStore,
+    *,
+    pairs: int = PAIRS,
+    report: Callable[[str], None] = print,
+) -> dict[str, float]:
     """Return each remedy's CPU seconds of a step, relative to the step without a remedy.
 
     A step of the undisturbed bed samples, scores and updates. The two sides alternate, after two
-    steps of each that compile; the median of the ratios of PAIRS pairs. "nothing" is compared with
-    itself, as a control. Measured costs are in `folder` and are not measured again.
+    steps of each that compile; the median of the ratios of `pairs` pairs. "nothing" is compared
+    with itself, as a control. Measured costs are in `store` and are not measured again.
     """
-    store, bed = ResultsStore(folder / "costs.json"), BEDS["undisturbed"]
+    bed = BEDS["undisturbed"]
     costs: dict[str, float] = {}
     plain: list[Callable[[], float]] = []
 
@@ -38,16 +42,16 @@ def measure_costs(folder: Path, report: Callable[[str], None] = print) -> dict[s
         if not plain:
             plain.append(make_timed_step(bed, ()))
         take_remedy = make_timed_step(bed, settings)
-        ratios = [take_remedy() / plain[0]() for _ in range(PAIRS)]
+        ratios = [take_remedy() / plain[0]() for _ in range(pairs)]
         low, median, high = np.percentile(ratios, (25, 50, 75))
         return {"low": float(low), "median": float(median), "high": float(high)}
 
-    for number, (name, settings) in enumerate(REMEDIES.items(), 1):
-        key = f"cost of a step; {bed}; {name}; {' '.join(settings)}; {PAIRS} pairs"
+    for number, (name, settings) in enumerate(remedies.items(), 1):
+        key = {"cost": str(bed), "contender": name, "settings": list(settings), "pairs": pairs}
         cost = store.get_or_run(key, lambda settings=settings: measure_cost(settings))
         costs[name] = cost["median"]
         quartiles = f"{cost['low']:.2f} to {cost['high']:.2f}"
-        report(f"cost {number}/{len(REMEDIES)}: {name} {cost['median']:.2f}x ({quartiles})")
+        report(f"cost {number}/{len(remedies)}: {name} {cost['median']:.2f}x ({quartiles})")
     return costs
 
 

@@ -9,7 +9,6 @@ Next: studies/router_scenarios.py.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -140,10 +139,9 @@ def compile_in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_router_exact(
-    folder: Path, models: int, study: RouterStudy, report: Callable[[str], None] = print
+    store: ResultsStore, models: int, study: RouterStudy, report: Callable[[str], None] = print
 ) -> list[dict[str, Measured]]:
-    """Return the measurements of `models` models; those in the folder are not computed again."""
-    store = ResultsStore(folder / "router_exact.json")
+    """Return the measurements of `models` models; those in the store are not computed again."""
     results = []
     for seed in range(models):
         start = time.perf_counter()
@@ -154,7 +152,7 @@ def run_router_exact(
             is_stored = False
             return study.measure_model(seed)
 
-        results.append(store.get_or_run(study.name_result(seed), measure_now))
+        results.append(store.get_or_run({"model": study.name_result(seed)}, measure_now))
         seconds = f"{time.perf_counter() - start:.1f} s"
         report(f"model {seed + 1} of {models}: {'stored' if is_stored else seconds}")
     return results

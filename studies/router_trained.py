@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained table of router remedies: each on each bed, over seeds, from shared warm starts.
+"""The trained study of router remedies: each on each bed, over seeds, from shared warm starts.
 
-A contender is compared with the bed's own loss seed by seed, each at the best of its rates.
 Next: studies/router_bed.py trains one run.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from jaxmoe.shapes import Metrics
-from jaxmoe.study.contenders import Comparison, Contender, run_study
-from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.shapes import Params
+from jaxmoe.study.contenders import Contender
+from jaxmoe.study.tables import Column
+from studies.bed_study import QUICK_WARM_STEPS, BedStudy
 from studies.router_bed import (
+    BEDS,
     Bed,
     BedPrograms,
     bed_config,
@@ -20,8 +20,9 @@ from studies.router_bed import (
     make_bed_programs,
     train_on_bed,
 )
+from studies.router_costs import measure_costs
 
-RATES = (2.5e-4, 5e-4, 1e-3)
+RATES = (2.5e-4, 5e-4)
 _DETACHED = ("loss.minibatches=1", "loss.old_logp=detached")
 _R3 = ("router.replay=R3", "rollout.compare_experts=False")
 _LOGITS = "router.record=record_router_logits"
@@ -69,52 +70,43 @@ _ROUTERS_WITHOUT_NOISE = (
 )
 
 
-def bed_contenders(bed: Bed, rates: Sequence[float]) -> list[Contender]:
+def list_bed_contenders(bed: Bed) -> list[Contender]:
     """Return the contenders that make sense on a bed, the bed's own loss first."""
     disturbed = bed.engine_noise or bed.old_noise
     return [
-        Contender(name, settings, tuple(rates))
+        Contender(name, settings, RATES)
         for name, settings in REMEDIES.items()
         if not (disturbed and name in _ROUTERS_WITHOUT_NOISE)
     ]
 
 
-def run_bed(
-    bed: Bed,
-    folder: Path,
-    *,
-    seeds: int,
-    steps: int,
-    rates: Sequence[float] = RATES,
-    report: Callable[[str], None] = print,
-) -> list[Comparison]:
-    """Compare all contenders on a bed; finished runs are in `folder` and are not repeated."""
-    store = ResultsStore(folder / f"{bed.name}.json")
-    load = functools.cache(functools.partial(load_bed_weights, folder=folder))
+def load_router_weights(bed: Bed, seed: int, folder: Path, quick: bool) -> Params:
+    """Return the warm start of a seed, which all beds share; one for all in a quick study."""
+    if quick:
+        return load_bed_weights(0, folder, steps=QUICK_WARM_STEPS)
+    return load_bed_weights(seed, folder)
 
-    # A contender's runs follow each other, so the programs of one are needed at a time.
-    @functools.lru_cache(maxsize=1)
-    def compile_programs(settings: tuple[str, ...]) -> BedPrograms:
-        return make_bed_programs(bed, bed_config(steps, *bed.settings, *settings))
 
-    def run(contender: Contender, rate: float | None, seed: int) -> Metrics:
-        assert rate is not None
-        metrics = train_on_bed(compile_programs(contender.settings), seed, load(seed), rate)
-        n_finished = len(store) + 1
-        report(
-            f"{bed.name} {n_finished}/{n_runs}: {contender.name}, lr {rate}, seed {seed}: "
-            f"{metrics['start']:.3f} -> {metrics['end']:.3f}"
-        )
-        return metrics
+def make_router_programs(bed: Bed, steps: int, settings: tuple[str, ...]) -> BedPrograms:
+    """Return the programs of a contender."""
+    return make_bed_programs(bed, bed_config(steps, *bed.settings, *settings))
 
-    contenders = bed_contenders(bed, rates)
-    # Each rate is tried on a seed of its own; more if the best one is the lowest or the highest.
-    n_runs = len(contenders) * (len(rates) + seeds)
-    return run_study(
-        contenders,
-        run,
-        name=f"{bed}; {steps} steps",
-        store=store,
-        seeds=seeds,
-        measure="end",
-    )
+
+ROUTER = BedStudy(
+    "router",
+    "every router remedy trained over seeds on disturbed beds, and its cost of a step",
+    BEDS,
+    list_bed_contenders,
+    load_router_weights,
+    make_router_programs,
+    train_on_bed,
+    seeds=8,
+    steps=40,
+    run_seconds=11.0,
+    quick_bed="two_forwards",
+    columns={
+        "grad_norm_p99": Column("gradient norm, p99", "{:.3g}"),
+        "ratio_max": Column("largest ratio", "{:.3g}", max),
+    },
+    measure_costs=partial(measure_costs, REMEDIES),
+)

@@ -29,4 +29,7 @@ TEACHERS = ConfigStudy(
     ),
     settings=("warmup.steps=140", "steps=150", "eval.every_steps=25", "save.every_steps=150"),
     seeds=5,
+    tuning_seeds=1,
+    run_seconds=120.0,
+    teacher="tiny.py",
 )

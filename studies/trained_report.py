@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables and a figure of the trained study of routers.
+"""What a study shows over all its beds: verdicts, a table and a figure.
 
-Next: studies/__main__.py.
+Next: studies/bed_study.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,63 +11,41 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxmoe.observe.plots import save_figure
-from jaxmoe.study.contenders import Comparison, format_rate
+from jaxmoe.study.contenders import Comparison
+from jaxmoe.study.tables import format_difference, format_verdicts, is_verdict
 
 Results = Mapping[str, Sequence[Comparison]]  # by bed; the bed's own loss comes first
 
 
-def format_trained_tables(results: Results, costs: Mapping[str, float] | None = None) -> str:
-    """Return one table over all beds, a row a remedy, and one table of each bed.
+def format_advice(results: Results) -> str:
+    """Return what is shown to be better or worse than the first contender, by bed."""
+    return "\n\n".join(
+        f"On `{bed}`:\n\n{format_verdicts(comparisons)}" for bed, comparisons in results.items()
+    )
 
-    costs: of a step, relative to a step without a remedy, by remedy.
+
+def format_overview(results: Results, costs: Mapping[str, float]) -> str:
+    """Return one table over all beds: differences, and the cost of a step where it is measured.
+
+    costs: of a step, relative to a step of the first contender, by contender.
     """
-    parts = [_format_overview(results, costs or {})]
-    for bed, comparisons in results.items():
-        parts.append(f"### {bed}\n\n{_format_bed(comparisons)}")
-    return "\n\n".join(parts) + "\n"
-
-
-def _format_overview(results: Results, costs: Mapping[str, float]) -> str:
-    """Differences to the bed's own loss with 95 % intervals, and the cost of a step."""
     names = dict.fromkeys(c.contender.name for bed in results.values() for c in bed)
-    lines = [
-        "| remedy | " + " | ".join(results) + " | cost of a step |",
-        "|---|" + "---|" * (len(results) + 1),
-    ]
+    titles = ["contender", *results, *(["cost of a step"] if costs else [])]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in names:
-        cells = []
+        cells = [name]
         for bed in results.values():
             comparison = next((c for c in bed if c.contender.name == name), None)
-            cells.append("" if comparison is None else format_difference(comparison))
-        cost = f"{costs[name]:.2f}x" if name in costs else ""
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {cost} |")
+            cells.append("" if comparison is None else format_cell(comparison))
+        if costs:
+            cells.append(f"{costs[name]:.2f}x" if name in costs else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def format_difference(comparison: Comparison) -> str:
-    """The difference with its interval, bold if that leaves out 0; for the first its mean."""
-    if comparison.difference is None:
-        return f"{np.mean(comparison.values):.3f}"
-    mean, low, high = comparison.difference
-    text = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
-    # An interval without 0 is a difference that five seeds show.
-    return f"**{text}**" if low > 0 or high < 0 else text
-
-
-def _format_bed(comparisons: Sequence[Comparison]) -> str:
-    lines = [
-        "| remedy | rate | start | end | by seed | gradient norm, p99 | largest ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for c in comparisons:
-        by_seed, end = " ".join(f"{value:.2f}" for value in c.values), np.mean(c.values)
-        start, norm = (np.mean([m[key] for m in c.metrics]) for key in ("start", "grad_norm_p99"))
-        ratio = max(m["ratio_max"] for m in c.metrics)
-        lines.append(
-            f"| {c.contender.name} | {format_rate(c)} | {start:.2f} | {end:.3f} | {by_seed} | "
-            f"{norm:.3g} | {ratio:.3g} |"
-        )
-    return "\n".join(lines)
+def format_cell(comparison: Comparison) -> str:
+    """The difference; of the first contender its mean."""
+    return format_difference(comparison) or f"{np.mean(comparison.values):.3g}"
 
 
 def plot_trained(results: Results, path: Path) -> None:
@@ -80,7 +58,9 @@ def plot_trained(results: Results, path: Path) -> None:
         for y, c in enumerate(reversed(compared)):
             assert c.difference is not None
             mean, low, high = c.difference
-            color = "tab:green" if low > 0 else "tab:red" if high < 0 else "tab:gray"
+            color = "tab:gray"
+            if is_verdict(c):
+                color = "tab:green" if mean > 0 else "tab:red"
             ax.plot([low, high], [y, y], color=color)
             ax.plot([mean], [y], "o", color=color)
         ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])

@@ -32,4 +32,6 @@ TURNS = ConfigStudy(
         ),
     ),
     settings=("eval.every_steps=60",),
+    tuning_seeds=1,
+    run_seconds=110.0,
 )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A study of two algorithms on the same seeds: python docs/examples/compare_settings.py
 
-It trains eleven times or more, some four minutes each on two cores: four seeds of each contender,
-and each rate on a seed of its own, until the best one has a lower and a higher neighbour. A second
-call goes on where the first was stopped. A function of yours in place of `train_config` runs
-anything else.
+It trains twenty times or more, some four minutes each on two cores: four seeds of each contender,
+and for each of them the rates on a seed of its own, until the best one has a lower and a higher
+neighbour. A second call goes on where the first was stopped. A function of yours in place of
+`train_config` runs anything else.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ def main(folder: Path = Path("runs/study"), run=train_config):
         CONTENDERS,
         partial(run, "tiny.py", folder=folder),
         name="tiny.py",
-        store=ResultsStore(folder / "results.json"),
+        store=ResultsStore(folder / "results.jsonl"),
         seeds=4,
         measure="eval/accuracy",
     )

@@ -105,7 +105,7 @@ def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = Non
     """
     record = {
         "config": json.loads(to_json(cfg)),
-        "git_commit": _git_commit(),
+        "git_commit": describe_commit(),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
         "kernels": dict(impls or {}),
     }
@@ -116,10 +116,10 @@ def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = Non
 def code_version() -> str:
     """Commit and versions of the running code, which all processes of a run must share."""
     versions = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
-    return "\n".join([str(_git_commit()), f"python {platform.python_version()}", *versions])
+    return "\n".join([str(describe_commit()), f"python {platform.python_version()}", *versions])
 
 
-def _git_commit() -> str | None:
+def describe_commit() -> str | None:
     """The commit of the running code, with "-dirty" if it was changed; None outside a clone."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contenders of a study: each at its best learning rate, compared with the first over seeds.
+"""Contenders of a study: each at its best learning rates, compared with the first over seeds.
 
-Next: jaxmoe/study/train_config.py, one way to run a contender.
+Next: jaxmoe/study/tables.py shows the comparisons.
 """
 
 import math
@@ -9,9 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from jaxmoe.study.paired import Interval, correct_p_values, paired_difference, paired_p_value
+from jaxmoe.study.families import correct_discoveries, correct_p_values
+from jaxmoe.study.paired import (
+    Interval,
+    MedianInterval,
+    paired_difference,
+    paired_median,
+    paired_p_value,
+    sign_flip_p_value,
+)
 from jaxmoe.study.results_store import ResultsStore
 
 # Rates are tried on these seeds and above, and compared on the seeds from 0.
@@ -34,19 +40,38 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class ChosenRate:
+    """The best of the rates that were tried on one tuning seed.
+
+    is_inside: True if a lower and a higher one were tried, or there was nothing to choose.
+    """
+
+    rate: float | None
+    is_inside: bool = True
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A contender's results by seed, and its difference to the first contender."""
+    """A contender's results by seed, and their differences to the first contender.
+
+    chosen: one for each tuning seed; the counted seeds take them in turn.
+    metrics: all results of a run, by seed.
+    difference, median: of the first contender None, as all below.
+    p_value: of the paired t test; `corrected_p_value` is Holm's over all contenders of the table,
+        and `discovery_p_value` Benjamini and Hochberg's.
+    sign_flip_p_value: of the exact permutation test, not corrected.
+    """
 
     contender: Contender
-    rate: float | None
+    chosen: tuple[ChosenRate, ...]
     values: list[float]
-    difference: Interval | None  # None for the first contender
-    metrics: list[dict[str, Any]]  # all results of a run, by seed
-    # False if the best rate that was tried is the lowest or the highest one, or the only one.
-    is_bracketed: bool = True
-    # Of the paired t test; the corrected one is Holm's over all contenders of the study.
+    metrics: list[dict[str, Any]]
+    difference: Interval | None = None
+    median: MedianInterval | None = None
     p_value: float | None = None
     corrected_p_value: float | None = None
+    discovery_p_value: float | None = None
+    sign_flip_p_value: float | None = None
 
 
 def run_study(
@@ -57,15 +82,17 @@ def run_study(
     store: ResultsStore,
     seeds: int,
     measure: str,
-    tuning_seeds: int = 1,
+    tuning_seeds: int | None = None,
     max_rates: int = 8,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Comparison]:
     """Compare contenders seed by seed with the first of them; a larger `measure` is better.
 
-    Each contender's rate is the one with the best mean on `tuning_seeds` seeds of their own, from
-    FIRST_TUNING_SEED. While it is the lowest or the highest of two rates or more, the next one by
-    the same factor is tried too, up to `max_rates`.
+    Counted seed n runs at the rate that is best on tuning seed FIRST_TUNING_SEED + n. While that is
+    the lowest or the highest of two rates or more, the next one by the same factor is tried too, up
+    to `max_rates`. So each seed is a repetition of everything, the choice of the rate included.
+    With fewer `tuning_seeds` they are used in turn, and a bad choice for the first contender is in
+    the differences of all others (`python -m studies referee` measures how often that misleads).
 
     Args:
         run: (contender, rate, seed) -> metrics; called once for each, its result is stored.
@@ -74,14 +101,63 @@ def run_study(
         seeds: that are compared, from 0.
         measure: the metric that is compared; it must be finite in every run that is compared. A
             rate whose runs are not finite is not chosen.
-        report: called with a line when the runs of a contender are finished.
+        report: called with a line when a run is finished.
     Raises ValueError for fewer than two seeds, two contenders of one name, rates that do not
     ascend, or a metric that is missing or not finite.
     """
+    tuning_seeds = seeds if tuning_seeds is None else tuning_seeds
+    check_study(contenders, seeds, tuning_seeds)
+    planned = count_runs(contenders, seeds, tuning_seeds)
+    finished = 0
+
+    def run_seed(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
+        nonlocal finished
+        n_stored = len(store)
+        key = make_run_key(name, contender, rate, seed)
+        metrics = store.get_or_run(key, lambda: run(contender, rate, seed))
+        if measure not in metrics:
+            raise ValueError(f"run() must return {measure!r}, got {sorted(metrics)}.")
+        finished += 1
+        if len(store) > n_stored:
+            at_rate = "" if rate is None else f", rate {rate:g}"
+            report(
+                f"{finished} of about {max(planned, finished)}: {contender.name}{at_rate}, seed "
+                f"{seed}: {measure} {metrics[measure]:.3g}"
+            )
+        return metrics
+
+    def choose_rate(contender: Contender, seed: int) -> ChosenRate:
+        def measure_rate(rate: float) -> float:
+            value = float(run_seed(contender, rate, seed)[measure])
+            # max takes a NaN that comes first, so a rate that diverged would be chosen.
+            return value if math.isfinite(value) else -math.inf
+
+        rates = contender.rates
+        if len(rates) < 2:
+            return ChosenRate(rates[0] if rates else None, is_inside=not rates)
+        return bracket_rate(measure_rate, rates, max_rates)
+
+    comparisons: list[Comparison] = []
+    for contender in contenders:
+        chosen = tuple(choose_rate(contender, FIRST_TUNING_SEED + n) for n in range(tuning_seeds))
+        rates = [chosen[seed % tuning_seeds].rate for seed in range(seeds)]
+        metrics = [run_seed(contender, rate, seed) for seed, rate in enumerate(rates)]
+        values = [float(row[measure]) for row in metrics]
+        if not all(map(math.isfinite, values)):
+            raise ValueError(
+                f"{measure} must be finite, got {values} of {contender.name} at rates {rates}. "
+                "Leave out a contender that diverges."
+            )
+        comparisons.append(Comparison(contender, chosen, values, metrics))
+    return compare_values(comparisons, [comparison.values for comparison in comparisons])
+
+
+def check_study(contenders: Sequence[Contender], seeds: int, tuning_seeds: int) -> None:
+    """Raise ValueError for a study that cannot be run."""
     names = [contender.name for contender in contenders]
-    if seeds < 2 or tuning_seeds < 1:
+    if seeds < 2 or not 1 <= tuning_seeds <= seeds:
         raise ValueError(
-            "a study needs two seeds or more, and at least one to choose a rate; got "
+            "a study needs two seeds or more, and from one to as many seeds to choose rates; got "
             f"seeds={seeds}, tuning_seeds={tuning_seeds}."
         )
     if len(set(names)) < len(names):
@@ -93,42 +169,22 @@ def run_study(
                 f"the rates of {contender.name} must be above 0 and ascend, got {rates}."
             )
 
-    def run_seed(contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
-        settings = " ".join(contender.settings)
-        key = f"{name}; {contender.name}; {settings}; rate {rate}; seed {seed}"
-        metrics = store.get_or_run(key, lambda: run(contender, rate, seed))
-        if measure not in metrics:
-            raise ValueError(f"run() must return {measure!r}, got {sorted(metrics)}.")
-        return metrics
 
-    def measure_rate(contender: Contender, rate: float) -> float:
-        first = FIRST_TUNING_SEED
-        metrics = [run_seed(contender, rate, first + n) for n in range(tuning_seeds)]
-        mean = float(np.mean([row[measure] for row in metrics]))
-        # np.argmax takes a NaN for the maximum, so a rate that diverged would be chosen.
-        return mean if math.isfinite(mean) else -math.inf
+def count_runs(contenders: Sequence[Contender], seeds: int, tuning_seeds: int) -> int:
+    """About how many runs a study makes, with four rates or more on each tuning seed."""
+    n_rates = [max(4, len(c.rates) + 1) if len(c.rates) > 1 else 0 for c in contenders]
+    return sum(n * tuning_seeds + seeds for n in n_rates)
 
-    comparisons: list[Comparison] = []
-    for contender in contenders:
-        rate, is_bracketed = None, True
-        if len(contender.rates) == 1:
-            rate, is_bracketed = contender.rates[0], False
-        elif contender.rates:
-            rate, is_bracketed = bracket_rate(
-                lambda rate, contender=contender: measure_rate(contender, rate),
-                contender.rates,
-                max_rates,
-            )
-        metrics = [run_seed(contender, rate, seed) for seed in range(seeds)]
-        values = [float(row[measure]) for row in metrics]
-        if not all(map(math.isfinite, values)):
-            raise ValueError(
-                f"{measure} must be finite, got {values} of {contender.name} at rate {rate}. Leave "
-                "out a contender that diverges."
-            )
-        comparisons.append(Comparison(contender, rate, values, None, metrics, is_bracketed))
-        report(f"{contender.name}: {measure} {np.mean(values):.3g} at rate {rate}")
-    return compare_values(comparisons, [comparison.values for comparison in comparisons])
+
+def make_run_key(name: str, contender: Contender, rate: float | None, seed: int) -> dict[str, Any]:
+    """The key of a run in the store."""
+    return {
+        "config": name,
+        "contender": contender.name,
+        "settings": list(contender.settings),
+        "rate": rate,
+        "seed": seed,
+    }
 
 
 def compare_values(
@@ -139,18 +195,28 @@ def compare_values(
     Each contender is compared with the first one, and p is corrected over all of them.
     """
     baseline = values[0]
-    p_values = [paired_p_value(x, baseline) for x in values[1:]]
     first, *rows = [replace(c, values=list(x)) for c, x in zip(comparisons, values, strict=True)]
+    p_values = [paired_p_value(c.values, baseline) for c in rows]
     return [first] + [
-        replace(c, difference=paired_difference(c.values, baseline), p_value=p, corrected_p_value=q)
-        for c, p, q in zip(rows, p_values, correct_p_values(p_values), strict=True)
+        replace(
+            c,
+            difference=paired_difference(c.values, baseline),
+            median=paired_median(c.values, baseline),
+            p_value=p,
+            corrected_p_value=float(corrected),
+            discovery_p_value=float(discovery),
+            sign_flip_p_value=sign_flip_p_value(c.values, baseline),
+        )
+        for c, p, corrected, discovery in zip(
+            rows, p_values, correct_p_values(p_values), correct_discoveries(p_values), strict=True
+        )
     ]
 
 
 def bracket_rate(
     measure: Callable[[float], float], rates: Sequence[float], max_rates: int
-) -> tuple[float, bool]:
-    """Return the best rate, and True if a lower and a higher one were tried.
+) -> ChosenRate:
+    """Return the best rate, `is_inside` if a lower and a higher one were tried.
 
     The grid grows by the factor of its last two rates on the side where its best rate is.
     """
@@ -159,37 +225,10 @@ def bracket_rate(
         grid = sorted(measured)
         chosen = max(grid, key=lambda rate: measured[rate])
         if chosen not in (grid[0], grid[-1]):
-            return chosen, True
+            return ChosenRate(chosen)
         if len(grid) >= max_rates:
-            return chosen, False
+            return ChosenRate(chosen, is_inside=False)
         factor = grid[-1] / grid[-2]
         # Twelve digits keep names of runs short, and equal on a resume.
         rate = float(f"{chosen * factor if chosen == grid[-1] else chosen / factor:.12g}")
         measured[rate] = measure(rate)
-
-
-def format_rate(comparison: Comparison) -> str:
-    """The rate; with * if no lower or no higher one was tried."""
-    rate = "" if comparison.rate is None else f"{comparison.rate:g}"
-    return rate if comparison.is_bracketed else f"{rate}*"
-
-
-def format_comparisons(comparisons: Sequence[Comparison]) -> str:
-    """A Markdown table: mean, difference to the first line, its 95 % interval and p, each seed.
-
-    p is Holm's over the lines. A rate with * has no lower or no higher one that was tried.
-    """
-    lines = [
-        "| | rate | mean | difference, 95 % | p, corrected | by seed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for comparison in comparisons:
-        difference = "" if comparison.difference is None else str(comparison.difference)
-        p = comparison.corrected_p_value
-        p_text = "" if p is None else f"{p:.2g}"
-        by_seed = " ".join(f"{value:.3g}" for value in comparison.values)
-        lines.append(
-            f"| {comparison.contender.name} | {format_rate(comparison)} | "
-            f"{np.mean(comparison.values):.3g} | {difference} | {p_text} | {by_seed} |"
-        )
-    return "\n".join(lines)

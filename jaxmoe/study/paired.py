@@ -2,15 +2,19 @@
 """Statistics of paired runs: the same seeds under two settings.
 
 Seeds differ more than settings do, so a setting is compared with another seed by seed.
-Next: jaxmoe/study/contenders.py.
+Next: jaxmoe/study/families.py, many comparisons at once.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import binom
 from scipy.stats import t as student_t
+
+_MAX_EXACT = 16  # pairs of which all signs are tried
 
 
 class Interval(NamedTuple):
@@ -22,6 +26,18 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.mean:+.3g} ({self.low:+.3g} to {self.high:+.3g})"
+
+
+class MedianInterval(NamedTuple):
+    """A median with an interval that covers the true one at least at its `confidence`."""
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.3g} ({self.low:+.3g} to {self.high:+.3g})"
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Interval:
@@ -45,29 +61,66 @@ def paired_p_value(values: Sequence[float], baseline: Sequence[float]) -> float:
     1 for one pair, and for differences that are all 0. Raises ValueError for lists of different
     lengths.
     """
+    return float(student_p_values(_pairs(values, baseline)))
+
+
+def student_p_values(differences: Any) -> np.ndarray:
+    """Two-sided p of Student's t test along the last axis.
+
+    1 for one difference and for zeros, 0 for equal ones.
+    """
+    differences = np.asarray(differences, np.float64)
+    n = differences.shape[-1]
+    if n < 2:
+        return np.ones(differences.shape[:-1])
+    mean, deviation = differences.mean(axis=-1), differences.std(axis=-1, ddof=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        statistic = np.abs(mean) * math.sqrt(n) / deviation
+    p_values = 2 * student_t.sf(statistic, n - 1)
+    return np.where(differences.any(axis=-1), p_values, 1.0)
+
+
+def paired_median(values: Sequence[float], baseline: Sequence[float]) -> MedianInterval:
+    """Median of values[i] − baseline[i] with an exact interval of 95 % or more.
+
+    The k-th smallest to the k-th largest difference, with confidence 1 − 2 · P(Bin(n, ½) < k) and
+    the largest k for which that is 95 %. It assumes nothing of the differences but that seeds are
+    independent, so it holds where some runs collapse, for which Student's interval of the mean is
+    too narrow. With fewer than six pairs it is their range, and `confidence` is below 95 %.
+    Raises ValueError for lists of different lengths. Source: Thompson (1936), On confidence ranges
+    for the median and other expectation distributions.
+    """
+    differences = np.sort(_pairs(values, baseline))
+    n = len(differences)
+    # confidences[k - 1] is that of the k-th smallest to the k-th largest; it falls with k.
+    confidences = 1 - 2 * binom.cdf(np.arange((n + 1) // 2), n, 0.5)
+    k = max(1, int(np.sum(confidences >= 0.95)))
+    low, high = differences[k - 1], differences[n - k]
+    median, confidence = np.median(differences), confidences[k - 1]
+    return MedianInterval(float(median), float(low), float(high), float(confidence))
+
+
+def sign_flip_p_value(values: Sequence[float], baseline: Sequence[float]) -> float:
+    """Exact two-sided p of the permutation test that exchanges the two runs of a seed.
+
+    The share of all 2ⁿ signs of the differences whose mean is at least as far from 0. It assumes
+    only that without an effect a seed's two runs can be exchanged; below 2 / 2ⁿ it cannot be. Of
+    more than 16 pairs 65,535 random signs are tried, and the observed ones count as one more.
+    Raises ValueError for lists of different lengths. Source: Fisher (1935), The design of
+    experiments.
+    """
     differences = _pairs(values, baseline)
     n = len(differences)
-    if n < 2 or not differences.any():
-        return 1.0
-    deviation = float(differences.std(ddof=1))
-    if deviation == 0:
-        return 0.0
-    return float(2 * student_t.sf(abs(differences.mean()) * math.sqrt(n) / deviation, n - 1))
-
-
-def correct_p_values(p_values: Sequence[float]) -> list[float]:
-    """Holm's corrected p values of several comparisons, in their order.
-
-    The k-th smallest of m is max over j ≤ k of (m − j + 1) · p_(j), at most 1. Rejecting those
-    below a level keeps the chance of one false rejection or more below it, also where the
-    comparisons share a baseline. Source: Holm (1979), A simple sequentially rejective multiple test
-    procedure.
-    """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda n: p_values[n])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    if n <= _MAX_EXACT:
+        # The signs of the first pair need not be tried: all others mirrored have the same mean.
+        signs = np.array([(1.0, *signs) for signs in itertools.product((1.0, -1.0), repeat=n - 1)])
+    else:
+        rng = np.random.default_rng(0)
+        signs = rng.choice([1.0, -1.0], size=(2**_MAX_EXACT, n))
+        signs[0] = 1.0
+    sums = np.abs(signs @ differences)
+    # Equal sums differ by rounding.
+    return float(np.mean(sums >= sums[0] - 1e-12 * np.abs(differences).sum()))
 
 
 def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Interval:

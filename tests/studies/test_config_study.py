@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Studies of configs: their runs, and their pages, which are made from stored results."""
 
+import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.study import Contender
+from jaxmoe.study import Contender, ResultsStore
 from studies import __main__ as command
 from studies import config_study
-from studies.config_study import ConfigStudy, read_curves
+from studies.config_study import (
+    ConfigStudy,
+    check_stored_teacher,
+    make_quick,
+    read_curves,
+    write_untrained_teacher,
+)
 from tests.jaxmoe.teacher_folder import write_teacher
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-PAGES = [study for study in command.CONFIG_STUDIES if (RESULTS / f"{study.name}.md").is_file()]
 
 
 @pytest.fixture
@@ -32,15 +39,70 @@ def test_every_contender_is_a_config(study):
         override(load_config(study.config), *study.settings, *contender.settings)
 
 
-@pytest.mark.parametrize("study", PAGES, ids=lambda study: study.name)
-def test_a_page_has_the_tables_of_stored_results(study, tmp_path, no_training):
-    stored = RESULTS / "studies" / f"{study.name}.json"
+@pytest.mark.parametrize("study", command.CONFIG_STUDIES, ids=lambda study: study.name)
+def test_a_page_is_made_from_stored_results(study, tmp_path, no_training):
+    stored = RESULTS / "studies" / f"{study.name}.jsonl.gz"
+    assert stored.stat().st_size < 5e6
     (tmp_path / stored.name).write_bytes(stored.read_bytes())
-    assert command.main([study.name, "--out", str(tmp_path)]) == 0
-    page = (RESULTS / f"{study.name}.md").read_text()
-    table = (tmp_path / f"{study.name}.md").read_text()
-    assert table.count("|") > 40 and table.strip() in page
-    assert (tmp_path / stored.name).read_bytes() == stored.read_bytes()
+    page = RESULTS / f"{study.name}.md"
+    copy = tmp_path / "page.md"
+    # What stands between the marks is made again, whatever it was.
+    text = re.sub(r"(<!-- \w+: \w+ -->).*?(<!-- end -->)", r"\1\2", page.read_text(), flags=re.S)
+    copy.write_text(text)
+    assert command.main([study.name, "--out", str(tmp_path), "--page", str(copy)]) == 0
+    assert copy.read_text() == page.read_text() and text.count("<!-- end -->") == 2
+    assert not (tmp_path / f"{study.name}.jsonl").exists()
+
+
+def read_accuracies(name, contender, rate=None):
+    """Accuracies by seed, of the stored results."""
+    text = gzip.decompress((RESULTS / "studies" / f"{name}.jsonl.gz").read_bytes()).decode()
+    runs = [json.loads(line) for line in text.splitlines()]
+    runs = [run for run in runs if run.get("contender") == contender]
+    return {run["seed"]: run["result"]["accuracy"] for run in runs if rate in (None, run["rate"])}
+
+
+def test_figures_of_the_teachers_page_are_stored():
+    """Those of the sentences; the tables and the first list are made."""
+    page = (RESULTS / "teachers.md").read_text()
+    teacher, both = (
+        read_accuracies("teachers", name, 0.0024) for name in ("teacher", "teacher and rewards")
+    )
+    assert "within 0.03 of each other on every seed" in page
+    assert max(abs(teacher[seed] - both[seed]) for seed in range(5)) < 0.03
+    low, high = read_accuracies("teachers", "teacher", 0.0003)[1000], teacher[1000]
+    assert f"ends at {low:.2f} with 3e-4, and at {high:.2f} with 2.4e-3" in page
+
+
+def test_sentences_of_the_turns_page_are_stored():
+    names = [c.name for c in command.CONFIG_STUDIES[0].contenders]
+    twice = {"turn groups": 0.002}
+    ends = [read_accuracies("turns", name, twice.get(name, 0.004))[1000] for name in names]
+    assert max(ends) < 0.35  # what the warm start has on that seed
+    ppo = [read_accuracies("turns", names[-1], rate)[1000] for rate in (0.001, 0.002, 0.004)]
+    assert max(ppo) < 0.35
+    assert list(read_accuracies("turns", names[-1], 0.002).values()).count(0.0) == 4
+    assert list(read_accuracies("turns", names[1], 0.002).values()).count(0.0) == 1
+
+
+def test_a_page_without_marks_is_refused(tmp_path, no_training, capsys):
+    stored = RESULTS / "studies" / "turns.jsonl.gz"
+    (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+    assert command.main(["turns", "--out", str(tmp_path), "--page", str(page)]) == 2
+    assert "must have <!-- turns: advice -->" in capsys.readouterr().err
+    assert page.read_text() == "# A page\n"
+
+
+def test_a_quick_study_has_an_untrained_teacher(tmp_path):
+    study = make_quick(command.CONFIG_STUDIES[1], tmp_path)
+    write_untrained_teacher(study, tmp_path)
+    assert [len(contender.rates) for contender in study.contenders] == [1, 1]
+    for contender in study.contenders:
+        cfg = override(load_config(study.config), *study.settings, *contender.settings)
+        check_stored_teacher(cfg, ResultsStore())
+    assert cfg.steps == 2 and cfg.distill.teacher == str(tmp_path / "teacher")
 
 
 def test_curves_have_seconds_without_the_first_step(tmp_path):
@@ -79,10 +141,10 @@ def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch):
     assert command.main(["pair", "--out", str(tmp_path), "--set", "steps=2"]) == 0
     after_steps, after_seconds = (tmp_path / "pair.md").read_text().split("a step takes")
     assert "after 10 s" in after_steps and "fast: 1.00, slow: 2.00 s" in after_seconds
-    assert "| slow |  | 0.61 | +0.1 " in after_steps
-    assert "| slow |  | 0.4 | -0.1 " in after_seconds
-    stored = json.loads((tmp_path / "pair.json").read_text())
-    assert len(stored) == 6 and all("tiny.py steps=2; " in name for name in stored)
+    assert "| slow |  | 0.61 | **+0.1 " in after_steps
+    assert "| slow |  | 0.4 | **-0.1 " in after_seconds
+    stored = [json.loads(line) for line in (tmp_path / "pair.jsonl").read_text().splitlines()]
+    assert len(stored) == 6 and {run["config"] for run in stored} == {"tiny.py steps=2"}
 
 
 def test_a_missing_teacher_is_refused_before_a_run(tmp_path, monkeypatch, no_training, capsys):
@@ -94,8 +156,9 @@ def test_a_missing_teacher_is_refused_before_a_run(tmp_path, monkeypatch, no_tra
 
 def test_runs_of_another_teacher_are_refused(tmp_path, capsys):
     teacher = write_teacher(tmp_path / "teacher")
-    stored = {f"weights of {teacher}": "0123456789abcdef"}
-    (tmp_path / "teachers.json").write_text(json.dumps(stored))
+    stored = {"weights of": str(teacher), "result": "0123456789abcdef"}
+    line = json.dumps(stored | {"commit": None, "seconds": None})
+    (tmp_path / "teachers.jsonl").write_text(line + "\n")
     settings = ["--set", f"distill.teacher={teacher}", "--out", str(tmp_path)]
     assert command.main(["teachers", *settings]) == 2
     assert "must be that of the finished runs, 0123456789abcdef" in capsys.readouterr().err

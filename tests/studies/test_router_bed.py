@@ -9,7 +9,9 @@ import pytest
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.model.moe.router import RouterContext, replay_routing, route_top_k
 from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.study import ResultsStore
 from studies import router_costs, router_trained
+from studies.bed_study import BedRuns, run_bed
 from studies.router_bed import (
     BEDS,
     bed_config,
@@ -19,7 +21,7 @@ from studies.router_bed import (
     route_disturbed,
     train_on_bed,
 )
-from studies.router_trained import bed_contenders, run_bed
+from studies.router_trained import REMEDIES, ROUTER, list_bed_contenders
 
 CFG = bed_config(2).model
 CONTEXT = RouterContext(jnp.int32(0), jnp.int32(3), jnp.float32(0))
@@ -52,7 +54,7 @@ def test_a_beds_noise_switches_experts_except_replayed_ones():
 @pytest.mark.parametrize("name", BEDS)
 def test_every_contender_of_a_bed_can_run(name):
     bed = BEDS[name]
-    contenders = bed_contenders(bed, (1e-3,))
+    contenders = list_bed_contenders(bed)
     assert contenders[0].name == "nothing" and len(contenders) >= 20
     for contender in contenders:
         cfg = bed_config(40, *bed.settings, *contender.settings)
@@ -63,16 +65,21 @@ def test_every_contender_of_a_bed_can_run(name):
 def test_a_second_call_repeats_no_contender(tmp_path, monkeypatch):
     weights = init_params(jax.random.key(0), CFG)
     monkeypatch.setattr(router_trained, "load_bed_weights", lambda seed, folder: weights)
-    few = {name: router_trained.REMEDIES[name] for name in ("nothing", "R2", "token IS")}
+    few = {name: REMEDIES[name] for name in ("nothing", "R2", "token IS")}
     monkeypatch.setattr(router_trained, "REMEDIES", few)
-    reports = []
-    options = dict(seeds=2, steps=2, rates=(1e-3,), report=reports.append)
-    comparisons = run_bed(BEDS["two_forwards"], tmp_path, **options)
+    monkeypatch.setattr(router_trained, "RATES", (1e-3,))
+    reports, path = [], tmp_path / "runs.jsonl"
+    runs = BedRuns(["two_forwards"], 2, 2)
+
+    def compare():
+        store = ResultsStore(path)
+        options = dict(store=store, folder=tmp_path, report=reports.append)
+        return run_bed(ROUTER, runs, "two_forwards", **options)
+
+    comparisons = compare()
     assert [c.contender.name for c in comparisons] == list(few)
-    assert len(reports) == 6
-    repeated = run_bed(BEDS["two_forwards"], tmp_path, **options)
-    assert len(reports) == 6
-    assert [c.values for c in repeated] == [c.values for c in comparisons]
+    assert len(reports) == 6 and len(comparisons[0].metrics[0]["rewards"]) == 2
+    assert compare() == comparisons and len(reports) == 6
 
 
 @pytest.mark.slow
@@ -111,7 +118,8 @@ def test_a_warm_start_is_stored_and_learns(tmp_path, monkeypatch):
 
 
 def test_a_steps_cost_is_measured_once_in_pairs(tmp_path, monkeypatch):
-    few = {name: router_trained.REMEDIES[name] for name in ("nothing", "soft")}
+    few = {name: REMEDIES[name] for name in ("nothing", "soft")}
+    store = ResultsStore(tmp_path / "costs.jsonl")
     order = []
 
     def make_timed_step(bed, settings):
@@ -123,13 +131,11 @@ def test_a_steps_cost_is_measured_once_in_pairs(tmp_path, monkeypatch):
 
         return take_one
 
-    monkeypatch.setattr(router_costs, "REMEDIES", few)
-    monkeypatch.setattr(router_costs, "PAIRS", 3)
     monkeypatch.setattr(router_costs, "make_timed_step", make_timed_step)
-    costs = router_costs.measure_costs(tmp_path, lambda line: None)
+    costs = router_costs.measure_costs(few, store, pairs=3, report=lambda line: None)
     # The plain step has gone on to its fourth time when the second remedy begins.
     assert costs == {"nothing": 1.0, "soft": 3.0 * np.median([1 / 2.5, 9 / 3, 2 / 3])}
     soft = few["soft"]
     assert order == [()] * 6 + [soft, ()] * 3
     monkeypatch.setattr(router_costs, "make_timed_step", None)
-    assert router_costs.measure_costs(tmp_path, lambda line: None) == costs
+    assert router_costs.measure_costs(few, store, pairs=3, report=lambda line: None) == costs

@@ -10,6 +10,7 @@ import pytest
 
 import studies.__main__ as command
 from jaxmoe.model import forward, plain_ops
+from jaxmoe.study import ResultsStore
 from studies.estimators import compare_bias, measure_estimator, policy_gradient, pool_models
 from studies.micro_model import MicroSizes, answer_logprobs
 from studies.micro_tables import MicroModel
@@ -169,15 +170,15 @@ def test_no_two_estimators_share_a_name():
 
 
 def test_a_stopped_study_continues_with_stored_models(tmp_path):
-    lines = []
+    lines, path = [], tmp_path / "router_exact.jsonl"
 
     def stop_after_first(line):
         lines.append(line)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_router_exact(tmp_path, 2, study(), stop_after_first)
-    results = run_router_exact(tmp_path, 2, study(), lines.append)
+        run_router_exact(ResultsStore(path), 2, study(), stop_after_first)
+    results = run_router_exact(ResultsStore(path), 2, study(), lines.append)
     assert lines[0].startswith("model 1 of 2: ") and lines[0].endswith(" s")
     assert lines[1] == "model 1 of 2: stored" and lines[2].startswith("model 2 of 2: ")
     assert results[0] == measured(0)
@@ -211,7 +212,7 @@ def test_ctrl_c_says_how_to_continue(tmp_path, small_study, monkeypatch, capsys)
 
 
 def test_a_users_mistake_is_one_line(tmp_path, small_study, capsys):
-    (tmp_path / "router_exact.json").write_text("{")
+    (tmp_path / "router_exact.jsonl").write_text("{}\n")
     for argv in (["--models", "0"], ["--models", "1"]):
         assert command.main(["router_exact", *argv, "--out", str(tmp_path)]) == 2
         error = capsys.readouterr().err

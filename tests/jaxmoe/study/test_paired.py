@@ -3,13 +3,16 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from jaxmoe.study.paired import (
-    correct_p_values,
     paired_difference,
+    paired_median,
     paired_p_value,
     paired_ratio,
+    sign_flip_p_value,
 )
 
 
@@ -28,26 +31,60 @@ def test_equal_pairs_and_one_pair_are_no_evidence():
     assert paired_p_value([0.5, 0.7], [0.5, 0.7]) == paired_p_value([1.0], [0.0]) == 1.0
 
 
-def test_holms_correction_is_that_of_its_table():
-    # by hand: 4·0.005, 3·0.01, then the larger one before, then 1·0.04 raised to it
-    corrected = correct_p_values([0.01, 0.04, 0.03, 0.005])
-    np.testing.assert_allclose(corrected, [0.03, 0.06, 0.06, 0.02], rtol=1e-12)
-    assert correct_p_values([0.9, 0.8]) == [1.0, 1.0] and correct_p_values([]) == []
+@given(st.lists(st.integers(-8, 8), min_size=2, max_size=9))
+def test_exchanged_signs_are_scipys_permutation_test(differences):
+    """Of small whole numbers, so that many sums are equal."""
+    expected = stats.permutation_test(
+        (np.array(differences, np.float64),),
+        np.sum,
+        permutation_type="samples",
+        n_resamples=np.inf,
+    ).pvalue
+    p_value = sign_flip_p_value(differences, [0] * len(differences))
+    assert p_value == pytest.approx(expected, rel=1e-12)
 
 
-def test_contenders_without_effect_are_rarely_significant():
-    """Holm keeps the rate of a false one among ten that share a baseline; uncorrected p do not."""
-    rng = np.random.default_rng(2)
-    studies = 400
-    p_values = []
-    for _ in range(studies):
-        baseline, *others = rng.normal(size=(11, 8))
-        p_values.append([paired_p_value(list(x), list(baseline)) for x in others])
-    false = sum(min(correct_p_values(p)) < 0.05 for p in p_values)
-    uncorrected = sum(min(p) < 0.05 for p in p_values)
-    # 5 % of the studies, four standard deviations of the count
-    assert false <= 0.05 * studies + 4 * math.sqrt(studies * 0.05 * 0.95)
-    assert uncorrected > 0.2 * studies
+def test_exchanged_signs_of_many_pairs_are_sampled():
+    rng = np.random.default_rng(0)
+    x, y = list(rng.normal(0.55, 1.0, 17)), [0.0] * 17
+    assert sign_flip_p_value(x, y) == pytest.approx(paired_p_value(x, y), abs=0.01)
+    # never 0: the observed signs count
+    assert sign_flip_p_value(list(range(1, 41)), [0] * 40) == 2.0**-16
+
+
+@pytest.mark.parametrize("n", range(6, 21))
+def test_the_medians_interval_is_scipys(n):
+    differences = list(np.random.default_rng(n).normal(size=n))
+    interval = paired_median(differences, [0.0] * n)
+    expected = stats.quantile_test(differences, p=0.5).confidence_interval(0.95)
+    assert (interval.low, interval.high) == tuple(expected)
+    k = sorted(differences).index(interval.low)
+    assert interval.confidence == pytest.approx(1 - 2 * stats.binom.cdf(k, n, 0.5), rel=1e-12)
+    assert interval.confidence >= 0.95 and interval.median == np.median(differences)
+
+
+def test_few_pairs_have_their_range():
+    interval = paired_median([3.0, 1.0, 2.0, 5.0, 4.0], [0.0] * 5)
+    assert (interval.median, interval.low, interval.high) == (3.0, 1.0, 5.0)
+    assert interval.confidence == pytest.approx(1 - 2 / 32)
+    assert str(interval) == "+3 (+1 to +5)"
+
+
+def test_collapsed_runs_spoil_the_means_interval_only():
+    rng = np.random.default_rng(4)
+    trials, n = 1500, 8
+    covered_mean = covered_median = 0
+    for _ in range(trials):
+        x = np.where(rng.random(n) < 1 / 8, 0.0, 0.6 + rng.normal(0, 0.03, n))
+        y = 0.6 + rng.normal(0, 0.03, n)
+        values, baseline = list(x), list(y)
+        student, exact = paired_difference(values, baseline), paired_median(values, baseline)
+        covered_mean += student.low <= -0.6 / 8 <= student.high
+        # seven eighths of the differences are normal around 0, and an eighth lies far below
+        true_median = stats.norm.ppf(3 / 7) * 0.03 * math.sqrt(2)
+        covered_median += exact.low <= true_median <= exact.high
+    assert covered_mean < 0.75 * trials
+    assert covered_median >= 0.98 * trials
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -79,6 +116,12 @@ def test_a_baseline_near_zero_has_no_ratio():
 
 @pytest.mark.parametrize("pair", [([1.0], [1.0, 2.0]), ([], [])])
 def test_lists_of_different_seeds_are_refused(pair):
-    for compare in (paired_difference, paired_p_value, paired_ratio):
+    for compare in (
+        paired_difference,
+        paired_median,
+        paired_p_value,
+        paired_ratio,
+        sign_flip_p_value,
+    ):
         with pytest.raises(ValueError, match="the same seeds"):
             compare(*pair)
