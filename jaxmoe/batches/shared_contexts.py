@@ -41,7 +41,7 @@ def choose_shared(
     """Return int [B]: the shared tokens of each row's group, a multiple of `unit`."""
     shared_B = np.zeros(len(group_B), int)
     for group in range(group_B.max(initial=-1) + 1):
-        members = np.flatnonzero(group_B == group)
+        members = np.flatnonzero(group_B == group).tolist()
         sizes = np.array([n // unit * unit for b in members for n in beginnings[b]], int)
         candidates = sorted({*sizes.tolist()}, reverse=True)
         saved = [n * (int((sizes >= n).sum()) - 1) for n in candidates]
@@ -85,5 +85,6 @@ def number_segments(
             if is_sharing:
                 numbers_BC[i, c], branch = branch, branch + 1
             else:
-                numbers_BC[i, c] = after_last[last] = after_last.get(last, last) + 1
+                after_last[last] = after_last.get(last, last) + 1
+                numbers_BC[i, c] = after_last[last]
     return np.take_along_axis(numbers_BC, np.maximum(segments_BT - 1, 0), axis=1)

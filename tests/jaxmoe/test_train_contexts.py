@@ -28,13 +28,20 @@ NOTES = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model__numerics": "invariant"},
         {
-            "router__replay": "R3",
+            "model__numerics": "invariant",
             "optim__share_prompts": "on",
             "optim__tokens_per_microbatch": 2112,
             "loss__advantages": "turn_return_advantages",
         },
+        pytest.param(
+            {
+                "router__replay": "R3",
+                "optim__share_prompts": "on",
+                "optim__tokens_per_microbatch": 2112,
+            },
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             {
                 "rollout__schedule": "groups",
@@ -45,7 +52,7 @@ NOTES = {
             marks=pytest.mark.extended,
         ),
     ],
-    ids=["invariant", "shared prompts", "groups"],
+    ids=["invariant", "replay", "groups"],
 )
 def test_trainer_and_engine_agree_about_new_contexts(tmp_path, changes):
     environ = {"PYTHONPATH": str(EXAMPLES)}
@@ -58,7 +65,8 @@ def test_trainer_and_engine_agree_about_new_contexts(tmp_path, changes):
         assert row["turns/max"] == 3 and row["grad/norm"] > 0
     row, is_exact = run.steps[0], "model__numerics" in changes
     assert row["train_rollout_logprob_abs_diff_max"] <= (0 if is_exact else 1e-5)
-    if "router__replay" in changes:
+    if "optim__share_prompts" in changes:
         # The prompt's tokens, once for four samples and three contexts of each.
         assert row["batch/computed_tokens_frac"] < 0.6
+    if "router__replay" in changes:
         assert row["router/unknown_experts_frac"] == 0

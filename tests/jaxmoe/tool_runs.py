@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,13 +155,15 @@ def run_tools(work, **options):
 
 def main():
     """Train as the command does, and note all rollouts in the file of the first argument."""
-    notes, sampled = Path(sys.argv[1]), []
+    notes, sampled, lock = Path(sys.argv[1]), [], threading.Lock()
     sample_rollouts = tasks.sample_rollouts
 
     def sample_and_note(*args, **named):
-        sampled.append(sample_rollouts(*args, **named))
-        notes.write_bytes(pickle.dumps(sampled))
-        return sampled[-1]
+        rollouts = sample_rollouts(*args, **named)
+        with lock:  # groups are sampled in threads
+            sampled.append(rollouts)
+            notes.write_bytes(pickle.dumps(sampled))
+        return rollouts
 
     tasks.sample_rollouts = sample_and_note
     return train.main(sys.argv[2:])
