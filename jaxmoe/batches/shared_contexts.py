@@ -79,8 +79,8 @@ def number_segments(
     shared = packing.shared
     numbers_BC = np.zeros((len(contexts), max(map(len, contexts), default=1) or 1), np.int32)
     after_last: dict[int, int] = {}  # by the group's last segment that sees its shared tokens
-    for i, (begins, last) in enumerate(zip(contexts, shared.last_segment_B.tolist(), strict=True)):
-        branch = int(shared.branch_segment_B[i])
+    for i, begins in enumerate(contexts):
+        branch, last = int(shared.branch_segment_B[i]), int(shared.last_segment_B[i])
         for c, is_sharing in enumerate(begins):
             if is_sharing:
                 numbers_BC[i, c], branch = branch, branch + 1
