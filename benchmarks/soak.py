@@ -54,7 +54,8 @@ def cache_sizes() -> dict[str, int]:
     return {
         f"{cache.__module__}.{cache.__qualname__}": cache.cache_info().currsize
         for cache in caches
-        if cache.cache_parameters()["maxsize"] is None
+        # A cache of a partial has no name, and belongs to no module of this project.
+        if cache.cache_parameters()["maxsize"] is None and hasattr(cache, "__qualname__")
     }
 
 

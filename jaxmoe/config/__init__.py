@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.distill import DistillConfig, check_distill
 from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
-from jaxmoe.config.episodes import check_episodes, context_name
+from jaxmoe.config.episodes import check_episodes, context_name, read_context_name
 from jaxmoe.config.errors import ConfigError, EngineError, require
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
@@ -243,7 +243,7 @@ class Config(Section, key=""):
         )
         require(
             self.read_context <= self.model.max_context,
-            f"{context_name(self)} ({self.context}) must be at most "
+            f"{read_context_name(self)} ({self.read_context}) must be at most "
             f"model.max_context ({self.model.max_context}). Try {self._smaller_context()}",
         )
         check_episodes(self)

@@ -12,9 +12,14 @@ CONTEXT_KEYS = "data.max_prompt_tokens + rollout.max_new_tokens"
 
 
 def context_name(cfg: "Config") -> str:
-    """The settings that limit the tokens of a sequence, for messages."""
-    if cfg.rollout.max_episode_tokens:
-        return "rollout.max_episode_tokens"
+    """The settings that limit the tokens of a row, for messages."""
+    return (
+        "rollout.max_episode_tokens" if cfg.rollout.max_episode_tokens else read_context_name(cfg)
+    )
+
+
+def read_context_name(cfg: "Config") -> str:
+    """The settings that limit the tokens that the policy reads at once, for messages."""
     return "rollout.max_context" if cfg.rollout.max_context else CONTEXT_KEYS
 
 
@@ -55,19 +60,19 @@ def check_episodes(cfg: "Config") -> None:
         f"rollout.max_context ({r.max_context}) must be at least {CONTEXT_KEYS} ({needed}): the "
         f"turns do not fit. Try {larger}.",
     )
-    total = r.max_episode_tokens
+    total, context = r.max_episode_tokens, r.max_context or max(needed, first + 1)
+    harmony = "" if data.template == "harmony" else " --set data.template=harmony"
     require(
         not total or (0 < r.max_context < total),
         f"rollout.max_episode_tokens ({total}) limits all contexts of an episode together, so it "
         f"must exceed rollout.max_context ({r.max_context}), the limit of one, which must be set. "
-        f"Try --set rollout.max_context={max(needed, first + 1)} "
-        f"--set rollout.max_episode_tokens={4 * max(needed, first + 1)}.",
+        f"Try --set rollout.max_context={context} --set rollout.max_episode_tokens={4 * context}"
+        f"{harmony}.",
     )
     require(
-        not total or data.template == "harmony",
+        not (total and harmony),
         "rollout.max_episode_tokens needs data.template=harmony, in which an environment's "
-        f"messages become a new context, got {data.template!r:.60}. Try --set "
-        "data.template=harmony.",
+        f"messages become a new context, got {data.template!r:.60}. Try{harmony}.",
     )
     require(
         r.max_turn_tokens <= r.max_new_tokens,

@@ -114,6 +114,13 @@ def test_impossible_episodes_are_one_line_and_no_folder(name, tmp_path, capsys, 
         (["rollout.max_reply_tokens=500"], "no second turn fits"),
         (["rollout.max_turn_tokens=100"], "rollout.max_turn_tokens (100) must be at most"),
         (["rollout.max_context=900", "model.max_context=600"], "must be at most model.max_context"),
+        (["rollout.max_episode_tokens=192"], "must exceed rollout.max_context (256)"),
+        (["rollout.max_episode_tokens=1000"], "needs data.template=harmony"),
+        (
+            ["rollout.max_turns=1", "data.tools=", "data.environment=m:E", "rollout.max_context=0"]
+            + ["data.template=harmony", "rollout.max_episode_tokens=999"],
+            "must exceed rollout.max_context (0)",
+        ),
     ],
 )
 def test_contradictory_limits_are_refused_with_settings_that_work(changes, message):

@@ -105,9 +105,9 @@ def test_garbage_at_environment_tokens_changes_no_bit(fields, tokens):
 
 
 def test_a_truncated_episode_bootstraps_after_its_last_token():
-    rollouts = draw_groups(np.random.default_rng(3), 2, SAMPLES)
     reasons = [*StopReason]
-    rollouts = [replace(r, stop=reason) for r, reason in zip(rollouts, reasons, strict=True)]
+    rollouts = draw_groups(np.random.default_rng(3), -(-len(reasons) // SAMPLES), SAMPLES)
+    rollouts = [replace(r, stop=reasons[i % len(reasons)]) for i, r in enumerate(rollouts)]
     batch = batch_of(rollouts)
     values_BT = np.arange(batch.tokens_BT.size, dtype=np.float32).reshape(batch.tokens_BT.shape)
     ends = [len(r.prompt.tokens) + len(r.tokens) - 1 for r in rollouts]
