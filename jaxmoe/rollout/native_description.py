@@ -44,7 +44,8 @@ def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
         max_new_tokens=cfg.rollout.max_new_tokens,
         max_rows=cfg.rollout.max_parallel_sequences,
         max_context=cfg.read_context if cfg.has_environment else 0,
-        max_reply_tokens=cfg.rollout.max_reply_tokens,
+        # A new context is longer than a message.
+        max_reply_tokens=0 if cfg.rollout.max_episode_tokens else cfg.rollout.max_reply_tokens,
     )
 
 

@@ -30,7 +30,7 @@ assert VOCAB == CFG.vocab_size and EXPERTS == CFG.n_experts
 def batch_of(rollouts, n_experts=None):
     return rollout_batch(
         rollouts,
-        REWARDS[: len(rollouts)],
+        np.resize(REWARDS, len(rollouts)),
         samples=SAMPLES,
         length=LENGTH,
         pad_id=0,
