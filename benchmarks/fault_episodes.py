@@ -134,7 +134,7 @@ class CallingEngine:
         while len(pending):
             for i, reply in pending.wait(environment.patience_s).items():
                 if episodes[i].add_reply(reply):
-                    text = tokenizer.decode(list(reply))
+                    text = tokenizer.decode(episodes[i].context.tolist())
                     number = text.split("<|message|>")[-1].split("<|")[0].strip()
                     speak(i, [Message("assistant", number, channel="final")])
         return [episode.make_rollout() for episode in episodes]
