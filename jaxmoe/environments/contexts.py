@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the policy reads before its next turn, when an environment replaces the context.
+"""Contexts of an episode: what the policy reads before its next turn.
 
     conversation: prompt, turn, reply, turn, …            one row of training, one context
     info["context"]: the same conversation goes on in a new context
@@ -51,7 +51,7 @@ class Contexts:
     @property
     def _conversation(self) -> Conversation:
         if not self._open:
-            self._open.append(Conversation(list(self.messages), list(self.first)))
+            self._open.append(Conversation(self._select(self.messages), list(self.first)))
         return self._open[-1]
 
     @property
@@ -75,8 +75,7 @@ class Contexts:
         conversation = self._conversation
         conversation.add(turn_messages, turn)
         if step.sub_agent:
-            self._open.append(Conversation(list(step.sub_agent), self._render(step.sub_agent)))
-            return NewContext(tuple(self.tokens))
+            return self._begin(step.sub_agent)
         if step.ends_sub_agent:
             if len(self._open) == 1:
                 raise EnvironmentFault('info["sub_agent_ends"] needs an open sub-agent')
@@ -84,22 +83,24 @@ class Contexts:
             self._conversation.add(replies, write_messages(replies, tokenizer))
             return NewContext(tuple(self.tokens))
         if step.context:
-            return self._replace([*step.context, *replies])
-        if self.render is not None and not self.keeps_analysis:
-            messages = [*conversation.messages, *replies]
-            if len(fewer := drop_analysis(messages)) < len(messages):
-                return self._replace(fewer)
+            self._open.pop()
+            return self._begin([*step.context, *replies])
+        messages = [*conversation.messages, *replies]
+        if self.render is not None and len(self._select(messages)) < len(messages):
+            self._open.pop()
+            return self._begin(messages)
         tokens = write_messages(replies, tokenizer)
         conversation.add(replies, tokens)
         return tokens
 
-    def _replace(self, messages: list[Message]) -> NewContext:
-        self._open[-1] = Conversation(messages, self._render(messages))
+    def _begin(self, messages: Sequence[Message]) -> NewContext:
+        assert self.render is not None
+        self._open.append(Conversation(self._select(messages), list(self.render(messages))))
         return NewContext(tuple(self.tokens))
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        assert self.render is not None
-        return list(self.render(messages))
+    def _select(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages that `render` writes."""
+        return list(messages) if self.keeps_analysis else drop_analysis(messages)
 
     def check_allowed(self, step: StepResult) -> None:
         """Raise ConfigError for a new context that the run does not allow."""

@@ -10,11 +10,13 @@ import pytest
 from bigram import CFG, MODEL, OPS, start, step_of
 
 from jaxmoe.batches.batch import find_contexts, rollout_batch
+from jaxmoe.batches.engine_experts import unknown_experts_metric
 from jaxmoe.batches.shared_contexts import choose_shared, measure_beginnings
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.losses import gae, gspo, seq_mean_token_mean, sequence_is, turn_return_advantages
-from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.metrics.switches import engine_read_mask
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.terms import value_term
 from jaxmoe.rl.turns import add_turns
@@ -99,6 +101,19 @@ def test_contexts_are_segments_whose_positions_restart():
         (0, first, first + second),
         (1, 0, first + 1),
     ]
+
+
+def test_unread_tokens_are_not_counted_as_unknown_experts():
+    """No layer of the engine read the last token of a context."""
+    batch = make_batch(Algorithm(), replaced=True)
+    shape = (*batch.tokens_BT.shape, 1, 2)
+    experts = np.broadcast_to(np.array([0, 1], np.int8), shape).copy()
+    segments_BT = batch.segment_ids_BT
+    is_last_BT = segments_BT != np.pad(segments_BT[:, 1:], ((0, 0), (0, 1)))
+    experts[is_last_BT] = UNKNOWN_EXPERT
+    batch = replace(batch, routed_experts_BTLA=experts)
+    assert unknown_experts_metric(batch) == {"router/unknown_experts_frac": 0.0}
+    np.testing.assert_array_equal(engine_read_mask(batch), (segments_BT > 0) & ~is_last_BT)
 
 
 def test_starts_that_no_context_can_have_are_refused():

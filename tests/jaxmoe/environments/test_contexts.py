@@ -141,6 +141,17 @@ def test_earlier_analysis_leaves_as_where_it_is_served(keeps):
         assert fewer == render([*QUESTION, *THOUGHT, again])
 
 
+def test_dropped_analysis_of_a_context_is_dropped_once():
+    """The tokens before a tool's reply stay those that were sampled."""
+    history = [*QUESTION, *THOUGHT, Message("user", "again")]
+    rollout = run(
+        ([], {"context": history}),
+        ([Message("tool", "42", name="python")], {}),
+        turns=(FINAL, CALL, FINAL),
+    )
+    assert len(rollout.context_starts) == 1 and len(rollout.turns) == 3
+
+
 def test_analysis_stays_while_tools_are_called():
     thought = [THOUGHT[0], *CALL]
     rollout = run(
