@@ -3,6 +3,7 @@
 
 import itertools
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
@@ -160,6 +161,32 @@ def test_each_log_prob_is_of_its_version(recompute, is_episode):
     for r in rollouts:
         assert (np.diff(r.weight_versions) >= 0).all()
     assert not any(gap for gap, n in gaps if n == 1)
+
+
+def test_an_answer_begins_with_weights_loaded_before_it(monkeypatch):
+    """Newer weights, and an answer after them, come while a chunk begins with older ones."""
+    engine = open_flow(CFG, plain_ops(), keep_experts=False)
+    flow, read, results = engine.pin(), engine.read_loaded, []
+    late = threading.Thread(
+        target=lambda: results.append(flow.generate([PROMPTS[1]], FREE, seed=1, samples=SAMPLES))
+    )
+
+    def read_between():
+        loaded = read()
+        if threading.current_thread().name == "flow" and not late.ident:
+            engine.load(weights_of(FIRST + 1), FIRST + 1)
+            n_waiting = len(flow._waiting)
+            late.start()
+            while len(flow._waiting) == n_waiting:
+                time.sleep(0.001)
+        return loaded
+
+    monkeypatch.setattr(engine, "read_loaded", read_between)
+    with closing(engine):
+        first = flow.generate([PROMPTS[0]], FREE, seed=0, samples=SAMPLES)
+        late.join(60)
+    assert {r.weight_versions[0] for r in first} == {FIRST}
+    assert {r.weight_versions[0] for r in results[0]} == {FIRST + 1}
 
 
 def test_waiting_for_replies_takes_no_time(monkeypatch):
