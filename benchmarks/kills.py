@@ -5,10 +5,11 @@ COMMAND  python -m benchmarks.kills [--kills 100] [--minutes 120] [--out runs/ki
 
 A tiny model trains with late replies and a tool, max_staleness 3, max_lag 1 and a checkpoint every
 two steps. SIGKILL, SIGTERM, SIGINT and two SIGINT end it in turn: while it starts, after a step, as
-an answer begins, while a checkpoint is written, around a weight sync. The same command starts it
-again until its steps are complete; then another run begins, with the next engine: the native one
-with on_weight_sync of admission, keep and recompute, and requests to a stand-in for a vLLM server
-that outlives the kills. The last line is JSON; the exit status is 1 if there is a problem. Linux.
+an answer begins, when each admitted group has finished, while a checkpoint is written, around a
+weight sync. The same command starts it again until its steps are complete; then another run begins,
+with the next engine: the native one with on_weight_sync of admission, keep and recompute, and
+requests to a stand-in for a vLLM server that outlives the kills. The last line is JSON; the exit
+status is 1 if there is a problem. Linux.
 """
 
 import argparse
@@ -78,7 +79,7 @@ SIGNALS = (
     (signal.SIGINT,),
     (signal.SIGINT, signal.SIGINT),
 )
-MOMENTS = ("start", "step", "answer", "save", "swap")
+MOMENTS = ("start", "step", "answer", "full queue", "save", "swap")
 ENGINES = ("admission", "keep", "recompute", "server-keep", "server-abort")
 SLOW_S = (0.6, 0.0)  # of late replies: without, finished groups wait for the trainer
 HANG_S, ORPHAN_S = 120.0, 10.0
@@ -108,7 +109,7 @@ class Totals:
     groups: int = 0
     kept: int = 0
     anew: int = 0
-    full_queues: int = 0  # restarts that had as many finished groups as may wait
+    full_queues: int = 0  # kills while no admitted group was unfinished
     restart_s: list[float] = field(default_factory=list)  # from the command to the next step
 
 
@@ -199,12 +200,23 @@ def wait_for_moment(
     elif moment == "swap":  # the samples are written before it
         wait(grows(run.work / "samples.jsonl"), 10.0)
         wait(bool, dice.uniform(0, 0.05))
+    elif moment == "full queue":
+        wait(lambda: has_full_queue(run, out), 20.0)
     elif moment == "answer":
         wait(grows(out / "events"), 10.0)
         wait(bool, dice.uniform(0, 0.2))
     else:
         wait(bool, dice.uniform(0, 1.0))
     return first_s
+
+
+def has_full_queue(run: Run, out: Path) -> bool:
+    """True if groups of the last process have begun, and each of them has finished."""
+    if not (out / "events").exists():
+        return False
+    lines = (out / "events").read_text().splitlines()
+    groups = {f"begin {question}" for question in run.questions}
+    return not groups.isdisjoint(lines) and len(lines) == 2 * lines.count("end")
 
 
 def kill_once(
@@ -221,6 +233,7 @@ def kill_once(
     process = start(run, out)
     first_s = wait_for_moment(moment, run, out, process, dice)
     is_met = process.poll() is None
+    is_full = is_met and has_full_queue(run, out)
     if first_s and position[0] == "rl":
         totals.restart_s.append(first_s - begun_s)
     what = f"{run.work.name}, {'+'.join(n.name for n in numbers)}, {moment}"
@@ -255,9 +268,10 @@ def kill_once(
     restart_problems, kept, anew = check_restart(run.cfg, position, stdout)
     problems += restart_problems
     totals.kept, totals.anew = totals.kept + kept, totals.anew + anew
-    totals.full_queues += kept > 0 and anew == 0
+    totals.full_queues += is_full
     if (out / "events").exists():
-        begun = [line.partition(" ")[2] for line in (out / "events").read_text().splitlines()]
+        lines = (out / "events").read_text().splitlines()
+        begun = [line.removeprefix("begin ") for line in lines if line != "end"]
         samples = run.cfg.rollout.samples_per_prompt
         problems += check_begun(begun, run.questions, samples)
     if is_met:

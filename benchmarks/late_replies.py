@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment whose replies come late, its demonstrations, and a reward that differs in a group.
 
-With the variable $JAXMOE_EVENTS, that file gets a line "PROCESS QUESTION" when an answer begins.
+With the variable $JAXMOE_EVENTS, that file gets a line "begin QUESTION" when an answer begins and
+"end" when it is closed, which is when its group ends.
 Next: kills.py and soak.py train in it.
 """
 
@@ -26,9 +27,7 @@ class LateReplies:
     def reset(self, row: Row, *, seed: int) -> tuple[list[Message], dict]:
         # Not of the seed, since all samples of a prompt have the same.
         self._turns = self._dice.randint(1, 3)
-        if path := os.environ.get(EVENTS):
-            with open(path, "a") as file:
-                file.write(f"{os.getpid()} {row.question}\n")
+        write_event(f"begin {row.question}")
         return prompt_messages(row, ""), {}
 
     def step(self, messages: list[Message]) -> tuple[list[Message], float, bool, bool, dict]:
@@ -36,6 +35,16 @@ class LateReplies:
         if self._dice.random() < 1 / 3:
             time.sleep(self._dice.uniform(0, self._slow_s))
         return [CONTINUE] * (self._turns > 0), 0.0, self._turns == 0, False, {}
+
+    def close(self) -> None:
+        write_event("end")
+
+
+def write_event(line: str) -> None:
+    """Append a line to the file of events, if there is one."""
+    if path := os.environ.get(EVENTS):
+        with open(path, "a") as file:
+            file.write(line + "\n")
 
 
 def demonstrate_turns(row: Row) -> Sequence[Message]:

@@ -20,7 +20,7 @@ from benchmarks.kill_checks import (
     list_children,
     may_end_so,
 )
-from benchmarks.kills import CONFIG, ENGINES, SETTINGS, Totals, main, report
+from benchmarks.kills import CONFIG, ENGINES, SETTINGS, Run, Totals, has_full_queue, main, report
 from benchmarks.soak import find_growth, fit_slope, measure
 from jaxmoe.config_file import load_config, override
 
@@ -116,6 +116,15 @@ def test_a_start_that_forgets_its_checkpoint_is_seen():
 def test_an_answer_that_begins_twice_is_seen():
     assert check_begun(["a"] * 8 + ["b"] * 4 + ["other"] * 9, ["a", "a", "b"], 4) == []
     assert len(check_begun(["a"] * 8 + ["b"] * 5, ["a", "a", "b"], 4)) == 1
+
+
+def test_a_queue_is_full_without_unfinished_groups(tmp_path):
+    run = Run(CFG, [], tmp_path, questions=["a"])
+    assert not has_full_queue(run, tmp_path)
+    held_out, group = "begin x\nend\n", "begin a\nbegin a\nend\n"
+    for lines, is_full in (held_out, False), (held_out + group, False), (group + "end\n", True):
+        (tmp_path / "events").write_text(lines)
+        assert has_full_queue(run, tmp_path) == is_full
 
 
 def test_a_process_that_stays_is_seen():
