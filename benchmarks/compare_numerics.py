@@ -34,7 +34,7 @@ from benchmarks.runs import copied, new_engine, quiet_job, warm_policy
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.collection.evaluation import evaluate_held_out
-from jaxmoe.collection.rollouts import open_rollouts
+from jaxmoe.collection.open_rollouts import open_rollouts
 from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override

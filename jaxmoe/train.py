@@ -41,7 +41,7 @@ from jaxmoe.collection.demonstrations import (
 from jaxmoe.collection.reward_checks import print_unmeasured
 from jaxmoe.collection.tasks import digest_contents
 from jaxmoe.config import Config
-from jaxmoe.distributed.processes import exit_process, joined_processes
+from jaxmoe.distributed.processes import exit_process, joined_processes, max_over_processes
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.rl.minibatches import pack_batch, sharing_metrics, split_minibatches
@@ -55,7 +55,7 @@ from jaxmoe.rl.state import (
 from jaxmoe.rl.turns import add_turns
 from jaxmoe.rl.update import CheckedStep
 from jaxmoe.rollout.engine import BaseReader
-from jaxmoe.rollout.group_flow import GroupRollouts
+from jaxmoe.rollout.first_process import GroupSaver
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.run.dry_run import dry_run
 from jaxmoe.run.job import Job
@@ -232,7 +232,7 @@ def train_rl(job: Job) -> None:
         report=job.show_phase,
         stop_signal=lambda: job.stop.signal,
     )
-    job.groups = rollouts if isinstance(rollouts, GroupRollouts) else None
+    job.groups = rollouts if isinstance(rollouts, GroupSaver) else None
     # On an error the state is saved first. Closing the rollouts may take a minute.
     with closing(rollouts), job.save_on_error():
         if job.base is not None and isinstance(engine, BaseReader):
@@ -246,7 +246,7 @@ def train_rl(job: Job) -> None:
             for step in job.remaining_steps(cfg.steps):
                 collected = rollouts.take_batch(step)
                 if collected is None:
-                    raise job.stop_after_saving(job.stop.signal)
+                    raise job.stop_after_saving(max_over_processes(job.stop.signal))
                 staleness = check_versions(
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )

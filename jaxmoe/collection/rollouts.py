@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect the rollouts of a step: prompts from the stream, answers by the engine, rewards.
 
-Next: jaxmoe/rollout/dynamic_sampling.py decides how many to generate; jaxmoe/train.py trains on
-them.
+Next: jaxmoe/rollout/dynamic_sampling.py decides how many to generate; open_rollouts.py does it for
+each step.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmoe.collection.group_flows import open_group_flow, sample_prompts, save_flow
 from jaxmoe.collection.lost_episodes import report_lost
 from jaxmoe.collection.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.collection.scores import print_fault, select_scored
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
-from jaxmoe.data.rows import LockedRows
 from jaxmoe.distributed.processes import map_shares
 from jaxmoe.records import Rollout, add_token_rewards
 from jaxmoe.rewards.rewards import (
@@ -31,11 +28,8 @@ from jaxmoe.rewards.rewards import (
     ignore_progress,
     mean_part_metrics,
 )
-from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
-from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.episode_metrics import turn_reward_metrics
-from jaxmoe.rollout.group_flow import GroupRollouts
 from jaxmoe.shapes import Metrics
 
 # (step, number of the batch among those of the step) -> its rollouts, metrics
@@ -60,12 +54,14 @@ def collect_rollouts(
     step: int,
     *,
     report: ReportProgress = ignore_progress,
+    in_this_process: bool = False,
 ) -> ScoredRollouts:
-    """Generate and score the rollouts of a step."""
+    """Generate and score the rollouts of a step; each process scores a share, or this one all."""
     rollout_cfg = cfg.rollout
     parts: list[dict[str, float]] = []  # of all generated rollouts, also those dropped later
     seconds = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
     drawn: Metrics = {}
+    score = score_in_this_process if in_this_process else score_across_processes
 
     def generate(number: int) -> GenBatch:
         start = time.perf_counter()
@@ -74,9 +70,7 @@ def collect_rollouts(
         drawn.update(metrics)
         report_lost(rollouts, task.train, task.max_lost_frac)
         answered = time.perf_counter()
-        scores = score_across_processes(
-            rollouts, task, report, rollout_cfg.samples_per_prompt, step
-        )
+        scores = score(rollouts, task, report, rollout_cfg.samples_per_prompt, step)
         check_faulty(scores, task.max_lost_frac)
         print_fault(scores)
         parts.extend(scores.parts)
@@ -105,60 +99,20 @@ def collect_rollouts(
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
 
 
-def open_rollouts(
-    cfg: Config,
-    task: Task,
-    engine: Engine,
-    step: int,
-    data_state: dict[str, Any] | None,
-    queue: bytes = b"",
-    *,
-    report: ReportProgress = ignore_progress,
-    stop_signal: Callable[[], int] = lambda: 0,
-) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:
-    """Return the rollouts of the steps after `step`: in sync with training, or ahead in a thread.
-
-    `data_state` is the state of the prompt stream after `step`; None is its beginning. With groups
-    it is that of their flow, and `queue` has those that have finished.
-    """
-    r = cfg.rollout
-    options: dict[str, Any] = dict(first=step + 1, last=cfg.steps, stop=stop_signal)
-    # close() is the call that ends a generate() in another thread.
-    options["interrupt"] = engine.close
-    if r.schedule == "groups":
-        task = replace(task, train=LockedRows(task.train))
-        flow, data = open_group_flow(cfg, task, engine, step, data_state, queue)
-
-        def draw_batch(step: int, _number: int) -> tuple[list[Rollout], Metrics]:
-            groups, metrics = flow.draw(step)
-            metrics["data/epoch"] = flow.n_drawn / len(task.train)
-            return [rollout for group in groups.values() for rollout in group], metrics
-
-        return GroupRollouts(
-            partial(collect_rollouts, cfg, task, draw_batch, data, report=report),
-            flow,
-            ahead=r.max_staleness - r.max_lag,
-            save=partial(save_flow, flow, data),
-            **options,
-        )
-    data = task.stream(r.prompts_per_step, cfg.seed + 2)
-    if data_state is not None:
-        data.set_state(data_state)
-
-    def sample_batch(step: int, number: int) -> tuple[list[Rollout], Metrics]:
-        rollouts = sample_prompts(cfg, task, engine, next(data), step, number)
-        return rollouts, {"data/epoch": data.epoch}
-
-    make = partial(collect_rollouts, cfg, task, sample_batch, data, report=report)
-    if r.max_staleness == 0:
-        return SyncRollouts(make)
-    return AsyncRollouts(make, max_staleness=r.max_staleness, **options)
+def score_in_this_process(
+    rollouts: list[Rollout], task: Task, report: ReportProgress, samples: int, step: int
+) -> BatchRewards:
+    """Score and check training rollouts."""
+    checked = plan_checks(rollouts, task.train, task, samples=samples)
+    return score_and_check(checked, task.train, task, report, step=step)
 
 
 def score_across_processes(
     rollouts: list[Rollout], task: Task, report: ReportProgress, samples: int, step: int
 ) -> BatchRewards:
     """Score and check training rollouts; each process scores a share of the prompts."""
+    if jax.process_count() == 1:
+        return score_in_this_process(rollouts, task, report, samples, step)
     # Planned for the complete batch, since an answer is also graded against a row of another share.
     checked = plan_checks(rollouts, task.train, task, samples=samples)
 
@@ -176,8 +130,6 @@ def score_across_processes(
             ],
         }
 
-    if jax.process_count() == 1:
-        return score_and_check(checked, task.train, task, report, step=step)
     shares = map_shares(checked, score_share, group_size=samples)
     rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
     faults = [share["fault"] for share in shares if share["fault"]]

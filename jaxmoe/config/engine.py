@@ -81,6 +81,7 @@ class EngineDescription:
     # Options of the function that describes the engine, which a resumed run may change.
     changeable_options: frozenset[str] = frozenset()
     check: Callable[["Config"], None] = accept_config
+    first_process_samples: bool = False  # for all, and in any thread; see FirstProcessEngine
     check_processes: Callable[["Config"], None] = refuse_processes  # called if there are several
     # Returns the config of an engine that loads weights even if its own check refuses them: the
     # doctor explains the difference.

@@ -21,6 +21,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Message, Row, Source, prompt_messages
 from jaxmoe.data.templates import HARMONY, Template, add_tools
 from jaxmoe.data.tokenizer import Tokenizer
+from jaxmoe.distributed.channel import Channel
 from jaxmoe.environments.async_loop import wait_for_result
 from jaxmoe.environments.contexts import Contexts
 from jaxmoe.environments.environment import Environment, EnvironmentFactory
@@ -50,6 +51,7 @@ class EpisodeSettings:
     max_reply_tokens: int = 0  # of one message of the environment; 0: no limit
     earns: bool = True  # the environment's rewards replace those of the source
     allows_contexts: bool = False  # the environment may replace the policy's context
+    is_shared: bool = True  # each of several processes steps a share of the episodes
 
 
 def sample_rollouts(
@@ -110,7 +112,8 @@ class Episodes:
         self._states: dict[int, EpisodeState] = {}
         self._states_lock = threading.Lock()
         self._is_closed = False
-        self._channel = open_reply_channel()
+        is_shared = settings.is_shared
+        self._channel = open_reply_channel() if is_shared else Channel("own", number=0, count=1)
         self.reset_faults: list[str] = []  # of all processes; these episodes are lost
         self.reply_timeout_s = settings.reply_timeout_s
         self.patience_s = settings.patience_s

@@ -143,11 +143,16 @@ class PooledEngine:
         )
         return self._sync_target(target)
 
-    def load_file(self, file: WeightFile, reference: ProbeReference) -> None:
-        """Load a file that another process wrote, with the trainer's log-probs of the probe."""
+    def load_file(
+        self,
+        file: WeightFile,
+        reference: ProbeReference,
+        write_complete: Callable[[], WeightFile | None] | None = None,
+    ) -> None:
+        """Load a file that several processes wrote, with the trainer's log-probs of the probe."""
         version = file.manifest["version"]
         previous_file = self._sync_target(
-            TargetWeights(file.label, version, file, None, None, reference)
+            TargetWeights(file.label, version, file, None, None, reference, write_complete)
         )
         if previous_file is not None:
             previous_file.close()

@@ -70,14 +70,15 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
 
 def _check_processes(cfg: Config) -> None:
     """Raise ConfigError for settings that several processes do not support."""
-    rollout = cfg.rollout
+    rollout, engine = cfg.rollout, describe_engine(cfg)
     require(
-        rollout.max_staleness == 0,
-        f"rollout.max_staleness ({rollout.max_staleness}) must be 0 with several processes, which "
-        "alternate between sampling and training: in a second thread their collectives would run "
-        f"in another order. {rollout.newest_weights_advice}",
+        rollout.max_staleness == 0 or engine.first_process_samples,
+        f"rollout.max_staleness ({rollout.max_staleness}) must be 0 for the {rollout.engine} "
+        "engine of several processes, which alternate between sampling and training: in a second "
+        "thread their collectives would run in another order. vLLM's servers can sample ahead. "
+        f"{rollout.newest_weights_advice}",
     )
-    describe_engine(cfg).check_processes(cfg)
+    engine.check_processes(cfg)
 
 
 def check_host(cfg: Config, bytes_per_device: int) -> None:

@@ -91,6 +91,16 @@ class Pinnable(Protocol):
 
 
 @runtime_checkable
+class FirstProcessEngine(Protocol):
+    """An engine of several processes, of which the first samples for all."""
+
+    @property
+    def first_engine(self) -> Engine | None:
+        """The engine that samples without the other processes, in any thread; None in those."""
+        ...
+
+
+@runtime_checkable
 class SyncReporter(Protocol):
     """An engine that knows which part of the weights the last load() sent."""
 

@@ -42,7 +42,7 @@ from jaxmoe.rl.metrics.router_metrics import LAYER_PREFIX
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine, Pinnable, SyncReporter
-from jaxmoe.rollout.group_flow import GroupRollouts
+from jaxmoe.rollout.first_process import GroupSaver
 from jaxmoe.run.engine_weights import make_engine_reader
 from jaxmoe.run.guards import check_finite, gate_error, invariance_error
 from jaxmoe.run.parts import Parts
@@ -71,7 +71,7 @@ class Job:
     progress: Progress | None = None  # the progress bar on the terminal
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
     teacher: Params | None = None  # the weights of a second model
-    groups: GroupRollouts[Any, Any] | None = None  # with rollout.schedule=groups
+    groups: GroupSaver | None = None  # with rollout.schedule=groups
 
     def __post_init__(self) -> None:
         self.start_stage(self.position)

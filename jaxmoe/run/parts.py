@@ -19,7 +19,7 @@ from jaxmoe.batches.batch import Batch
 from jaxmoe.batches.sharing_from_config import sharing_from_config
 from jaxmoe.checkpoint.run import code_version
 from jaxmoe.collection.batches import make_batch
-from jaxmoe.collection.rollouts import ScoredRollouts, open_rollouts
+from jaxmoe.collection.open_rollouts import Rollouts, open_rollouts
 from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.collection.tasks import Task, open_task
 from jaxmoe.config import Config, to_json
@@ -35,7 +35,6 @@ from jaxmoe.records import Rollout
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.engine import Engine, open_engine
 from jaxmoe.run.kernels import Decision, choose_run_kernels
 from jaxmoe.run.memory import check_memory
@@ -60,9 +59,7 @@ class Parts:
     # A second model; None: there is no teacher, or it is the policy before RL.
     teacher: Teacher | TeacherServer | None = None
     open_engine: Callable[[Config, Ops, Path, Mesh | None], Engine] = open_engine
-    open_rollouts: Callable[..., SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]] = (
-        open_rollouts
-    )
+    open_rollouts: Callable[..., Rollouts] = open_rollouts
     make_batch: Callable[[Config, Task, list[Rollout], np.ndarray], Batch] = make_batch
     supervised_program: Callable[..., JitProgram] = supervised_program  # the step of the warm start
     rl_program: Callable[..., JitProgram] = rl_program  # the step of RL

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILE = "changes.bin"  # the blocks of an update, one after the other
-INDEX_FILE = "changes.json"  # {"blocks": [the fields of Block, ...]}
+INDEX_FILE = "changes.json"  # {"files": {name: [the fields of Block, ...]}}
 # Changed words are scattered, so that a search for longer matches only takes time.
 _ZLIB_LEVEL = 1
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}

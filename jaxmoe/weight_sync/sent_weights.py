@@ -20,26 +20,15 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.tensor_files import (
-    DTYPES,
-    SINGLE_FILE,
-    PlannedTensor,
-    encode_header,
-    planned_bytes,
-)
+from jaxmoe.checkpoint.tensor_files import DTYPES, PlannedTensor, planned_bytes
 from jaxmoe.config import Config, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, encode_block
-from jaxmoe.weight_sync.files import (
-    WeightFile,
-    check_free_space,
-    remove_version,
-    stage_version,
-)
+from jaxmoe.weight_sync.files import WeightFile, stage_version
 from jaxmoe.weight_sync.remove_when_killed import open_private
 from jaxmoe.weight_sync.sent_tensors import Experts
+from jaxmoe.weight_sync.sent_versions import SentVersions
 from jaxmoe.weight_sync.update import (
-    ManifestDict,
     count_sent_bytes,
     empty_manifest,
     fill_digests,
@@ -57,20 +46,15 @@ def count_kept_bytes(cfg: Config) -> int:
     return count_sent_bytes(cfg.model, vllm.dtype or cfg.model.dtype, experts)
 
 
-class SentWeights:
+class SentWeights(SentVersions):
     """Writes `directory`/jaxmoe-<run>/<version>/: of `complete_every` versions the first complete.
 
     Memory: the bytes of one version on the host. For one process.
     """
 
     def __init__(self, directory: str | Path, run: str, complete_every: int) -> None:
-        self._directory, self._run, self._complete_every = directory, run, complete_every
-        self._lock = Lock()  # a server may need the complete weights at any time
+        super().__init__(directory, run, complete_every)
         self._bytes: NDArray[np.uint8] | None = None  # of `_manifest`, or None if they are unknown
-        self._planned: list[PlannedTensor] = []
-        self._manifest: ManifestDict = {}
-        self._folders: list[Path] = []  # from the last complete file on
-        self._unused: list[Path] = []  # may still be read
 
     def write(
         self,
@@ -87,23 +71,17 @@ class SentWeights:
         with self._lock:
             old, self._bytes = self._bytes, None
             fill = partial(fill_digests, params, cfg, planned, manifest, experts=experts)
-            written = [folder.name for folder in self._folders]
-            is_complete = len(written) >= self._complete_every or str(version) in written
+            is_complete = self._must_be_complete(version)
             if old is None or planned != self._planned:
                 old, is_complete = np.empty(sum(map(planned_bytes, planned)), np.uint8), True
             self._planned, self._manifest = planned, manifest
             if is_complete:
                 fill(out=old)
-                file = self._write_complete(old)
+                file = self._write_complete([old])
             else:
                 file = self._write_changes(old, fill)
             self._bytes = old
             return file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors of a version."""
-        return sum(map(planned_bytes, self._planned))
 
     def write_complete(self, version: int) -> WeightFile | None:
         """Write the version that was written last once more, complete; None if it is another."""
@@ -111,49 +89,24 @@ class SentWeights:
             if self._bytes is None or self._manifest.get("version") != version:
                 return None
             is_complete = len(self._folders) == 1
-            return self._describe(self.nbytes) if is_complete else self._write_complete(self._bytes)
+            return (
+                self._describe(self.nbytes) if is_complete else self._write_complete([self._bytes])
+            )
 
     def _write_changes(self, old: NDArray[np.uint8], fill: Callable[..., None]) -> WeightFile:
         manifest = self._manifest
         with stage_version(self._directory, self._run, manifest["version"]) as (partial_dir, final):
             partial_dir.mkdir()
             with open(partial_dir / FILE, "xb", opener=open_private) as file:
-                writer = _ChangesWriter(file, self._planned, old)
+                writer = ChangesWriter(file, self._planned, old)
                 fill(write=writer.add_chunk)
-            (partial_dir / INDEX_FILE).write_text(json.dumps({"blocks": writer.blocks}))
+            (partial_dir / INDEX_FILE).write_text(json.dumps({"files": {FILE: writer.blocks}}))
             (partial_dir / "manifest.json").write_text(json.dumps(manifest))
         self._folders.append(final)
         return self._describe(writer.nbytes)
 
-    def _write_complete(self, new: NDArray[np.uint8]) -> WeightFile:
-        manifest = self._manifest
-        self._unused += self._folders
-        self._folders = []
-        with stage_version(self._directory, self._run, manifest["version"]) as (partial_dir, final):
-            partial_dir.mkdir()
-            check_free_space(partial_dir, new.size)
-            with open(partial_dir / SINGLE_FILE, "xb", opener=open_private) as file:
-                file.write(encode_header(self._planned))
-                file.write(new.data)
-            (partial_dir / "manifest.json").write_text(json.dumps(manifest))
-        self._folders = [final]
-        return self._describe(self.nbytes)
 
-    def _describe(self, sent_nbytes: int) -> WeightFile:
-        path, *changes = map(str, self._folders)
-        info = {"path": path, "changes": changes}
-        return WeightFile(self._manifest, info, close=self._remove_unused, sent_nbytes=sent_nbytes)
-
-    def _remove_unused(self) -> None:
-        """Remove files that the current version does not need."""
-        with self._lock:
-            unused, self._unused = self._unused, []
-            for folder in unused:
-                if folder not in self._folders:
-                    remove_version(folder)
-
-
-class _ChangesWriter:
+class ChangesWriter:
     """Compares chunks of a version with the old bytes, which they replace, and writes changes."""
 
     def __init__(

@@ -16,6 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxmoe.checkpoint.entries import Entry
 from jaxmoe.checkpoint.tensor_files import (
@@ -28,6 +32,7 @@ from jaxmoe.checkpoint.tensor_files import (
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.distributed.channel import Channel
 from jaxmoe.shapes import Params
+from jaxmoe.weight_sync.changes import INDEX_FILE as CHANGES_INDEX
 from jaxmoe.weight_sync.directory import create_private_directory
 from jaxmoe.weight_sync.files import (
     WeightFile,
@@ -38,6 +43,7 @@ from jaxmoe.weight_sync.files import (
 )
 from jaxmoe.weight_sync.remove_when_killed import open_private
 from jaxmoe.weight_sync.sent_tensors import Experts, gather_sent, list_sent
+from jaxmoe.weight_sync.sent_weights import ChangesWriter
 from jaxmoe.weight_sync.update import count_cores, digest_entry, empty_manifest, plan_tensors
 
 VISIBLE_TIMEOUT_S = 60.0  # for a network file system to show files of another host
@@ -53,18 +59,22 @@ def write_sharded_files(
     version: int,
     channel: Channel,
     experts: Experts = "dense",
+    stored: NDArray[np.uint8] | None = None,
+    is_changes: bool = False,
 ) -> WeightFile:
     """Write `directory`/jaxmoe-<run>/<version>/: one *.safetensors per process, and manifest.json.
 
     Every process calls this and gets the complete manifest; the folder is complete or absent.
-    `close` removes it. Raises ConfigError in every process if one cannot write, or does not see the
-    first one's folder.
+    `close` removes it. `stored` gets the bytes of this process's tensors; with `is_changes` it has
+    those of the version before, and the files have what differs, as changes.py describes.
+    Raises ConfigError in every process if one cannot write, or does not see the first one's folder.
     """
     # An absolute path, because a server may have another working folder.
     run_dir = Path(directory).absolute() / f"jaxmoe-{run}"
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     planned = plan_tensors(params, cfg, dtype, experts)
     owners = assign_owners([planned_bytes(item) for item in planned], channel.count)
+    names = [(name_changes if is_changes else _file_name)(n) for n in range(channel.count)]
     manifest = empty_manifest(planned, run, version)
 
     def begin() -> bytes:
@@ -73,17 +83,25 @@ def write_sharded_files(
             create_private_directory(run_dir)
             shutil.rmtree(partial_dir, ignore_errors=True)
             partial_dir.mkdir()
-            check_free_space(partial_dir, sum(map(planned_bytes, planned)))
+            check_free_space(partial_dir, 0 if is_changes else sum(map(planned_bytes, planned)))
         except OSError as error:
             raise directory_error(directory, error) from error
         return b""
 
     def end() -> bytes:
-        weight_map = {
-            n: _file_name(owner) for (n, _, _), owner in zip(planned, owners, strict=True)
-        }
+        index_name, index = (
+            INDEX_FILE,
+            {
+                "weight_map": {
+                    n: names[owner] for (n, _, _), owner in zip(planned, owners, strict=True)
+                }
+            },
+        )
+        if is_changes:
+            blocks = [written["blocks"] for written in results]
+            index_name, index = CHANGES_INDEX, {"files": dict(zip(names, blocks, strict=True))}
         try:
-            (partial_dir / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+            (partial_dir / index_name).write_text(json.dumps(index))
             (partial_dir / "manifest.json").write_text(json.dumps(manifest))
             shutil.rmtree(final, ignore_errors=True)
             partial_dir.replace(final)
@@ -96,7 +114,10 @@ def write_sharded_files(
         table = list(zip(list_sent(cfg, experts), planned, owners, strict=True))
         process = channel.number
         file = _ProcessFile(
-            partial_dir / _file_name(process), [p for _, p, o in table if o == process]
+            partial_dir / names[process],
+            [p for _, p, o in table if o == process],
+            stored,
+            is_changes=is_changes,
         )
         # Runs to the end even after an error: gathering is a collective of all processes.
         for entry, item, owner in table:
@@ -104,15 +125,21 @@ def write_sharded_files(
             array = gather_sent(params, entry, receives=is_owner)
             if is_owner:
                 file.add_tensor(array, entry, item)
-        for digests in channel.gather_results(partial(file.finish_file, directory)):
-            for name, digest in digests.items():
+        results = channel.gather_results(partial(file.finish_file, directory))
+        for written in results:
+            for name, digest in written["digests"].items():
                 manifest["tensors"][name]["digest"] = digest
         channel.broadcast_from_first(end)
     except BaseException:
         if channel.number == 0:
             remove_version(partial_dir)
         raise
-    return WeightFile(manifest, {"path": str(final)}, close=partial(remove_version, final))
+    return WeightFile(
+        manifest,
+        {"path": str(final)},
+        close=partial(remove_version, final),
+        sent_nbytes=sum(written["nbytes"] for written in results),
+    )
 
 
 def assign_owners(nbytes: list[int], processes: int) -> list[int]:
@@ -154,22 +181,38 @@ def _file_name(number: int) -> str:
     return f"model-{number + 1:05d}.safetensors"
 
 
+def name_changes(number: int) -> str:
+    return f"changes-{number + 1:05d}.bin"
+
+
 class _ProcessFile:
     """The file that this process writes; errors are stored until all processes have reported."""
 
-    def __init__(self, path: Path, planned: list[PlannedTensor]) -> None:
-        self._header = encode_header(planned)
+    def __init__(
+        self,
+        path: Path,
+        planned: list[PlannedTensor],
+        stored: NDArray[np.uint8] | None,
+        *,
+        is_changes: bool,
+    ) -> None:
+        self._header = b"" if is_changes else encode_header(planned)
+        self._stored, self._planned, self._is_changes = stored, planned, is_changes
+        self._changes: ChangesWriter | None = None
         self._offset, self._digests = 0, dict[str, str]()
         self._pending: Future[None] | None = None
         self._error: Exception | None = None
-        self._file = -1
+        self._file: BinaryIO | None = None
         # One writer, so that at most one tensor waits in memory while the next is gathered.
         self._writer, self._pool = ThreadPoolExecutor(1), ThreadPoolExecutor(count_cores())
         try:
             if not wait_until_visible(path.parent):
                 raise FileNotFoundError(f"{path.parent} is not visible from every process")
-            self._file = open_private(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            os.write(self._file, self._header)
+            self._file = open(path, "xb", opener=open_private)
+            self._file.write(self._header)
+            self._file.flush()
+            if stored is not None and is_changes:
+                self._changes = ChangesWriter(self._file, planned, stored)
         except OSError as error:
             self._error = error
 
@@ -183,9 +226,12 @@ class _ProcessFile:
         self._offset += planned_bytes(item)
 
     def _write_tensor(self, array, entry: Entry, item: PlannedTensor, begin: int) -> None:
-        write = partial(write_rows, self._file, len(self._header))
+        assert self._file is not None
+        write, out = partial(write_rows, self._file.fileno(), len(self._header)), self._stored
+        if self._changes is not None:
+            write, out = self._changes.add_chunk, None
         dtype = DTYPES[item[1]]
-        self._digests[item[0]] = digest_entry(self._pool, array, entry, dtype, begin, None, write)
+        self._digests[item[0]] = digest_entry(self._pool, array, entry, dtype, begin, out, write)
 
     def _wait_for_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -195,18 +241,24 @@ class _ProcessFile:
         except Exception as error:
             self._error = error
 
-    def finish_file(self, directory: str | Path) -> dict[str, str]:
-        """Return the digests of this file's tensors by name, once written. Raises ConfigError."""
+    def finish_file(self, directory: str | Path) -> dict[str, Any]:
+        """Return what the others need of this file, once written: the digests of its tensors by
+        name, its blocks of changes, and their bytes. Raises ConfigError."""
         self._wait_for_pending()
         self._writer.shutdown()
         self._pool.shutdown()
-        if self._file >= 0:
+        if self._file is not None:
             try:
-                os.close(self._file)  # a network file system reports a full disk here
+                self._file.close()  # a network file system reports a full disk here
             except OSError as error:
                 self._error = self._error or error
         if isinstance(self._error, OSError):
             raise directory_error(directory, self._error) from self._error
         if self._error is not None:
             raise self._error
-        return self._digests
+        changes = self._changes
+        return {
+            "digests": self._digests,
+            "blocks": [] if changes is None else changes.blocks,
+            "nbytes": self._offset if changes is None else changes.nbytes,
+        }

@@ -33,6 +33,7 @@ def describe_vllm(cfg: Config) -> EngineDescription:
         replicas=max(1, servers),
         reads_four_bits=True,
         check=check_vllm,
+        first_process_samples=True,
         check_processes=check_vllm_processes,
         without_weight_check=_without_probe,
     )
@@ -127,12 +128,6 @@ def check_vllm_processes(cfg: Config) -> None:
         "only the first process sends weights to a reconnected server, but gathering a tensor from "
         "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
         "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
-    )
-    require(
-        vllm.complete_sync_every == 1,
-        f"rollout.vllm.complete_sync_every ({vllm.complete_sync_every}) must be 1 with several "
-        "processes, which keep no copy of what was sent. Try --set "
-        "rollout.vllm.complete_sync_every=1.",
     )
 
 

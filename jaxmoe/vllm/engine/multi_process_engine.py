@@ -8,7 +8,7 @@ time. Next: jaxmoe/vllm/engine/vllm_engine.py, the first process's engine.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.config import EngineError, ModelConfig, VllmConfig
 from jaxmoe.distributed.channel import Channel
 from jaxmoe.distributed.processes import gather_to_hosts
 from jaxmoe.http_engine.packed_rollouts import deserialize_rollouts, serialize_rollouts
@@ -31,6 +31,9 @@ from jaxmoe.rollout.replies import TokenEnvironment
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.engine.expert_format import pack_for_sync
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
+from jaxmoe.vllm.plugin.manifest import UpdateRejected
+from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
+from jaxmoe.weight_sync.sent_shards import SentShards
 from jaxmoe.weight_sync.sent_tensors import Experts
 from jaxmoe.weight_sync.sharded_files import check_shared_directory, write_sharded_files
 from jaxmoe.weight_sync.update import create_run_id
@@ -54,6 +57,8 @@ class MultiProcessVllmEngine:
         self._ops = sharded_ops(ops, mesh, cfg, method=across)
         self._channel = channel or Channel("vllm")
         self.incidents: list[str] = []
+        self.sent_frac: float | None = None
+        self._sent: SentShards | None = None
         self._engine: VllmEngine | None = None  # in the first process only
         self._n_shared_incidents = 0  # incidents already sent to all processes
 
@@ -73,31 +78,50 @@ class MultiProcessVllmEngine:
             self._experts: Experts = begun["experts"]
             # A folder that is not shared would otherwise show at the first weight sync only.
             check_shared_directory(vllm.weights_dir, f"jaxmoe-{self._run}.lock", self._channel)
+            if vllm.complete_sync_every > 1:
+                self._sent = SentShards(
+                    vllm.weights_dir,
+                    self._run,
+                    vllm.complete_sync_every,
+                    self._channel,
+                    read_folders,
+                )
         except BaseException:
             self.close()
             raise
+
+    @property
+    def first_engine(self) -> VllmEngine | None:
+        """The engine that samples for all processes; None in all but the first."""
+        return self._engine
 
     def load(self, params: Params, version: int) -> None:
         """Sync the weights like `VllmEngine.load`; each process writes its part of the files."""
         if self._experts == "packed":
             params = pack_for_sync(params)
-        file = write_sharded_files(
-            params,
-            self._cfg,
-            self._vllm.weights_dir,
-            dtype=self._vllm.dtype or self._cfg.dtype,
-            run=self._run,
-            version=version,
-            channel=self._channel,
-            experts=self._experts,
-        )
+        dtype, sent, write_complete = self._vllm.dtype or self._cfg.dtype, self._sent, None
+        named: dict[str, Any] = dict(dtype=dtype, version=version, experts=self._experts)
+        if sent is not None:
+            file = sent.write(params, self._cfg, **named)
+            self.sent_frac = file.sent_nbytes / sent.nbytes
+            write_complete = partial(sent.write_complete, version)
+        else:
+            folder, named["run"] = self._vllm.weights_dir, self._run
+            file = write_sharded_files(params, self._cfg, folder, channel=self._channel, **named)
         reference = ProbeReference(self._probe, self._probe_logps(params))
 
         def load_file(engine: VllmEngine) -> list[Rollout]:
-            engine.load_file(file, reference)
+            engine.load_file(file, reference, write_complete)
             return []
 
-        self._run_on_first(load_file)
+        try:
+            self._run_on_first(load_file)
+        except EngineError:
+            if sent is None or not file.update_info["changes"]:
+                raise
+            # The first process had damaged files too. A version written once more is complete.
+            file = sent.write(params, self._cfg, **named)
+            self._run_on_first(load_file)
 
     def generate(
         self,
@@ -147,6 +171,14 @@ class MultiProcessVllmEngine:
         return gather_to_hosts(logps(params, shard_batch(tokens_BT, self._mesh)))[
             0, : len(self._probe)
         ]
+
+
+def read_folders(folders: list[Path]) -> Mapping[str, np.ndarray] | None:
+    """Return the bytes of the last folder's tensors; None if a folder is damaged."""
+    try:
+        return ReceivedBytes().read(folders)
+    except UpdateRejected:
+        return None
 
 
 def open_vllm(

@@ -22,7 +22,7 @@ from jaxmoe.vllm.plugin.manifest import (
     open_without_links,
     read_manifest,
 )
-from jaxmoe.weight_sync.changes import FILE, INDEX_FILE, Block, apply_block
+from jaxmoe.weight_sync.changes import INDEX_FILE, Block, apply_block
 
 
 class ReceivedBytes:
@@ -51,13 +51,14 @@ class ReceivedBytes:
                 )
         for manifest, folder in zip(manifests[start + 1 :], folders[start + 1 :], strict=True):
             try:
-                with open(folder / FILE, "rb", opener=open_without_links) as file:
-                    for block in read_index(folder):
-                        self._apply(block, file, manifest)
+                for name, blocks in read_index(folder).items():
+                    with open(folder / name, "rb", opener=open_without_links) as file:
+                        for block in blocks:
+                            self._apply(block, file, manifest)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise UpdateRejected(
-                    f"weights {manifest.label} are rejected: {folder / FILE} must have the changes "
-                    f"since the version before; {error!r}."
+                    f"weights {manifest.label} are rejected: {folder} must have the changes since "
+                    f"the version before; {error!r}."
                 ) from error
         self.label = labels[-1]
         return self._bytes
@@ -77,12 +78,18 @@ class ReceivedBytes:
         apply_block(raw, mask, np.frombuffer(changed, np.uint8), itemsize)
 
 
-def read_index(folder: Path) -> list[Block]:
-    """Return the blocks of a folder's changes. Raises OSError or ValueError if it has no list."""
+def read_index(folder: Path) -> dict[str, list[Block]]:
+    """Return the blocks of a folder's changes, by file.
+
+    Raises OSError or ValueError if it has no list.
+    """
     with open(folder / INDEX_FILE, opener=open_without_links) as file:
-        blocks = [Block(*fields) for fields in json.load(file)["blocks"]]
-    for block in blocks:
-        name, *numbers = block
-        if type(name) is not str or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"{block} must be a name and four numbers")
-    return blocks
+        index = json.load(file)["files"]
+    files = {name: [Block(*fields) for fields in blocks] for name, blocks in index.items()}
+    for name, blocks in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} must be the name of a file")
+        for tensor, *numbers in blocks:
+            if type(tensor) is not str or not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{(tensor, *numbers)} must be a name and four numbers")
+    return files

@@ -57,26 +57,23 @@ def test_several_processes_share_a_mesh_and_vllm_servers(monkeypatch):
     ahead = override(
         TINY, "mesh.fsdp=2", "rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)"
     )
-    with pytest.raises(ConfigError, match=r"rollout.max_staleness \(1\) must be 0 with several"):
+    with pytest.raises(
+        ConfigError, match=r"max_staleness \(1\) must be 0 for the native engine"
+    ) as error:
         check_mesh(ahead, 2)
+    typed = str(error.value).partition("Try --set ")[2].removesuffix(".").split(" --set ")
+    check_mesh(override(ahead, *typed), 2)
     vllm = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm")
     check_mesh(vllm, 2)
+    groups = "rollout.schedule=groups", "rollout.max_staleness=2", "rollout.max_lag=1"
+    for settings in groups[1:2], groups:  # the first process samples ahead for all
+        check_mesh(override(vllm, *settings, "loss.rollout_correction=token_is(high=2.0)"), 2)
     with pytest.raises(ConfigError, match="must share vLLM servers"):
         check_mesh(override(vllm, "rollout.vllm.launch=0"), 2)
     for transport in ("nccl", "ipc"):
         with pytest.raises(ConfigError, match=rf"rollout.vllm.transport \({transport}\) must be"):
             check_mesh(override(vllm, f"rollout.vllm.transport={transport}"), 2)
     check_mesh(override(TINY, "mesh.fsdp=2"), 2)
-
-
-def test_groups_of_several_processes_become_batches(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    groups = "rollout.schedule=groups", "rollout.max_staleness=2", "rollout.max_lag=1"
-    cfg = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm", *groups)
-    with pytest.raises(ConfigError, match=r"max_staleness \(2\) must be 0 with several") as error:
-        check_mesh(cfg, 2)
-    typed = str(error.value).partition("Try --set ")[2].removesuffix(".").split(" --set ")
-    check_mesh(override(cfg, *typed), 2)
 
 
 def test_a_host_must_exist_and_have_room(monkeypatch):

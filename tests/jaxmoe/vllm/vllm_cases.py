@@ -61,13 +61,14 @@ def prompts(count, first=0):
     return generated
 
 
-def check_rollouts(out, requested, samples, version):
+def check_rollouts(out, requested, samples, version, params=None):
     """Assert that no rollout is lost or duplicated, and that every token is of this version."""
     assert [r.prompt.id for r in out] == [p.id for p in requested for _ in range(samples)]
     assert len({(r.prompt.id, r.tokens.tobytes()) for r in out}) == len(out)
+    params = weights(version) if params is None else params
     for r in out:
         assert (r.weight_versions == version).all()
-        np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
+        np.testing.assert_allclose(r.rollout_logp, trainer(params, r), atol=5e-5)
 
 
 def open_engine(

@@ -6,43 +6,26 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from weight_updates import CFG, RUN, list_leftovers, random_params
+from weight_updates import (
+    CFG,
+    PARAMS,
+    RUN,
+    change,
+    folders_of,
+    list_leftovers,
+    random_params,
+    receive,
+)
 
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.vllm.plugin.manifest import UpdateRejected
 from jaxmoe.vllm.plugin.received_bytes import ReceivedBytes
-from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.sent_weights import SentWeights
 from jaxmoe.weight_sync.update import count_sent_bytes
-
-PARAMS = random_params()
-
-
-def change(params, seed, frac=0.01):
-    """Return weights of which few values are others."""
-    rng = np.random.default_rng(seed)
-
-    def change_leaf(x):
-        chosen = rng.random(x.shape) < frac
-        return np.where(chosen, x + np.float32(1.0), x).astype(np.float32)
-
-    return jax.tree.map(change_leaf, params)
-
-
-def folders_of(file):
-    return [Path(file.update_info["path"]), *map(Path, file.update_info["changes"])]
-
-
-def receive(kept, file):
-    """Return the tensors whose digests are not the manifest's."""
-    raw, digests = kept.read(folders_of(file)), file.digests
-    assert raw.keys() == digests.keys()
-    return [name for name in raw if digest_array(raw[name]) != digests[name]]
 
 
 def nbytes(kept, file):
@@ -161,12 +144,12 @@ def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
     good = tmp_path / "good"
     shutil.copytree(folder, good)
     index, raw = (
-        json.loads((good / "changes.json").read_text()),
+        json.loads((good / "changes.json").read_text())["files"]["changes.bin"],
         (good / "changes.bin").read_bytes(),
     )
     rng, unseen = np.random.default_rng(0), []
     for number in range(200):
-        kept, blocks, data = ReceivedBytes(), [list(b) for b in index["blocks"]], bytearray(raw)
+        kept, blocks, data = ReceivedBytes(), [list(b) for b in index], bytearray(raw)
         kind = ("bit", "missing", "cut", "moved", "other")[number % 5]
         begins = np.cumsum([0, *(b[3] + b[4] for b in blocks)])
         i = int(rng.integers(len(blocks)))
@@ -179,11 +162,11 @@ def test_two_hundred_damaged_changes_are_all_seen(tmp_path, sent):
         elif kind == "moved":
             blocks[i][1] += 2 * int(rng.integers(1, 9))
         else:
-            blocks = json.loads((older / "changes.json").read_text())["blocks"]
+            (blocks,) = json.loads((older / "changes.json").read_text())["files"].values()
             data = (older / "changes.bin").read_bytes()
-        assert (bytes(data), blocks) != (raw, index["blocks"])
+        assert (bytes(data), blocks) != (raw, index)
         (folder / "changes.bin").write_bytes(data)
-        (folder / "changes.json").write_text(json.dumps({"blocks": blocks}))
+        (folder / "changes.json").write_text(json.dumps({"files": {"changes.bin": blocks}}))
         receive(kept, base)
         try:
             wrong = receive(kept, file)

@@ -69,7 +69,7 @@ def test_one_processs_full_disk_ends_all_without_files(tmp_path, monkeypatch, br
 
     def opener(path, flags):
         file = opened(path, flags)
-        if path.name == f"model-{broken + 1:05d}.safetensors":
+        if Path(path).name == f"model-{broken + 1:05d}.safetensors":
             full.add(file)
         return file
 

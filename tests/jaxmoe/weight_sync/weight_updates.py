@@ -2,12 +2,15 @@
 """The weight updates that the tests here make."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
+from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.files import write_files
 from tests.jaxmoe.small_models import TEN_EXPERTS
 
@@ -40,3 +43,28 @@ def sent_tensors(params, cfg, dtype: str):
 
 def list_leftovers(directory) -> list[str]:
     return sorted(str(p.relative_to(directory)) for p in directory.rglob("*"))
+
+
+PARAMS = random_params()  # of a version, which `change` makes to the next
+
+
+def change(params, seed, frac=0.01):
+    """Return weights of which few values are others."""
+    rng = np.random.default_rng(seed)
+
+    def change_leaf(x):
+        chosen = rng.random(x.shape) < frac
+        return np.where(chosen, x + np.float32(1.0), x).astype(np.float32)
+
+    return jax.tree.map(change_leaf, params)
+
+
+def folders_of(file):
+    return [Path(file.update_info["path"]), *map(Path, file.update_info["changes"])]
+
+
+def receive(kept, file):
+    """Return the tensors whose digests are not the manifest's."""
+    raw, digests = kept.read(folders_of(file)), file.digests
+    assert raw.keys() == digests.keys()
+    return [name for name in raw if digest_array(raw[name]) != digests[name]]

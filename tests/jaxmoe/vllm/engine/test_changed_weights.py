@@ -10,7 +10,6 @@ from vllm_cases import CFG, NEW, check_rollouts, open_engine, prompts, weights
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.engine.description import check_vllm_processes
 
 FREE = Sampling(NEW, ())
 
@@ -128,9 +127,3 @@ def test_most_bytes_are_not_sent(engine):
 def test_changes_need_servers_and_files(options):
     with pytest.raises(ConfigError, match="complete_sync_every=1"):
         override(load_config("tiny_vllm.py"), "rollout.vllm.complete_sync_every=8", *options)
-
-
-def test_changes_need_one_process():
-    cfg = override(load_config("tiny_vllm.py"), "rollout.vllm.complete_sync_every=8")
-    with pytest.raises(ConfigError, match="several processes"):
-        check_vllm_processes(cfg)

@@ -47,26 +47,7 @@ REWARD = """
 def reward(completions, **_):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
-# the train command, which also writes what each step trains on
-REPORT_SCRIPT = """
-import json, sys
-from dataclasses import replace
-from jaxmoe.cli import ExitStatus, parse_config
-from jaxmoe.collection.batches import make_batch
-from jaxmoe.distributed.processes import exit_process, joined_processes
-from jaxmoe.run.parts import make_parts
-from jaxmoe.train import train
-def report_batch(cfg, task, rollouts, rewards):
-    rows = [[r.prompt.id, r.tokens.tolist(), r.weight_versions.tolist()] for r in rollouts]
-    with open(sys.argv[1], "a") as file:
-        file.write(json.dumps(rows) + "\\n")
-    return make_batch(cfg, task, rollouts, rewards)
-with ExitStatus() as status:
-    cfg, _ = parse_config(sys.argv[2:], "Train.")
-    with joined_processes():
-        train(cfg, replace(make_parts(cfg), make_batch=report_batch))
-sys.exit(exit_process(status.code))
-"""
+REPORTED = "tests.jaxmoe.reported_training"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +96,7 @@ def started(work, proxies, processes, *changes):
         log = open(f"{work}-{number}.txt", "w")
         children.append(
             subprocess.Popen(
-                [sys.executable, "-c", REPORT_SCRIPT, f"{work}-{number}.jsonl", *typed],
+                [sys.executable, "-m", REPORTED, f"{work}-{number}.jsonl", *typed],
                 cwd=ROOT,
                 env=env,
                 stdout=log,
@@ -172,8 +153,8 @@ def test_no_prompt_is_lost_or_doubled_across_restarts(three, tmp_path):
     for number, step in enumerate(rows, start=1):
         ids = [row[0] for row in step]
         assert ids == [i for i in ids[::4] for _ in range(4)] and len(set(ids[::4])) == 4
-        assert all(set(versions) == {number - 1} for _, _, versions in step)
-        assert len({(i, tuple(tokens)) for i, tokens, _ in step}) > 12  # samples are their own
+        assert all(set(versions) == {number - 1} for _, _, versions, _ in step)
+        assert len({(i, tuple(tokens)) for i, tokens, *_ in step}) > 12  # samples are their own
     assert min(row["grad/norm"] for row in metrics.values()) > 0  # all versions are others
     gap = "train_rollout_logprob_abs_diff"
     gaps = [row[gap] for row in metrics.values()]

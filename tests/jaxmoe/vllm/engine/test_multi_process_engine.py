@@ -3,6 +3,7 @@
 
 from contextlib import closing
 
+import jax
 import numpy as np
 import pytest
 from board import as_processes
@@ -11,9 +12,20 @@ from vllm_cases import CFG, NEW, check_rollouts, open_shared, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.records import Sampling
+from jaxmoe.vllm.client.http_backend import HttpBackend
 from jaxmoe.vllm.engine.vllm_engine import VllmEngine
 
 FREE = Sampling(NEW, ())
+
+
+def change_some(version):
+    """Weights of which a hundredth differs from the version before."""
+    rng, params = np.random.default_rng(0), weights(0)
+    for _ in range(version):
+        params = jax.tree.map(
+            lambda x: np.where(rng.random(x.shape) < 0.01, x + np.float32(0.5), x), params
+        )
+    return params
 
 
 def test_all_processes_have_the_answers_of_one(stand_in, tmp_path):
@@ -69,6 +81,63 @@ def test_unexpected_weights_of_a_server_end_all_processes(fresh, tmp_path, fault
             if fault == "other weights"
             else "other than sent" in str(error)
         )
+
+
+def test_most_syncs_of_several_processes_are_changes(fresh, tmp_path):
+    def process(channel):
+        fracs = []
+        with closing(open_shared(channel, fresh.url, tmp_path, complete_sync_every=3)) as engine:
+            for version in range(5):
+                params = change_some(version)
+                engine.load(params, version)
+                fracs.append(engine.sent_frac)
+                rollouts = engine.generate(prompts(2), FREE, seed=version)
+                check_rollouts(rollouts, prompts(2), 1, version, params)
+        return fracs, engine.incidents
+
+    first, second = as_processes(2, process)
+    assert first == second and first[1] == []
+    fracs = first[0]
+    assert fresh.server.applied == [0, 1, 2, 0, 1]
+    assert [frac == 1.0 for frac in fracs] == [True, False, False, True, False]
+    assert all(0 < frac < 0.05 for frac in fracs if frac < 1.0)
+    assert not list((tmp_path / "weights").iterdir())
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_after_damaged_changes_all_weights_are_sent(fresh, tmp_path, monkeypatch, is_on_disk):
+    """The first process sends what both wrote, or both write again; the next sync has changes."""
+    real = HttpBackend.load_weights
+
+    def damage_once(backend, update, *args):
+        if not update.update_info["changes"]:
+            return real(backend, update, *args)
+        (path,) = tmp_path.glob(f"weights/*/{update.manifest['version']}/changes-00002.bin")
+        data = path.read_bytes()
+        if update.manifest["version"] == 1:
+            half = len(data) // 2
+            path.write_bytes(data[:half] + bytes([data[half] ^ 4]) + data[half + 1 :])
+        try:
+            return real(backend, update, *args)
+        finally:
+            if not is_on_disk:
+                path.write_bytes(data)
+
+    monkeypatch.setattr(HttpBackend, "load_weights", damage_once)
+
+    def process(channel):
+        named = dict(complete_sync_every=8, retries=1)
+        with closing(open_shared(channel, fresh.url, tmp_path, **named)) as engine:
+            for version in range(3):
+                params = change_some(version)
+                engine.load(params, version)
+                rollouts = engine.generate(prompts(2), FREE, seed=version)
+                check_rollouts(rollouts, prompts(2), 1, version, params)
+        return engine.incidents
+
+    first, second = as_processes(2, process)
+    assert first == second and "digest" in first[0]
+    assert fresh.server.applied[0] == 0 and fresh.server.applied[-2:] == [0, 1]
 
 
 def test_nobody_there_is_everybodys_one_line(tmp_path):
