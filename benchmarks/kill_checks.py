@@ -9,7 +9,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,19 @@ def may_end_so(numbers: Sequence[int], status: int) -> bool:
     if numbers[0] == signal.SIGKILL:
         return status in (-signal.SIGKILL, 0)
     return status in (0, 128 + numbers[0], -numbers[0])
+
+
+def list_shared_memory(*, without: Container[str] = (), root: Path = Path("/dev/shm")) -> list[str]:
+    """Files of shared memory that no living process has mapped, but for some names."""
+    names = sorted(name for name in os.listdir(root) if name not in without)
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        mapped |= {name for name in names if f"{root / name}\n" in text}
+    return [name for name in names if name not in mapped]
 
 
 def list_children() -> list[int]:

@@ -36,6 +36,7 @@ from benchmarks.kill_checks import (
     check_complete,
     check_restart,
     list_children,
+    list_shared_memory,
     may_end_so,
     newest_position,
 )
@@ -325,7 +326,7 @@ def kill_runs(args: argparse.Namespace) -> Totals:
                 totals.problems.append(f"{run.work.name} does not end")
         problems = check_complete(run.cfg, run.work, run.rows)
         left = [*os.listdir(out / "tmp"), *os.listdir(out / "weights")]
-        left += sorted(set(os.listdir("/dev/shm")) - shared)
+        left += list_shared_memory(without=shared)
         if left:
             problems.append(f"files are left: {left}")
         print(f"{run.work.name}: {problems or 'each group was trained once'}", flush=True)

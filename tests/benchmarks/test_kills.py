@@ -2,6 +2,7 @@
 """What the program of kills must see in a run folder, and what a soak must see in a process."""
 
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from benchmarks.kill_checks import (
     check_complete,
     check_restart,
     list_children,
+    list_shared_memory,
     may_end_so,
 )
 from benchmarks.kills import CONFIG, ENGINES, SETTINGS, Run, Totals, has_full_queue, main, report
@@ -132,6 +134,17 @@ def test_a_process_that_stays_is_seen():
     assert child.pid in list_children()
     child.communicate()
     assert child.pid not in list_children()
+
+
+def test_shared_memory_of_living_processes_is_not_left(tmp_path):
+    for name in ("old", "left", "mapped"):
+        (tmp_path / name).write_bytes(b"x" * 10)
+    with (
+        open(tmp_path / "mapped", "rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ),
+    ):
+        assert list_shared_memory(without={"old"}, root=tmp_path) == ["left"]
+    assert list_shared_memory(without={"old"}, root=tmp_path) == ["left", "mapped"]
 
 
 def test_a_signal_has_its_status():
