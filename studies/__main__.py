@@ -4,6 +4,7 @@
     router_exact   every remedy for top-k routing on micro models, all answers enumerated
     router         the same remedies trained over seeds, where the router is disturbed
     mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
+    sinks          attention sinks with and without their gradient, over seeds
     turns          ways to give the turns of an episode their credit, over seeds
     teachers       a teacher, rewards, and both, over seeds
     referee        how often such tables mislead, by simulated studies
@@ -46,11 +47,12 @@ from studies.referee import judge_studies
 from studies.router_exact import RouterStudy, run_router_exact
 from studies.router_report import format_tables, plot_tables
 from studies.router_trained import ROUTER
+from studies.sinks import SINKS
 from studies.teachers import TEACHERS
 from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
-BED_STUDIES = (ROUTER, MXFP4)
+BED_STUDIES = (ROUTER, MXFP4, SINKS)
 CONFIG_STUDIES = (TURNS, TEACHERS)
 QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.
