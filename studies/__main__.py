@@ -4,6 +4,7 @@
     router_exact       every remedy for top-k routing on micro models, all answers enumerated
     router             the same remedies trained over seeds, where the router is disturbed
     mismatch_weights   corrections of an engine that differs, by length, without training
+    mismatch           the same corrections trained over seeds
     mxfp4              ways to train a model that is shipped with four-bit experts, over seeds
     turns              ways to give the turns of an episode their credit, over seeds
     teachers           a teacher, rewards, and both, over seeds
@@ -42,6 +43,7 @@ from studies.config_study import (
     write_untrained_teacher,
 )
 from studies.micro_model import MicroSizes
+from studies.mismatch_trained import MISMATCH
 from studies.mismatch_weights import (
     LENGTHS,
     MISMATCHES,
@@ -58,7 +60,7 @@ from studies.teachers import TEACHERS
 from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
-BED_STUDIES = (ROUTER, MXFP4)
+BED_STUDIES = (ROUTER, MXFP4, MISMATCH)
 CONFIG_STUDIES = (TURNS, TEACHERS)
 QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.
@@ -219,7 +221,8 @@ def make_bed_sections(study: BedStudy, args: argparse.Namespace, folder: Path) -
     costs = None
     if study.measure_costs is not None and not args.quick:
         costs = study.measure_costs(store, report=show_line)
-    return {"advice": format_advice(results), "tables": format_beds(study, results, costs)}
+    sections = {"advice": format_advice(results), "tables": format_beds(study, results, costs)}
+    return sections | (study.add_sections(results, folder) if study.add_sections else {})
 
 
 def make_config_sections(study: ConfigStudy, args: argparse.Namespace, folder: Path) -> Sections:
