@@ -202,7 +202,7 @@ def plot_weights(results: dict[NoiseKind, Cells], path: Path) -> None:
     figure = Figure(figsize=(4.6 * len(results), 3.6), layout="constrained")
     axes = figure.subplots(1, len(results), squeeze=False)[0]
     for ax, (kind, cells) in zip(axes, results.items(), strict=True):
-        mismatches, lengths = (sorted({key[i] for key in cells}) for i in (0, 1))
+        mismatches, lengths = sorted({m for m, _ in cells}), sorted({n for _, n in cells})
         ess = np.array([[cells[m, n]["ess"] for n in lengths] for m in mismatches])
         ax.imshow(ess, origin="lower", vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
         for (y, x), share in np.ndenumerate(ess):

@@ -140,13 +140,18 @@ def test_engines_differ_as_their_arrays_say():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [{"engine_dtype": "bfloat16"}, {"has_four_bits": True}])
-def test_engines_that_round_differ_a_little(small, engine):
+@pytest.mark.parametrize(
+    "engine",
+    [{"engine_dtype": "bfloat16"}, {"has_four_bits": True}, {"has_router_noise": True}],
+    ids=lambda engine: next(iter(engine)),
+)
+def test_engines_that_route_or_round_differ(small, engine):
     cfg = mismatch_config(5, 2, *small, "model.d_model=64", "model.d_expert=64")
     bed = make_fused_bed(cfg, 5, **engine)
     params = jax.tree.map(lambda x: 2.0 * x, init_params(jax.random.key(0), cfg.model))
     inputs = make_inputs(bed.task, cfg, 2, 0)
-    clean = jax.tree.map(jnp.asarray, EngineArrays())
+    mismatch = 0.1 if "has_router_noise" in engine else 0.0
+    arrays = jax.tree.map(jnp.asarray, EngineArrays(mismatch=mismatch))
     run = jax.jit(partial(train_fused, bed))
-    _, rows = run(params, inputs, clean, jnp.int32(0), RATE)
+    _, rows = run(params, inputs, arrays, jnp.int32(0), RATE)
     assert 1e-4 < rows["train_rollout_logprob_abs_diff"][0] < 0.5
