@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m studies STUDY --out FOLDER`: a study, its tables and its figure.
 
+<<<<<<< HEAD
     router_exact   every remedy for top-k routing on micro models, all answers enumerated
     router         the same remedies trained over seeds, where the router is disturbed
     mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
@@ -8,6 +9,16 @@
     turns          ways to give the turns of an episode their credit, over seeds
     teachers       a teacher, rewards, and both, over seeds
     referee        how often such tables mislead, by simulated studies
+=======
+    router_exact       every remedy for top-k routing on micro models, all answers enumerated
+    router             the same remedies trained over seeds, where the router is disturbed
+    mismatch_weights   corrections of an engine that differs, by length, without training
+    mismatch           the same corrections trained over seeds
+    mxfp4              ways to train a model that is shipped with four-bit experts, over seeds
+    turns              ways to give the turns of an episode their credit, over seeds
+    teachers           a teacher, rewards, and both, over seeds
+    referee            how often such tables mislead, by simulated studies
+>>>>>>> h2
 
 A stopped study continues where it was: finished results are in FOLDER, one line a run, and a
 FOLDER/STUDY.jsonl.gz is read too. `--quick` tries everything in three minutes. `--page` writes what
@@ -42,6 +53,14 @@ from studies.config_study import (
     write_untrained_teacher,
 )
 from studies.micro_model import MicroSizes
+from studies.mismatch_trained import MISMATCH
+from studies.mismatch_weights import (
+    LENGTHS,
+    MISMATCHES,
+    format_weights,
+    measure_weights,
+    plot_weights,
+)
 from studies.mxfp4_trained import MXFP4
 from studies.referee import judge_studies
 from studies.router_exact import RouterStudy, run_router_exact
@@ -52,7 +71,7 @@ from studies.teachers import TEACHERS
 from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
-BED_STUDIES = (ROUTER, MXFP4, SINKS)
+BED_STUDIES = (ROUTER, MXFP4, SINKS, MISMATCH)
 CONFIG_STUDIES = (TURNS, TEACHERS)
 QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.
@@ -86,6 +105,10 @@ def make_study_parser() -> argparse.ArgumentParser:
     referee = studies.add_parser("referee", help="how often such tables mislead, simulated")
     referee.add_argument("--studies", type=int, default=200, metavar="N", help="of each kind")
     referee.set_defaults(make_sections=make_referee_sections)
+    weights = studies.add_parser(
+        "mismatch_weights", help="weights and masks by answer length and mismatch, simulated"
+    )
+    weights.set_defaults(make_sections=make_weight_sections)
     for study in BED_STUDIES:
         trained = studies.add_parser(study.name, help=study.about)
         trained.add_argument(
@@ -209,7 +232,8 @@ def make_bed_sections(study: BedStudy, args: argparse.Namespace, folder: Path) -
     costs = None
     if study.measure_costs is not None and not args.quick:
         costs = study.measure_costs(store, report=show_line)
-    return {"advice": format_advice(results), "tables": format_beds(study, results, costs)}
+    sections = {"advice": format_advice(results), "tables": format_beds(study, results, costs)}
+    return sections | (study.add_sections(results, folder) if study.add_sections else {})
 
 
 def make_config_sections(study: ConfigStudy, args: argparse.Namespace, folder: Path) -> Sections:
@@ -245,6 +269,17 @@ def make_exact_sections(args: argparse.Namespace, folder: Path) -> Sections:
     results = run_router_exact(store, models, RouterStudy(MicroSizes()), show_line)
     plot_tables(results, folder / "router_exact.png")
     return {"tables": format_tables(results).rstrip()}
+
+
+def make_weight_sections(args: argparse.Namespace, folder: Path) -> Sections:
+    """Simulate log ratios; also write mismatch_weights.png. Nothing for a dry run."""
+    if args.dry_run:
+        show_line("half a minute")
+        return {}
+    sizes = (LENGTHS[:2], MISMATCHES[-1:]) if args.quick else (LENGTHS, MISMATCHES)
+    results = measure_weights(*sizes, report=show_line)
+    plot_weights(results, folder / "mismatch_weights.png")
+    return {"tables": format_weights(results)}
 
 
 def make_referee_sections(args: argparse.Namespace, folder: Path) -> Sections:

@@ -33,6 +33,7 @@ class BedStudy:
     quick_bed: that of a quick study.
     columns: of the tables, by metric.
     measure_costs: (store, report) -> costs of a step; None for a study without them.
+    add_sections: (results, folder) -> more sections of the page; None for a study without them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class BedStudy:
     quick_bed: str
     columns: Mapping[str, Column] = field(default_factory=dict)
     measure_costs: Callable[..., dict[str, float]] | None = None
+    add_sections: Callable[[Results, Path], dict[str, str]] | None = None
 
 
 @dataclass(frozen=True)

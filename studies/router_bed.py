@@ -126,14 +126,14 @@ def route_disturbed(
     *,
     active: int,
     context: RouterContext,
-    scale: float,
+    scale: Any,
     indices_BTA: Any = None,
 ) -> Any:
     """A router with noise in every forward, as that of a program that rounds otherwise; replayed
-    experts are used as they are."""
-    context = replace(context, exploration=jnp.float32(1.0))
+    experts are used as they are. The scale may be an array."""
+    context = replace(context, exploration=jnp.asarray(scale, jnp.float32))
     indices, weights = route_with_noise(
-        h_BTD, layer, active=active, context=context, noise=normal_noise, scale=scale
+        h_BTD, layer, active=active, context=context, noise=normal_noise, scale=1.0
     )
     if indices_BTA is None:
         return indices, weights
