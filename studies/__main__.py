@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m studies STUDY --out FOLDER`: a study, its tables and its figure.
 
-<<<<<<< HEAD
-    router_exact   every remedy for top-k routing on micro models, all answers enumerated
-    router         the same remedies trained over seeds, where the router is disturbed
-    mxfp4          ways to train a model that is shipped with four-bit experts, over seeds
-    sinks          attention sinks with and without their gradient, over seeds
-    turns          ways to give the turns of an episode their credit, over seeds
-    teachers       a teacher, rewards, and both, over seeds
-    referee        how often such tables mislead, by simulated studies
-=======
     router_exact       every remedy for top-k routing on micro models, all answers enumerated
     router             the same remedies trained over seeds, where the router is disturbed
     mismatch_weights   corrections of an engine that differs, by length, without training
     mismatch           the same corrections trained over seeds
     mxfp4              ways to train a model that is shipped with four-bit experts, over seeds
+    sinks              attention sinks with and without their gradient, over seeds
     turns              ways to give the turns of an episode their credit, over seeds
     teachers           a teacher, rewards, and both, over seeds
     referee            how often such tables mislead, by simulated studies
->>>>>>> h2
 
 A stopped study continues where it was: finished results are in FOLDER, one line a run, and a
 FOLDER/STUDY.jsonl.gz is read too. `--quick` tries everything in three minutes. `--page` writes what

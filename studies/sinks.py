@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.model import make_ops
+from jaxmoe.model import Ops, make_ops
 from jaxmoe.shapes import Params
 from jaxmoe.study.contenders import Contender
 from jaxmoe.study.tables import Column
@@ -86,9 +86,13 @@ def make_sink_programs(bed: SinkBed, steps: int, settings: tuple[str, ...]) -> B
     """Return the programs of a contender; `settings` has its name in WAYS."""
     cfg = bed_config(steps, *bed.settings)
     ops, (name,) = make_ops(cfg), settings
-    attend = WAYS[name]
-    trained = ops if attend is None else replace(ops, attend=partial(attend, ops.attend))
-    return BedPrograms(bed, make_bed_step(cfg, TASK, trained, ops), open_bed_engine(cfg, ops))
+    step = make_bed_step(cfg, TASK, sink_ops(ops, WAYS[name]), ops)
+    return BedPrograms(bed, step, open_bed_engine(cfg, ops))
+
+
+def sink_ops(ops: Ops, attend: Callable[..., Any] | None) -> Ops:
+    """Return ops whose attention is this one over theirs; the same ops for None."""
+    return ops if attend is None else replace(ops, attend=partial(attend, ops.attend))
 
 
 SINKS = BedStudy(
