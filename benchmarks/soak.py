@@ -56,7 +56,7 @@ def cache_sizes() -> dict[str, int]:
     for module in list(sys.modules.values()):
         members = list(getattr(module, "__dict__", {}).values())
         for member in [*members, *(x for c in members if isinstance(c, type) for x in list_own(c))]:
-            if not isinstance(member, functools._lru_cache_wrapper):
+            if type(member) is not functools._lru_cache_wrapper:
                 continue
             if member.cache_parameters()["maxsize"] is None and hasattr(member, "__qualname__"):
                 name = f"{member.__module__}.{member.__qualname__}"
@@ -66,7 +66,9 @@ def cache_sizes() -> dict[str, int]:
 
 def list_own(cls: type) -> list[Any]:
     """What a class itself defines, static and class methods as functions."""
-    return [getattr(x, "__func__", x) for x in list(vars(cls).values())]
+    # By type: any attribute of an object that imports a module on demand would import it.
+    wrappers = staticmethod, classmethod
+    return [x.__func__ if type(x) in wrappers else x for x in list(vars(cls).values())]
 
 
 def measure(work: Path) -> dict[str, int]:
