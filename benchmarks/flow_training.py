@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under each schedule of rollouts, where answers and tools have long tails.
 
-COMMAND  python -m benchmarks.flow_training [--engine native] [--seeds 5] [--steps 12] [--out FOLDER]
+COMMAND  python -m benchmarks.flow_training [--engine native] [--seeds 5] [--steps 12]
 
 A tiny model learns to call the lookup of late_lookups.py, whose replies take 0 to 5 s. A seed has
 one warm start and one order of prompts for all schedules, which alternate within it. The first
-three steps, in which programs are compiled, and evaluations are not timed. Lines of
-FOLDER/ENGINE.jsonl are finished runs: the same command goes on, and FOLDER has the warm starts, which
-the engines share. `--engine vllm` starts a server and needs an environment with vLLM. Shares of idle time count places that wait for replies as busy.
+three steps, in which programs are compiled, and evaluations are not timed. Finished runs are lines
+of ENGINE.jsonl in the folder `--out`: the same command goes on. The warm starts are there too, and
+both engines begin with them. `--engine vllm` starts a server and needs an environment with vLLM.
 """
 
 import argparse
@@ -44,7 +44,8 @@ from jaxmoe.rollout.engine import open_engine
 from jaxmoe.study import Contender, ResultsStore, paired_difference, paired_ratio
 from jaxmoe.vllm.engine.server import Server
 
-SLOW_S, MAX_TURN, ROWS, HELD_OUT, UNTIMED = 5.0, 480, 4096, 128, 3
+SLOW_S, ROWS, HELD_OUT, UNTIMED = 5.0, 4096, 64, 3
+HEADER = 16  # tokens around the thought of a call
 SETTINGS = (
     "model.d_model=32",
     "model.n_q_heads=2",
@@ -57,14 +58,14 @@ SETTINGS = (
     "data.max_prompt_tokens=32",
     "warmup.demonstrations=benchmarks.late_lookups:demonstrate_lookup",
     "warmup.steps=300",
-    "warmup.sequences_per_step=64",
-    "warmup.lr=4e-3",
+    "warmup.sequences_per_step=32",
+    "warmup.lr=3e-3",
     "rollout.sequences_per_step=32",
     "rollout.samples_per_prompt=4",
     "rollout.max_parallel_sequences=32",
     "rollout.max_new_tokens=512",
     "rollout.max_turns=3",
-    f"rollout.max_turn_tokens={MAX_TURN}",
+    "rollout.max_turn_tokens=480",
     "rollout.max_context=640",
     "loss.entropy_coef=0.0",
     "loss.rollout_correction=token_is(high=2.0)",
@@ -72,7 +73,7 @@ SETTINGS = (
     "optim.lr_warmup_steps=2",
     "optim.share_prompts=off",
     "optim.tokens_per_microbatch=1280",
-    "eval.samples_per_prompt=2",
+    "eval.samples_per_prompt=3",
     "eval.every_steps=1000000",
     "save.every_steps=1000000",
 )
@@ -111,7 +112,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.engines: dict[str, Any] = {}
         self.rows, self.held_out = self.folder / "rows.jsonl", self.folder / "held_out.jsonl"
-        longest = MAX_TURN - 16
+        cfg = override(load_config("tiny_tool.py"), *SETTINGS, *self.settings)
+        longest = cfg.rollout.max_turn_tokens - HEADER
         write_rows(self.rows, ROWS, seed=0, slow_s=self.slow_s, max_thought=longest)
         write_rows(self.held_out, HELD_OUT, seed=1, slow_s=0.0, max_thought=longest)
 
