@@ -161,6 +161,9 @@ class NativeFlow:
 
     def _sample_chunk(self) -> None:
         """Sample one chunk of each row that has a place and does not wait for its environment."""
+        with self._changed:
+            # Answers that come after the weights were read may need newer ones.
+            n_placeable = len(self._waiting)
         # Read once for a chunk, even if another thread calls load() meanwhile.
         loaded = self._engine.read_loaded()
         if loaded is not self._loaded:
@@ -171,7 +174,7 @@ class NativeFlow:
                 if self._recompute:
                     self._compute_keys()
         self._read_replies()
-        self._fill_places()
+        self._fill_places(n_placeable)
         active = {place: row for place, row in self._rows.items() if not row.waits}
         batch = self._batch
         if not active or batch is None:
@@ -255,12 +258,12 @@ class NativeFlow:
                 )
             )
 
-    def _fill_places(self) -> None:
-        """Give free places to the rows that wait, in their order."""
+    def _fill_places(self, n_placeable: int) -> None:
+        """Give free places to the first rows that wait, in their order."""
         free = deque(place for place in range(self._size) if place not in self._rows)
-        while free and self._waiting:
+        while free and n_placeable:
             first, rows = self._waiting[0], dict[int, FlowRow]()
-            while free and self._waiting and len(rows) < shrunk_size(self._size):
+            while free and len(rows) < min(n_placeable, shrunk_size(self._size)):
                 row = self._waiting[0]
                 if (
                     row.request is not first.request
@@ -269,6 +272,7 @@ class NativeFlow:
                     break
                 with self._changed:
                     rows[free.popleft()] = self._waiting.popleft()
+            n_placeable -= len(rows)
             prompt = first.episode.prompt.tokens
             # Its other samples may have got their places before, under the same weights.
             if self._prefilled[0] != prompt:

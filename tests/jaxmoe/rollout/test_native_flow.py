@@ -3,6 +3,7 @@
 
 import itertools
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
@@ -160,6 +161,33 @@ def test_each_log_prob_is_of_its_version(recompute, is_episode):
     for r in rollouts:
         assert (np.diff(r.weight_versions) >= 0).all()
     assert not any(gap for gap, n in gaps if n == 1)
+
+
+def test_answers_begin_with_weights_of_their_admission():
+    """Also if they come between the look at the weights and that at the places."""
+    engine, later = open_flow(CFG, plain_ops(), keep_experts=False), list[threading.Thread]()
+    read, flow, results = engine.read_loaded, engine.pin(), []
+
+    def admit_late():
+        loaded = read()
+        if threading.current_thread().name == "flow" and not later:
+            engine.load(weights_of(FIRST + 1), FIRST + 1)
+            later.append(threading.Thread(target=lambda: results.extend(sample(PROMPTS[1]))))
+            later[0].start()
+            while len(flow._waiting) < 2 * SAMPLES:
+                time.sleep(0.001)
+        return loaded
+
+    def sample(prompt):
+        sampling = replace(FREE, max_new_tokens=CHUNK_TOKENS + 1)
+        return flow.generate([prompt], sampling, seed=0, samples=SAMPLES)
+
+    engine.read_loaded = admit_late
+    with closing(engine):
+        first = sample(PROMPTS[0])
+        later[0].join(120)
+    assert {r.weight_versions[0] for r in first} == {FIRST}
+    assert {v for r in results for v in r.weight_versions.tolist()} == {FIRST + 1}
 
 
 def test_waiting_for_replies_takes_no_time(monkeypatch):
