@@ -41,7 +41,7 @@ from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.engine import open_engine
-from jaxmoe.study import Contender, ResultsStore, paired_difference, paired_ratio
+from jaxmoe.study import Contender, ResultsStore, paired_difference
 from jaxmoe.vllm.engine.server import Server
 
 SLOW_S, ROWS, HELD_OUT, UNTIMED = 5.0, 4096, 64, 3
@@ -228,7 +228,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def format_results(results: dict[str, list[dict[str, Any]]], start: float) -> str:
-    """Return the table, a line a contender; the first two are those that others are compared to."""
+    """Return the table, a line a contender, with ratios to the first two."""
     lines = [
         "| | steps an hour | to synchronous | to batches ahead | held-out | difference to "
         "synchronous | idle: engine, trainer | age of tokens: mean, max | lag |",
@@ -243,8 +243,10 @@ def format_results(results: dict[str, list[dict[str, Any]]], start: float) -> st
         speeds = column(runs, "steps_per_hour")
         cells = [name, f"{statistics.median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"]
         for base in (sync, ahead):
-            ratio = paired_ratio(speeds, column(base, "steps_per_hour"))
-            cells.append(f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+            # Of logarithms, since other work on the machine slows all runs of a seed by one factor.
+            bases = np.log(column(base, "steps_per_hour"))
+            ratio = np.exp(paired_difference(np.log(speeds).tolist(), bases.tolist()))
+            cells.append("1" if runs is base else "{:.2f} ({:.2f} to {:.2f})".format(*ratio))
         accuracies = column(runs, "accuracy")
         difference = paired_difference(accuracies, column(sync, "accuracy"))
         cells += [f"{np.mean(accuracies):.3f}", "" if runs is sync else str(difference)]
@@ -252,12 +254,10 @@ def format_results(results: dict[str, list[dict[str, Any]]], start: float) -> st
         age = np.mean(column(runs, "staleness_mean")), max(column(runs, "staleness_max"))
         cells += [f"{idle[0]:.0%}, {idle[1]:.0%}", f"{age[0]:.2f}, {age[1]:.0f}"]
         lines.append(f"| {' | '.join(cells)} | {max(column(runs, 'lag_max')):.0f} |")
-    low, middle, high, longest = np.mean(
-        [run["lengths"] for runs in results.values() for run in runs], axis=0
-    )
-    tokens = f"{low:.0f} to {longest:.0f} tokens of an answer, median {middle:.0f}, one of twenty "
-    after = f"Held-out accuracy of the warm start: {start:.3f}. {tokens}above {high:.0f}."
-    return "\n".join([*lines, "", after])
+    lengths = np.array([run["lengths"] for runs in results.values() for run in runs])
+    tokens = f"{lengths[:, 0].min():.0f} to {lengths[:, 3].max():.0f} tokens of an answer, "
+    tokens += "median {:.0f}, one of twenty above {:.0f}.".format(*lengths[:, 1:3].mean(axis=0))
+    return "\n".join([*lines, "", f"Held-out accuracy of the warm start: {start:.3f}. {tokens}"])
 
 
 def run_all(

@@ -73,7 +73,7 @@ def test_a_table_compares_seed_by_seed():
         for name, speed, accuracy in (("a", 100, 0.5), ("b", 150, 0.5), ("c", 300, 0.6))
     }
     lines = format_results(results, 0.3).splitlines()
-    assert lines[2].startswith("| a | 110 (100 to 120) | 1.00")
+    assert lines[2].startswith("| a | 110 (100 to 120) | 1 | 0.67 (0.67 to 0.67) | 0.600 |  |")
     assert "3.00 (3.00 to 3.00) | 2.00 (2.00 to 2.00) | 0.700 | +0.1 (+0.1 to +0.1)" in lines[4]
     assert "warm start: 0.300" in lines[-1] and "4 to 512 tokens" in lines[-1]
 
