@@ -312,7 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     folder = args.out.absolute()
-    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     bench = Bench(folder, args.steps, tuple(args.set), args.slow_s)
     store, report = ResultsStore(folder / f"{args.engine}.jsonl"), partial(print, flush=True)
     key = {"engine": args.engine, "steps": args.steps, "slow_s": args.slow_s}

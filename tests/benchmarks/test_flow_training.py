@@ -3,6 +3,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -88,17 +89,19 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_each_schedule_trains_the_same_rows(tmp_path, capsys):
+def test_each_schedule_trains_the_same_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CONTENDERS, "native", CONTENDERS["native"][::3])
     words = ["--seeds", "1", "--steps", "2", "--slow-s", "0.01", "--out", str(tmp_path)]
     words += [word for setting in SMALL for word in ("--set", setting)]
-    assert main(words) == 0
+    with jax.numpy_dtype_promotion("standard"):  # the command's
+        assert main(words) == 0
     path = tmp_path / "native.jsonl"
     text = path.read_text()
     start, *runs = map(json.loads, text.splitlines())
     assert start["run"] == "start" and 0 <= start["result"] <= 1
-    assert [run["run"] for run in runs] == [c.name for c in CONTENDERS["native"]]
+    assert [run["run"] for run in runs] == ["synchronous batches", "groups, keep"]
     assert len({run["result"]["rows"] for run in runs}) == 1
     assert all(run["result"]["steps_per_hour"] > 0 for run in runs)
     table = capsys.readouterr().out
     assert main(words) == 0 and path.read_text() == text
-    assert capsys.readouterr().out.splitlines()[-9:] == table.splitlines()[-9:]
+    assert capsys.readouterr().out.splitlines()[-6:] == table.splitlines()[-6:]
