@@ -124,7 +124,7 @@ def test_the_trace_to_the_gradient_is_the_readmes(run):
     before = product_frames(stack[: names.index("value_and_grad_f")])
     trace = [*product_frames(stack), ("jaxmoe/losses/objectives.py", "ppo_clip")]
     print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
-    assert len(before) <= 6 and len(trace) <= 10
+    assert len(before) <= 8 and len(trace) <= 11
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"<!-- trace -->\n```\n(.*?)\n```", readme, re.S)
     assert block, "README must hold the trace after <!-- trace -->"
@@ -163,5 +163,8 @@ def test_router_replay_reaches_updates_from_the_command(run):
     routed = batch.routed_experts_BTLA
     assert routed.dtype == "int8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
     assert routed[batch.segment_ids_BT > 0].max() > 0
+    # Five forwards after that of the warm start; a packed one is traced twice.
+    traces = (run.forwards["scorer"] - 1) / 5
+    assert traces in (1, 2)
     # the policy alone, scored and trained, two layers each; reference and critic route themselves
-    assert run.calls["experts were given"] == 2 * 2
+    assert run.calls["experts were given"] == 2 * 2 * traces
