@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that compare schedules of rollouts train on the same rows, and are not repeated."""
 
+import gzip
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -105,3 +107,24 @@ def test_each_schedule_trains_the_same_rows(tmp_path, capsys, monkeypatch):
     table = capsys.readouterr().out
     assert main(words) == 0 and path.read_text() == text
     assert capsys.readouterr().out.splitlines()[-6:] == table.splitlines()[-6:]
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((RESULTS / "flow_training").glob("*.gz")), ids=lambda path: path.name
+)
+def test_the_page_has_the_figures_of_raw_results(path):
+    engine = path.name.split(".")[0]
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    runs = {c.name: [r["result"] for r in rows if r["run"] == c.name] for c in CONTENDERS[engine]}
+    assert {len(results) for results in runs.values()} == {5}
+    lines = format_results(runs, 0.0).splitlines()[2 : 2 + len(runs)]
+    cells = [cell.strip() for line in lines for cell in line.split("|")[3:8]]
+    figures = [cell for cell in cells if " to " in cell or "." in cell]
+    page = (RESULTS / "rollouts.md").read_text()
+    (row,) = (line for line in page.splitlines() if f"flow_training/{engine}.jsonl" in line)
+    # The accuracies are there by their differences to the first contender's.
+    differences = [figure for figure in figures if " to " in figure and figure[:4] != "1.00"]
+    assert differences and [figure for figure in differences if figure not in row] == []
