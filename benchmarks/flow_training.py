@@ -157,7 +157,8 @@ class Bench:
             with self.open_engine(cfg) as engine:
                 start = warm_policy(cfg, self.task, engine)
             arrays = map(np.asarray, jax.tree.leaves(start))
-            np.savez(path, **dict(zip(names, arrays, strict=True)))
+            named: dict[str, Any] = dict(zip(names, arrays, strict=True))
+            np.savez(path, **named)
         stored = np.load(path)
         return jax.tree.unflatten(tree, [jnp.asarray(stored[name]) for name in names])
 
@@ -291,7 +292,7 @@ def served(bench: Bench) -> Iterator[Bench]:
     weights.mkdir(exist_ok=True)
     bench.settings += ("rollout.engine=vllm", f"rollout.vllm.weights_dir={weights}")
     cfg = bench.config((), 0)
-    sizes = dict(context=cfg.context, rows=cfg.rollout.max_parallel_sequences)
+    sizes: dict[str, Any] = dict(context=cfg.context, rows=cfg.rollout.max_parallel_sequences)
     server = Server(cfg.rollout.vllm, cfg.model, work=bench.folder, number=0, **sizes)
     server.start().close()
     os.environ["VLLM_API_KEY"] = server.key
@@ -312,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     folder = args.out.absolute()
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     bench = Bench(folder, args.steps, tuple(args.set), args.slow_s)
     store, report = ResultsStore(folder / f"{args.engine}.jsonl"), partial(print, flush=True)
