@@ -5,7 +5,7 @@ Each process keeps the bytes of the tensors that it writes, and compares them wi
 Next: sent_weights.py is the same for one process, sharded_files.py writes the files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,6 @@ class SentShards(SentVersions):
     ) -> None:
         super().__init__(directory, run, complete_every)
         self._channel, self._read = channel, read
-        self._bytes: NDArray[np.uint8] | None = None  # None if they are unknown
 
     def write(
         self,
@@ -89,16 +88,11 @@ class SentShards(SentVersions):
             self._folders.append(folder)
             return self._describe(file.sent_nbytes)
 
-    def write_complete(self, version: int) -> WeightFile | None:
-        """Write the version that was written last once more, complete; None if it is another.
+    def _read_parts(self) -> Iterable[NDArray[np.uint8]] | None:
+        """Return the bytes of all tensors from the files of all processes; None if one is damaged.
 
-        For the first process alone, which reads what the others wrote; None if that is damaged.
+        For the first process alone, at any time.
         """
-        with self._lock:
-            if self._bytes is None or self._manifest.get("version") != version:
-                return None
-            if len(self._folders) == 1:
-                return self._describe(self.nbytes)
-            if (tensors := self._read(self._folders)) is None:
-                return None
-            return self._write_complete(tensors[name] for name, *_ in self._planned)
+        if (tensors := self._read(self._folders)) is None:
+            return None
+        return [tensors[name] for name, *_ in self._planned]

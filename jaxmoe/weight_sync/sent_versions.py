@@ -38,11 +38,29 @@ class SentVersions:
         self._manifest: ManifestDict = {}
         self._folders: list[Path] = []  # from the last complete file on
         self._unused: list[Path] = []  # may still be read
+        # Of `_manifest`: those that this process compares with the next version's; None: unknown.
+        self._bytes: NDArray[np.uint8] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of a version."""
         return sum(map(planned_bytes, self._planned))
+
+    def write_complete(self, version: int) -> WeightFile | None:
+        """Write the version that was written last once more, complete; None if it is another, or if
+        its bytes cannot be read."""
+        with self._lock:
+            if self._bytes is None or self._manifest.get("version") != version:
+                return None
+            if len(self._folders) == 1:
+                return self._describe(self.nbytes)
+            parts = self._read_parts()
+            return None if parts is None else self._write_complete(parts)
+
+    def _read_parts(self) -> Iterable[NDArray[np.uint8]] | None:
+        """Return the bytes of all tensors, in their order; by default this process has them."""
+        assert self._bytes is not None
+        return [self._bytes]
 
     def _must_be_complete(self, version: int) -> bool:
         """True if no changes may follow, or if this version was written already."""

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
@@ -52,10 +51,6 @@ class SentWeights(SentVersions):
     Memory: the bytes of one version on the host. For one process.
     """
 
-    def __init__(self, directory: str | Path, run: str, complete_every: int) -> None:
-        super().__init__(directory, run, complete_every)
-        self._bytes: NDArray[np.uint8] | None = None  # of `_manifest`, or None if they are unknown
-
     def write(
         self,
         params: Params,
@@ -82,16 +77,6 @@ class SentWeights(SentVersions):
                 file = self._write_changes(old, fill)
             self._bytes = old
             return file
-
-    def write_complete(self, version: int) -> WeightFile | None:
-        """Write the version that was written last once more, complete; None if it is another."""
-        with self._lock:
-            if self._bytes is None or self._manifest.get("version") != version:
-                return None
-            is_complete = len(self._folders) == 1
-            return (
-                self._describe(self.nbytes) if is_complete else self._write_complete([self._bytes])
-            )
 
     def _write_changes(self, old: NDArray[np.uint8], fill: Callable[..., None]) -> WeightFile:
         manifest = self._manifest

@@ -103,25 +103,32 @@ class MultiProcessVllmEngine:
         named: dict[str, Any] = dict(dtype=dtype, version=version, experts=self._experts)
         if sent is not None:
             file = sent.write(params, self._cfg, **named)
-            self.sent_frac = file.sent_nbytes / sent.nbytes
             write_complete = partial(sent.write_complete, version)
         else:
             folder, named["run"] = self._vllm.weights_dir, self._run
             file = write_sharded_files(params, self._cfg, folder, channel=self._channel, **named)
         reference = ProbeReference(self._probe, self._probe_logps(params))
+        is_refused = False
 
         def load_file(engine: VllmEngine) -> list[Rollout]:
-            engine.load_file(file, reference, write_complete)
+            nonlocal is_refused
+            try:
+                engine.load_file(file, reference, write_complete)
+            except EngineError:
+                if not file.update_info.get("changes"):
+                    raise
+                is_refused = True
             return []
 
-        try:
-            self._run_on_first(load_file)
-        except EngineError:
-            if sent is None or not file.update_info["changes"]:
-                raise
-            # The first process had damaged files too. A version written once more is complete.
+        self._run_on_first(load_file)
+        if sent is None:
+            return
+        # All must agree: the files may be damaged for the first process too. A version that is
+        # written once more is complete.
+        if file.update_info["changes"] and any(self._channel.gather_values(is_refused)):
             file = sent.write(params, self._cfg, **named)
             self._run_on_first(load_file)
+        self.sent_frac = file.sent_nbytes / sent.nbytes
 
     def generate(
         self,
