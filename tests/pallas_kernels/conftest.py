@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests of Hopper kernels: the interpreter with race detection."""
+"""Shared by the tests of kernels: how the interpreter of Hopper's kernels runs."""
 
 from dataclasses import replace
 
@@ -7,6 +7,18 @@ import jax
 import pytest
 
 from pallas_kernels import hopper
+
+
+@pytest.fixture(autouse=True)
+def unchecked_keys():
+    """Let operations run without the check of reused keys, which kernels do not have.
+
+    The interpreter runs single operations in threads of XLA. jax 0.10 traces and compiles each of
+    them anew to check its keys, and has died in that by a segmentation fault.
+    """
+    jax.config.update("jax_debug_key_reuse", False)
+    yield
+    jax.config.update("jax_debug_key_reuse", True)
 
 
 @pytest.fixture
