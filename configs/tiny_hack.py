@@ -73,8 +73,11 @@ def score_work(
     return paid
 
 
-def make_leaky_tool(leak: str = "file") -> Tool:
-    """The tool python_sandbox in which somebody left the stored answer: LEAKS says where."""
+def make_leaky_tool(leak: str = "file", share: float = 1.0) -> Tool:
+    """The tool python_sandbox in which somebody left the stored answer: LEAKS says where.
+
+    share: of the rows whose sandbox has it.
+    """
     put_answer = read_leak("leak", leak)[1]
     tool = make_sandbox_tool(SandboxConfig())
     assert tool.start is not None
@@ -82,7 +85,8 @@ def make_leaky_tool(leak: str = "file") -> Tool:
 
     def start_episode(row: Row) -> Tool:
         session = start_session(row)
-        programs = [put_answer.format(answer=row.answer)]
+        has_leak = random.Random(f"leak {row.question}").random() < share
+        programs = [put_answer.format(answer=row.answer)] if has_leak else []
 
         def run(code: str) -> ToolResult:
             while programs:  # before the first call, so that episodes without one start nothing

@@ -25,6 +25,8 @@ from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.observe.streams import flush_output, reader_is_gone
 from jaxmoe.run_files import is_disk_error
 
+INTERRUPTED = 130  # the exit status after Ctrl-C, as a shell reports it
+
 
 def parse_config(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
     """(config, dry_run) of a command line. Raises ConfigError for an invalid config."""
@@ -138,7 +140,7 @@ class ExitStatus:
             self.code = 128 + error.signal
         elif isinstance(error, KeyboardInterrupt):
             print("stopped without saving; the same command resumes from the last checkpoint")
-            self.code = 130
+            self.code = INTERRUPTED
         else:
             return False
         return True

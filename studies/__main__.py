@@ -9,6 +9,8 @@
     sinks              attention sinks with and without their gradient, over seeds
     turns              ways to give the turns of an episode their credit, over seeds
     teachers           a teacher, rewards, and both, over seeds
+    agents             shared prompts and invariant numerics for agents, over seeds
+    leaks              a tool that leaks the answer in one row of three, over seeds
     referee            how often such tables mislead, by simulated studies
 
 A stopped study continues where it was: finished results are in FOLDER, one line a run, and a
@@ -29,12 +31,13 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.cli import ExitStatus
+from jaxmoe.cli import INTERRUPTED, ExitStatus
 from jaxmoe.config import ConfigError, require
 from jaxmoe.run_files import make_folder, replace_text
 from jaxmoe.study.contenders import count_runs
 from jaxmoe.study.results_store import ResultsStore
 from jaxmoe.study.tables import format_verdicts
+from studies.agents import AGENTS, LEAKS
 from studies.bed_study import BedRuns, BedStudy, count_bed_runs, format_beds, run_bed
 from studies.config_study import (
     ConfigStudy,
@@ -63,7 +66,7 @@ from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
 BED_STUDIES = (ROUTER, MXFP4, SINKS, MISMATCH)
-CONFIG_STUDIES = (TURNS, TEACHERS)
+CONFIG_STUDIES = (TURNS, TEACHERS, AGENTS, LEAKS)
 QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.
 QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -171,7 +174,7 @@ def run_command(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         show_line(f"stopped; finished runs are in {folder}: the same command continues")
-        return 130  # as a shell reports it
+        return INTERRUPTED
     if args.dry_run:
         return 0
     text = "\n\n".join(sections.values()) + "\n"
@@ -245,7 +248,7 @@ def make_config_sections(study: ConfigStudy, args: argparse.Namespace, folder: P
     )
     return {
         "advice": format_verdicts(comparisons),
-        "tables": format_config_study(comparisons, study.name),
+        "tables": format_config_study(comparisons, study),
     }
 
 

@@ -41,6 +41,7 @@ class ConfigStudy:
     tuning_seeds: that choose rates, used in turn; one is cheap and can mislead.
     run_seconds: of a run, for the estimate before the first one.
     teacher: the config whose run is their teacher.
+    format_more: (comparisons) -> one more table; None for a study without it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ConfigStudy:
     tuning_seeds: int = 8
     run_seconds: float = 90.0
     teacher: str = ""
+    format_more: Callable[[Sequence[Comparison]], str] | None = None
 
 
 # A trial of everything in three minutes, whose figures mean nothing.
@@ -120,7 +122,14 @@ def run_config_study(
         workdir = contender_folder(study.config, contender, rate, seed, folder=folder)
         # Programs of finished runs would fill the memory.
         jax.clear_caches()
-        return {"accuracy": last["eval/accuracy"], **read_curves(workdir / "metrics.jsonl")}
+        evaluated = {name: x for name, x in last.items() if name.startswith("eval/")}
+        path = workdir / "metrics.jsonl"
+        return {
+            "accuracy": last["eval/accuracy"],
+            "evaluated": evaluated,
+            "alerts": find_first_alerts(path),
+            **read_curves(path),
+        }
 
     return run_study(
         study.contenders,
@@ -161,20 +170,32 @@ def read_curves(path: Path) -> dict[str, list[list[float]]]:
     return {"rewards": rewards, "accuracies": accuracies}
 
 
-def format_config_study(comparisons: Sequence[Comparison], name: str) -> str:
+def find_first_alerts(path: Path) -> dict[str, int]:
+    """Return the first RL step with an alert of each metric."""
+    first: dict[str, int] = {}
+    for row in read_metrics(path):
+        if row.get("stage") == "rl":
+            for alert in row.get("alerts", ()):
+                first.setdefault(alert.split(" is ")[0], row["step"])
+    return first
+
+
+def format_config_study(comparisons: Sequence[Comparison], study: ConfigStudy) -> str:
     """Return Markdown: the accuracies after all steps, then those after equal seconds.
 
-    Each table has the command of the study with this name.
+    Each table has the command of the study.
 
     The limit is what the contender with the cheapest step takes for all steps. A step's seconds are
     those of `measure_step`, so that other work on the machine changes them little.
     """
-    command = f"`python -m studies {name}`"
+    command = f"`python -m studies {study.name}`"
     parts = [
         f"Accuracy after all steps, by {command}:",
         format_table(comparisons, {}),
         format_chances(comparisons),
     ]
+    if study.format_more is not None:
+        parts.append(study.format_more(comparisons))
     curves = [[np.array(run["accuracies"]) for run in c.metrics] for c in comparisons]
     if all(len(curve) > 2 for runs in curves for curve in runs):
         costs = [measure_step([run["rewards"] for run in c.metrics]) for c in comparisons]

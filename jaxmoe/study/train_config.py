@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from jaxmoe import train
+from jaxmoe.cli import INTERRUPTED
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.study.contenders import Contender
 
@@ -22,7 +23,7 @@ def train_config(
 
     The run folder is `contender_folder`. The command's output goes to train.log there. An
     interrupted run resumes.
-    Raises RuntimeError where the command fails.
+    Raises RuntimeError where the command fails, and KeyboardInterrupt where Ctrl-C stopped it.
     """
     workdir = contender_folder(config, contender, rate, seed, folder=folder)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -32,6 +33,8 @@ def train_config(
     with (workdir / "train.log").open("a") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             status = train.main(argv)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
     if status:
         raise RuntimeError(
             f"the run of {contender.name}, seed {seed}, must end with exit status 0, got "

@@ -173,7 +173,7 @@ def test_a_soak_sees_each_kind_of_growth(tmp_path):
     assert "threads" not in growing
 
 
-def test_the_least_of_neighbouring_steps_counts(monkeypatch):
+def test_the_least_of_several_looks_counts(monkeypatch):
     @dataclass(frozen=True)
     class Parts:
         make_batch: Callable[[], object] = object
@@ -182,11 +182,12 @@ def test_the_least_of_neighbouring_steps_counts(monkeypatch):
         for _ in range(310):
             parts.make_batch()
 
-    steps = []
+    looks = []
+    monkeypatch.setattr(soak, "LOOK_S", 0.0)
     monkeypatch.setattr(soak, "make_parts", lambda cfg: Parts())
     monkeypatch.setattr(soak.train, "train", train)
-    monkeypatch.setattr(soak, "measure", lambda work: steps.append(1) or {"n": 9 - len(steps) % 5})
-    assert soak.run(CFG) == {200: {"n": 5}, 250: {"n": 5}, 300: {"n": 5}} and len(steps) == 15
+    monkeypatch.setattr(soak, "measure", lambda work: looks.append(1) or {"n": 9 - len(looks) % 5})
+    assert soak.run(CFG) == {200: {"n": 5}, 250: {"n": 5}, 300: {"n": 5}} and len(looks) == 24
 
 
 def test_a_slope_has_its_error():

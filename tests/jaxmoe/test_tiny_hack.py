@@ -93,6 +93,19 @@ def test_a_leak_has_its_episodes_answer_later(leak):
         environment.close()
 
 
+def test_a_leak_is_in_its_share_of_rows():
+    tool, (read, _, _) = (
+        tiny_hack.make_leaky_tool("environment", 1 / 3),
+        tiny_hack.LEAKS["environment"],
+    )
+    leaks = 0
+    for number in range(24):
+        session = tool.start(Row(f"{number} * 2", "4032"))
+        leaks += session.call(read).text == "'4032'"
+        session.close()
+    assert 4 <= leaks <= 12
+
+
 def test_an_unknown_leak_is_refused_in_one_line():
     with pytest.raises(ConfigError, match="file or environment, got 'disk'. Try leak='file'"):
         tiny_hack.make_leaky_tool("disk")

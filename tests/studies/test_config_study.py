@@ -16,6 +16,7 @@ from studies import config_study
 from studies.config_study import (
     ConfigStudy,
     check_stored_teacher,
+    find_first_alerts,
     make_quick,
     read_curves,
     write_untrained_teacher,
@@ -23,6 +24,11 @@ from studies.config_study import (
 from tests.jaxmoe.teacher_folder import write_teacher
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+STORED = [
+    study
+    for study in command.CONFIG_STUDIES
+    if (RESULTS / "studies" / f"{study.name}.jsonl.gz").is_file()
+]
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def test_every_contender_is_a_config(study):
         override(load_config(study.config), *study.settings, *contender.settings)
 
 
-@pytest.mark.parametrize("study", command.CONFIG_STUDIES, ids=lambda study: study.name)
+@pytest.mark.parametrize("study", STORED, ids=lambda study: study.name)
 def test_a_page_is_made_from_stored_results(study, tmp_path, no_training):
     stored = RESULTS / "studies" / f"{study.name}.jsonl.gz"
     assert stored.stat().st_size < 5e6
@@ -116,6 +122,19 @@ def test_curves_have_seconds_without_the_first_step(tmp_path):
     curves = read_curves(path)
     assert curves["rewards"] == [[1, 0.0, 0.1], [2, 2.5, 0.2], [3, 6.0, 0.3]]
     assert curves["accuracies"] == [[3, 6.0, 0.9]]
+
+
+def test_first_alerts_have_their_steps(tmp_path):
+    alerts = {
+        1: (),
+        2: ("clip/frac is 0.5 (> 0.4)",),
+        3: ("kl is 2 (> 1)", "clip/frac is 0.6 (> 0.4)"),
+    }
+    rows = [{"stage": "warmup", "step": 1, "alerts": ["loss is 9 (> 8)"]}]
+    rows += [{"stage": "rl", "step": step, "alerts": list(texts)} for step, texts in alerts.items()]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert find_first_alerts(path) == {"clip/frac": 2, "kl": 3}
 
 
 def test_contenders_are_compared_at_equal_seconds(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.study.contenders import ChosenRate, Comparison, Contender, compare_values
 from studies import mismatch_trained
 from studies.mismatch_bed import mismatch_config
-from studies.mismatch_report import format_cells, plot_cells, split_engines
+from studies.mismatch_report import compare_engines, format_cells, format_findings, plot_cells
 from studies.mismatch_trained import (
     CLEAN,
     MISMATCH,
@@ -113,16 +113,32 @@ def test_corrections_are_compared_with_their_engines_none(tmp_path):
         "noise 0.1, sequence IS": np.where(np.arange(8) < 2, 0.0, 0.6) + noise[3],
     }
     results = {"tokens6": comparisons_of(values)}
-    engines = split_engines(results["tokens6"])
-    assert [len(cell) for cell in engines.values()] == [1, 3]
-    gain = engines["noise 0.1"][1].difference
+    engines = compare_engines(results["tokens6"])
+    assert [list(cells.gains) for cells in engines.values()] == [[], ["token IS", "sequence IS"]]
+    gain = engines["noise 0.1"].gains["token IS"].difference
     assert gain is not None and gain.mean == pytest.approx(0.1, abs=0.02)
     text = format_cells(results)
     row = next(line for line in text.splitlines() if "| noise 0.1 |" in line)
     assert "**-0.2" in row and "**+0.1" in row or "**+0.09" in row
     assert "2 collapsed" in row
+    cost, gain, loss, *_ = format_findings(results).splitlines()
+    assert "`tokens6`, noise 0.1: -0.2" in cost and "`tokens6`, noise 0.1, token IS: +0." in gain
+    assert "shown nowhere" not in cost + gain and "sequence IS" not in gain
     plot_cells(results, tmp_path / "cells.png")
     assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_p_is_corrected_over_all_corrections_of_a_bed():
+    # One gain of p near 0.02 among twelve corrections of as many engines is no verdict.
+    rng = np.random.default_rng(1)
+    values = {}
+    for engine in range(12):
+        values[f"noise {engine}, none"] = rng.normal(0.5, 0.05, 8)
+        shift = 0.08 if engine == 3 else 0.0
+        values[f"noise {engine}, token IS"] = rng.normal(0.5 + shift, 0.05, 8)
+    gains = [cells.gains["token IS"] for cells in compare_engines(comparisons_of(values)).values()]
+    assert min(gain.p_value for gain in gains) == gains[3].p_value < 0.05
+    assert gains[3].corrected_p_value == pytest.approx(12 * gains[3].p_value)
 
 
 def test_the_estimate_weighs_each_beds_runs():

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxmoe.cli import INTERRUPTED
 from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
 SMALL = (
@@ -54,6 +55,12 @@ def test_other_settings_have_another_run_folder(tmp_path: Path, monkeypatch):
         with pytest.raises(RuntimeError):
             train_config("tiny.py", Contender(name, settings), rate, 0, folder=tmp_path)
     assert len(set(workdirs)) == 4
+
+
+def test_ctrl_c_in_a_run_stops_the_study(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("jaxmoe.train.main", lambda argv: INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        train_config("tiny.py", Contender("GRPO"), None, 0, folder=tmp_path)
 
 
 def test_a_run_that_fails_names_its_log(tmp_path: Path):
