@@ -113,7 +113,9 @@ def run_bed(
 
 def format_beds(study: BedStudy, results: Results, costs: Mapping[str, float] | None = None) -> str:
     """Return all tables: one over the beds, and one of each bed."""
-    parts = [format_overview(results, costs or {})] if len(results) > 1 or costs else []
+    overview = f"All beds, by `python -m studies {study.name}`:\n\n"
+    overview += format_overview(results, costs or {})
+    parts = [overview] if len(results) > 1 or costs else []
     for bed, comparisons in results.items():
         start = np.mean([run["start"] for run in comparisons[0].metrics])
         parts.append(

@@ -113,11 +113,11 @@ def list_findings(
     perhaps = [describe(bed, c) for bed, c in signed if is_discovery(c)]
     yield f"- **{title}**: {'; '.join(shown) or 'shown nowhere'}."
     if perhaps:
-        yield f"    - *Perhaps*: {'; '.join(perhaps)}."
+        yield f"- *Perhaps*, as above: {'; '.join(perhaps)}."
     rest = [c.difference for _, c in compared if not is_verdict(c) and not is_discovery(c)]
     if rest and sign == (-1 if word == "with" else 1):
         low, high = min(x.low for x in rest if x), max(x.high for x in rest if x)
-        yield f"    - {len(rest)} others are open; intervals reach from {low:+.2f} to {high:+.2f}."
+        yield f"- Open: {len(rest)} others. Their intervals reach from {low:+.2f} to {high:+.2f}."
 
 
 def describe(bed: str, comparison: Comparison) -> str:
@@ -187,4 +187,4 @@ def plot_cells(results: Results, path: Path) -> None:
         ax.set_yticks(range(len(engines)), list(engines))
         ax.set_title(bed)
     figure.suptitle("gain over no correction with the same engine")
-    save_figure(figure, path, dpi=80)
+    save_figure(figure, path, dpi=56)

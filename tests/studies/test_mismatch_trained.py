@@ -128,7 +128,7 @@ def test_corrections_are_compared_with_their_engines_none(tmp_path):
     assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_p_is_corrected_over_all_corrections_of_a_bed():
+def test_p_is_corrected_over_a_bed():
     # One gain of p near 0.02 among twelve corrections of as many engines is no verdict.
     rng = np.random.default_rng(1)
     values = {}

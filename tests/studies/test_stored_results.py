@@ -33,7 +33,6 @@ def test_each_study_with_results_has_a_cell():
     assert stored & STUDIES.keys() == CELLS.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_page_is_made_from_stored_results(name, tmp_path):
     copy_results(name, tmp_path)
