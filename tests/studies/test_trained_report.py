@@ -36,12 +36,12 @@ RESULTS = {"a": compare(**BETTER, same=[0.2, 0.31, 0.24, 0.27]), "b": compare(**
 
 def test_the_overview_has_a_row_per_remedy():
     text = format_beds(ROUTER, RESULTS, {"nothing": 1.0, "better": 2.0})
-    rows = {line.split("|")[1].strip(): line for line in text.splitlines()[:5]}
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines()[2:7]}
     assert rows["nothing"] == "| nothing | 0.255 | 0.255 | 1.00x |"
     assert rows["better"].count("**+0.3 (") == 2 and rows["better"].endswith("| 2.00x |")
     assert "**" not in rows["same"] and rows["same"].endswith("|  |  |")
     assert "### b\n\n`python -m studies router --beds b`. nothing starts at 0.400." in text
-    assert text.splitlines()[10].endswith("| by seed | gradient norm, p99 | largest ratio |")
+    assert text.splitlines()[12].endswith("| by seed | gradient norm, p99 | largest ratio |")
     assert "cost of a step" not in format_beds(ROUTER, RESULTS)
 
 
