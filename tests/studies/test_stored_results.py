@@ -48,7 +48,10 @@ def test_a_page_is_made_from_stored_results(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_trained_anew_is_in_its_interval(name, tmp_path):
-    """The difference of its first two seeds, around that of the stored runs of the same seeds."""
+    """The mean difference of two seeds, where 95 % of such means are by the stored runs.
+
+    Runs are not the stored ones again: another compiler, or other flags, round otherwise.
+    """
     study, (bed_name, *names) = STUDIES[name], CELLS[name]
     bed, runs = study.beds[bed_name], BedRuns([bed_name], study.seeds, study.steps)
     store = copy_results(name, tmp_path)
@@ -65,6 +68,6 @@ def test_a_cell_trained_anew_is_in_its_interval(name, tmp_path):
         return study.train(programs, seed, weights, comparison.chosen[seed].rate)["end"]
 
     anew = [[train(c, seed) for seed in range(2)] for c in pair]
-    before = np.diff([c.values[:2] for c in pair], axis=0).mean()
     width = (stored.difference.high - stored.difference.low) / 2
-    assert abs(np.diff(anew, axis=0).mean() - before) < width
+    width *= np.sqrt(study.seeds * (1 / study.seeds + 1 / 2))
+    assert abs(np.diff(anew, axis=0).mean() - stored.difference.mean) < width
