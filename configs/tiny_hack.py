@@ -76,8 +76,10 @@ def score_work(
 def make_leaky_tool(leak: str = "file", share: float = 1.0) -> Tool:
     """The tool python_sandbox in which somebody left the stored answer: LEAKS says where.
 
-    share: of the rows whose sandbox has it.
+    share: of the rows whose sandbox has it. Raises ConfigError unless it is from 0 to 1.
     """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"tiny_hack.py: share must be from 0 to 1, got {share}. Try share=0.33.")
     put_answer = read_leak("leak", leak)[1]
     tool = make_sandbox_tool(SandboxConfig())
     assert tool.start is not None

@@ -92,9 +92,11 @@ def format_findings(results: Results) -> str:
     n_seeds = len(costs[0][1].values)
     return "\n".join(
         [
-            *list_findings("An engine costs, without a correction", costs, "with", -1),
-            *list_findings("A correction gains over none with the same engine", gains, "of", 1),
-            *list_findings("A correction loses to none with the same engine", gains, "of", -1),
+            *list_findings("An engine costs, without a correction", costs, -1),
+            *count_open(costs),
+            *list_findings("A correction gains over none with the same engine", gains, 1),
+            *count_open(gains),
+            *list_findings("A correction loses to none with the same engine", gains, -1),
             "",
             f"In brackets intervals of 95 % over {n_seeds} seeds, then p by Holm's correction "
             "over the costs or the gains of the bed. *Perhaps*: by Benjamini and Hochberg's "
@@ -103,20 +105,22 @@ def format_findings(results: Results) -> str:
     )
 
 
-def list_findings(
-    title: str, rows: Sequence[tuple[str, Comparison]], word: str, sign: int
-) -> Iterator[str]:
-    """Yield a line that says in which rows (bed, comparison) this is shown, perhaps, or not."""
-    compared = [(bed, c) for bed, c in rows if c.difference is not None]
-    signed = [(bed, c) for bed, c in compared if c.difference and sign * c.difference.mean > 0]
+def list_findings(title: str, rows: Sequence[tuple[str, Comparison]], sign: int) -> Iterator[str]:
+    """Yield a line with the rows (bed, comparison) of this sign where it is shown, or perhaps."""
+    signed = [(bed, c) for bed, c in rows if c.difference and sign * c.difference.mean > 0]
     shown = [describe(bed, c) for bed, c in signed if is_verdict(c)]
     perhaps = [describe(bed, c) for bed, c in signed if is_discovery(c)]
     yield f"- **{title}**: {'; '.join(shown) or 'shown nowhere'}."
     if perhaps:
         yield f"- *Perhaps*, as above: {'; '.join(perhaps)}."
-    rest = [c.difference for _, c in compared if not is_verdict(c) and not is_discovery(c)]
-    if rest and sign == (-1 if word == "with" else 1):
-        low, high = min(x.low for x in rest if x), max(x.high for x in rest if x)
+
+
+def count_open(rows: Sequence[tuple[str, Comparison]]) -> Iterator[str]:
+    """Yield a line about the rows of which nothing is shown, if there are any."""
+    undecided = [c.difference for _, c in rows if not is_verdict(c) and not is_discovery(c)]
+    rest = [difference for difference in undecided if difference is not None]
+    if rest:
+        low, high = min(x.low for x in rest), max(x.high for x in rest)
         yield f"- Open: {len(rest)} others. Their intervals reach from {low:+.2f} to {high:+.2f}."
 
 

@@ -106,6 +106,12 @@ def test_a_leak_is_in_its_share_of_rows():
     assert 4 <= leaks <= 12
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ConfigError, match="share must be from 0 to 1, got .* Try share=0.33"):
+        tiny_hack.make_leaky_tool("environment", share)
+
+
 def test_an_unknown_leak_is_refused_in_one_line():
     with pytest.raises(ConfigError, match="file or environment, got 'disk'. Try leak='file'"):
         tiny_hack.make_leaky_tool("disk")

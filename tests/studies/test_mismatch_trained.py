@@ -121,7 +121,7 @@ def test_corrections_are_compared_with_their_engines_none(tmp_path):
     row = next(line for line in text.splitlines() if "| noise 0.1 |" in line)
     assert "**-0.2" in row and "**+0.1" in row or "**+0.09" in row
     assert "2 collapsed" in row
-    cost, gain, loss, *_ = format_findings(results).splitlines()
+    cost, gain, *_ = format_findings(results).splitlines()
     assert "`tokens6`, noise 0.1: -0.2" in cost and "`tokens6`, noise 0.1, token IS: +0." in gain
     assert "shown nowhere" not in cost + gain and "sequence IS" not in gain
     plot_cells(results, tmp_path / "cells.png")
