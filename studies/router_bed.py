@@ -105,7 +105,7 @@ def bed_config(steps: int, *settings: str) -> Config:
         ),
         data=DataConfig(task="automaton", max_prompt_tokens=TASK.prompt_tokens),
         rollout=RolloutConfig(
-            sequences_per_step=128, samples_per_prompt=8, max_new_tokens=TASK.length
+            sequences_per_step=64, samples_per_prompt=8, max_new_tokens=TASK.length
         ),
         loss=LossConfig(),
         router=RouterConfig(),

@@ -102,7 +102,7 @@ ROUTER = BedStudy(
     train_on_bed,
     seeds=8,
     steps=40,
-    run_seconds=11.0,
+    run_seconds=2.7,
     quick_bed="two_forwards",
     columns={
         "grad_norm_p99": Column("gradient norm, p99", "{:.3g}"),
