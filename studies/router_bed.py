@@ -41,7 +41,6 @@ from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.shapes import Metrics, Params
-from studies.automaton import Automaton
 from studies.bed import (
     WARM_STEPS,
     BedStep,
@@ -54,8 +53,10 @@ from studies.bed import (
     summarize_steps,
     take_step,
 )
+from studies.transitions import Transitions
 
-WARM_LOSS = 0.15  # nats per token at which the warm start ends
+WARM_LOSS = 1.6  # nats per token at which the warm start ends; demonstrations have 1.5
+NOISE = 0.7  # changes the experts of three tokens in five
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,25 @@ class Bed:
     old_noise: float = 0.0  # of the forward that scores old log-probs
     staleness: int = 0  # steps between the weights that sample and those that train
 
+    def __str__(self) -> str:
+        """The name of the bed's results."""
+        return f"{self!r}, {TASK}"
+
 
 BEDS = {
     bed.name: bed
     for bed in (
         Bed("undisturbed", ("loss.minibatches=2", "loss.old_logp=recomputed")),
-        Bed("two_forwards", ("loss.minibatches=2", "loss.old_logp=recomputed"), old_noise=0.3),
+        Bed("two_forwards", ("loss.minibatches=2", "loss.old_logp=recomputed"), old_noise=NOISE),
         Bed(
             "noisy_engine",
             ("loss.minibatches=2", "loss.old_logp=rollout", "rollout.compare_experts=True"),
-            engine_noise=0.3,
+            engine_noise=NOISE,
         ),
         Bed("many_updates", ("loss.minibatches=4", "loss.old_logp=rollout"), staleness=4),
     )
 }
-TASK = Automaton()
+TASK = Transitions(length=32)
 
 
 def bed_config(steps: int, *settings: str) -> Config:
@@ -99,11 +104,11 @@ def bed_config(steps: int, *settings: str) -> Config:
             experts_per_token=2,
             d_expert=16,
             dtype="float32",
-            sliding_window=2 * TASK.length + 4,
+            sliding_window=TASK.prompt_tokens + TASK.length,
             rope_theta=1000.0,
             rope_factor=1.0,
         ),
-        data=DataConfig(task="automaton", max_prompt_tokens=TASK.prompt_tokens),
+        data=DataConfig(task="study", max_prompt_tokens=TASK.prompt_tokens),
         rollout=RolloutConfig(
             sequences_per_step=64, samples_per_prompt=8, max_new_tokens=TASK.length
         ),

@@ -17,7 +17,7 @@ from jaxmoe.study.results_store import ResultsStore
 from studies.bed import make_rate_optimizer, take_step
 from studies.router_bed import BEDS, TASK, Bed, bed_config, make_bed_programs
 
-RATE = 2.5e-4
+RATE = 2e-3
 PAIRS = 15  # steps of each side
 
 

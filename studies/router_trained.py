@@ -22,7 +22,7 @@ from studies.router_bed import (
 )
 from studies.router_costs import measure_costs
 
-RATES = (2.5e-4, 5e-4)
+RATES = (2e-3, 4e-3)
 _DETACHED = ("loss.minibatches=1", "loss.old_logp=detached")
 _R3 = ("router.replay=R3", "rollout.compare_experts=False")
 _LOGITS = "router.record=record_router_logits"
@@ -53,7 +53,7 @@ REMEDIES: dict[str, tuple[str, ...]] = {
     "router lr × 0.1": ("router.lr_scale=0.1",),
     "straight-through": ("router.route=route_straight_through",),
     "soft": ("router.route=route_softly",),
-    "soft → hard in 20 steps": ("router.route=route_annealed(steps=20)",),
+    "soft → hard in 10 steps": ("router.route=route_annealed(steps=10)",),
     "noise in rollouts + R3": ("router.noise=normal(0.3)", *_R3),
     "detached + R3": (*_DETACHED, *_R3),
     "detached + token IS": (*_DETACHED, "loss.rollout_correction=token_is(high=2.0)"),
@@ -65,7 +65,7 @@ REMEDIES: dict[str, tuple[str, ...]] = {
 _ROUTERS_WITHOUT_NOISE = (
     "straight-through",
     "soft",
-    "soft → hard in 20 steps",
+    "soft → hard in 10 steps",
     "noise in rollouts + R3",
 )
 
@@ -101,8 +101,8 @@ ROUTER = BedStudy(
     make_router_programs,
     train_on_bed,
     seeds=8,
-    steps=40,
-    run_seconds=2.7,
+    steps=20,
+    run_seconds=1.0,
     quick_bed="two_forwards",
     columns={
         "grad_norm_p99": Column("gradient norm, p99", "{:.3g}"),
