@@ -7,6 +7,8 @@
     many_updates    four updates of each batch, sampled by weights that are four steps old
     undisturbed     the same without any of these
 
+Less and more noise than that of `two_forwards` is in `two_forwards_mild` and `two_forwards_strong`.
+
 A contender is a list of `--set` changes of the bed's config. Everything is made from that config by
 the functions that `python -m jaxmoe.train` calls; only the task, the noise and the old weights are
 the study's. Next: studies/router_trained.py lists the contenders.
@@ -14,7 +16,7 @@ the study's. Next: studies/router_trained.py lists the contenders.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,17 +70,23 @@ class Bed:
     engine_noise: float = 0.0  # deviation of the noise on the engine's router logits
     old_noise: float = 0.0  # of the forward that scores old log-probs
     staleness: int = 0  # steps between the weights that sample and those that train
+    # The names of its contenders; () for all. They may be added to, so results do not depend on it.
+    contenders: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         """The name of the bed's results."""
         return f"{self!r}, {TASK}"
 
 
+_TWO_UPDATES = ("loss.minibatches=2", "loss.old_logp=recomputed")
+_MAIN = ("nothing", "detached old log-probs", "dual clip 3", "token IS", "R2", "R3")
 BEDS = {
     bed.name: bed
     for bed in (
-        Bed("undisturbed", ("loss.minibatches=2", "loss.old_logp=recomputed")),
-        Bed("two_forwards", ("loss.minibatches=2", "loss.old_logp=recomputed"), old_noise=NOISE),
+        Bed("undisturbed", _TWO_UPDATES),
+        Bed("two_forwards", _TWO_UPDATES, old_noise=NOISE),
+        Bed("two_forwards_mild", _TWO_UPDATES, old_noise=0.3, contenders=_MAIN),
+        Bed("two_forwards_strong", _TWO_UPDATES, old_noise=1.0, contenders=_MAIN),
         Bed(
             "noisy_engine",
             ("loss.minibatches=2", "loss.old_logp=rollout", "rollout.compare_experts=True"),

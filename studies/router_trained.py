@@ -76,7 +76,8 @@ def list_bed_contenders(bed: Bed) -> list[Contender]:
     return [
         Contender(name, settings, RATES)
         for name, settings in REMEDIES.items()
-        if not (disturbed and name in _ROUTERS_WITHOUT_NOISE)
+        if name in (bed.contenders or REMEDIES)
+        and not (disturbed and name in _ROUTERS_WITHOUT_NOISE)
     ]
 
 

@@ -55,7 +55,7 @@ def test_a_beds_noise_switches_experts_except_replayed_ones():
 def test_every_contender_of_a_bed_can_run(name):
     bed = BEDS[name]
     contenders = list_bed_contenders(bed)
-    assert contenders[0].name == "nothing" and len(contenders) >= 20
+    assert contenders[0].name == "nothing" and len(contenders) >= (len(bed.contenders) or 20)
     for contender in contenders:
         cfg = bed_config(40, *bed.settings, *contender.settings)
         algorithm_from_config(cfg)
