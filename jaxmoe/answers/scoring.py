@@ -22,6 +22,7 @@ from jaxmoe.answers.marked_answer import (
     text_after_hashes,
 )
 from jaxmoe.answers.number_words import is_unsolved
+from jaxmoe.answers.python_syntax import parse_expression
 from jaxmoe.answers.units import is_same_unit
 
 PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
@@ -157,7 +158,7 @@ def is_safe_to_evaluate(text: str, *, runs_sympy: bool) -> bool:
     if len(text) > _MAX_RESPONSE_CHARS:
         return False
     try:
-        tree = ast.parse(text, mode="eval")
+        tree = parse_expression(text)
         return _is_literal(tree) and not runs_sympy or _is_arithmetic(tree, runs_sympy)
     except (SyntaxError, ValueError):
         return not runs_sympy

@@ -18,15 +18,22 @@ from jaxmoe.batches.microbatches import Packing
 
 
 def measure_beginnings(
-    segments_BT: np.ndarray, inputs: Sequence[np.ndarray], limit_B: np.ndarray
+    segments_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    inputs: Sequence[np.ndarray],
+    limit_B: np.ndarray,
 ) -> list[list[int]]:
     """Return for each row the tokens of each context that are also the prompt's, at most limit_B.
 
-    inputs: arrays [B, T, …] of all that the model reads. A context has one token for itself.
+    mask_BT: True at trained tokens. The token before the first one of a context, which has its
+    log-prob, is not shared, nor is anything after it.
+    inputs: arrays [B, T, …] of all that the model reads.
     """
     beginnings: list[list[int]] = [[] for _ in segments_BT]
     for b, start, end in find_contexts(segments_BT):
-        n = min(int(limit_B[b]), end - start - 1)
+        trained = np.flatnonzero(mask_BT[b, start:end])
+        own = int(trained[0]) if trained.size else end - start
+        n = max(0, min(int(limit_B[b]), own - 1))
         equal_T = np.ones(n, bool)
         for x in inputs:
             equal = x[b, start : start + n] == x[b, :n]

@@ -57,9 +57,15 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     Prompts are equal if their tokens, positions and recorded experts are. They are found by
     content, so minibatches of shuffled rows share what they still have in common.
     `unshared` is the number of tokens that the batch computes without sharing.
-    Raises ValueError for a sequence that is longer than a row.
+    Raises ValueError for a sequence that is longer than a row, and for rows with several contexts
+    unless `sharing.has_contexts`.
     """
     segments_BT = np.asarray(batch.segment_ids_BT)
+    n_contexts = int(segments_BT.max(initial=0))
+    require(
+        sharing.has_contexts or n_contexts <= 1,
+        f"a row must have one context, got {n_contexts}. Try PromptSharing(…, has_contexts=True).",
+    )
     lengths_B = (segments_BT > 0).sum(axis=1)
     prompts_B = prompt_lengths(batch)
     shared_B = np.maximum(prompts_B - 1, 0) // sharing.unit * sharing.unit
@@ -80,7 +86,8 @@ def share_prompts(batch: Batch, sharing: PromptSharing, unshared: int) -> Batch:
     offset_BT = contexts = unshared_segment_BT = None
     if sharing.has_contexts:
         inputs = [tokens_BT, positions_BT, *experts]
-        beginnings = measure_beginnings(segments_BT, inputs, shared_B)
+        mask_BT = np.asarray(batch.loss_mask_BT)
+        beginnings = measure_beginnings(segments_BT, mask_BT, inputs, shared_B)
         shared_B = choose_shared(beginnings, group_B, sharing.unit)
         offset_BT, contexts = index_shared(segments_BT, beginnings, shared_B)
         sizes |= {"unshared_B": lengths_B - (offset_BT >= 0).sum(axis=1), "contexts": contexts}

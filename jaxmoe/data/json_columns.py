@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from jaxmoe.answers.python_syntax import parse_expression
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json
 
@@ -54,6 +55,6 @@ def _parse_value(text: str) -> Any:
     with suppress(ValueError):
         return parse_json(text)
     try:
-        return ast.literal_eval(text.strip())
+        return ast.literal_eval(parse_expression(text.strip()))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -11,6 +11,8 @@ import operator
 import re
 from collections.abc import Callable
 
+from jaxmoe.answers.python_syntax import parse_program
+
 Number = int | float
 MAX_CHARS = 2000  # of a text
 MAX_OPERATORS = 200  # and parentheses: bounds the depth of the tree, so that any stack has room
@@ -80,7 +82,7 @@ def _parse_statements(text: str) -> list[ast.stmt]:
     if n_operators > MAX_OPERATORS:
         raise ArithmeticRefused(f"at most {MAX_OPERATORS} operators and parentheses are accepted")
     try:
-        statements = ast.parse(text.strip()).body
+        statements = parse_program(text.strip()).body
     except SyntaxError as error:
         raise ArithmeticRefused(f"invalid syntax: {error.msg}") from None
     if not statements:

@@ -77,6 +77,11 @@ def check_step(result: Any) -> StepResult:
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info must be a dict, got {describe_value(info)}")
     contexts = {name: read_messages(info.get(name)) for name in ("context", "sub_agent")}
+    for name, given in contexts.items():
+        if info.get(name) is not None and not given:
+            raise EnvironmentFault(
+                f'info["{name}"] must have a message; without a new context leave it out'
+            )
     if not (messages or any(contexts.values()) or terminated or truncated):
         raise EnvironmentFault("the episode goes on, but step returned no message to answer")
     ends_sub_agent = _read_flag(info.get("sub_agent_ends", False), 'info["sub_agent_ends"]')

@@ -82,8 +82,8 @@ class ToolEnvironment:
             "rewards": add_numbers(*(part.rewards for part in parts)),
             "metrics": add_numbers(*(part.metrics for part in parts)),
             "state_key": last.state_key,
-            "context": last.context,
-            "sub_agent": last.sub_agent,
+            "context": last.context or None,
+            "sub_agent": last.sub_agent or None,
             "sub_agent_ends": last.ends_sub_agent,
         }
         replies = [message for part in parts for message in part.messages]
@@ -98,7 +98,10 @@ class ToolEnvironment:
         return answer_step(call, ToolResult(text, is_error=True))
 
     def close(self) -> Unchecked:
-        """Close the tools and the inner environment, all of them even if one fails."""
+        """Close the tools and the inner environment, all of them even if one fails.
+
+        Returns the sums of their rewards, by part.
+        """
         rewards: dict[str, float] = {}
         errors: list[Exception] = []
         closers = [tool.close for tool in self._started.values() if tool.close is not None]
@@ -108,7 +111,8 @@ class ToolEnvironment:
         for close in closers:
             try:
                 with user_code():
-                    rewards |= check_numbers(wait_for_result(close()), "the rewards of close")
+                    part = check_numbers(wait_for_result(close()), "the rewards of close")
+                rewards = add_numbers(rewards, part)
             except Exception as error:
                 errors.append(error)
         if errors:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmoe.answers.python_syntax import parse_program
+
 # Each kind of act; its metric is hack/KIND.
 KINDS = (
     "files_written",
@@ -378,6 +380,6 @@ def parse_code(text: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unknown escapes: a line on the terminal each
-            return ast.parse(text)
+            return parse_program(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

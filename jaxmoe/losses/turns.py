@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.losses.advantages import estimate_gae, group_advantages, rloo_advantages, whiten
 from jaxmoe.losses.options import NOT_NEGATIVE, POSITIVE, SHARE, check_option, check_options
 
+# Of a group's largest return. Rewards that are added in another order differ by less.
+ROUNDING = 1e-6
+
 
 def turn_return_advantages(
     rewards_PR: Float[Array, "P R"],
@@ -267,11 +270,16 @@ def _compare_turns(
 ) -> Float[Array, "B J"]:
     """Return an estimator's advantages of groups of one prompt and turn, [P·J, R].
 
-    A turn that does not exist is a missing reward, NaN.
+    A turn that does not exist is a missing reward, NaN. Returns that differ by rounding alone are
+    made equal, since dividing by their deviation would magnify it.
     """
     (p, r), j = rewards_PR.shape, x_BJ.shape[1]
     x_BJ = jnp.where(turn_ends_BJ >= 0, x_BJ, jnp.nan)
-    groups_NR = x_BJ.reshape(p, r, j).swapaxes(1, 2).reshape(p * j, r)
+    x_PJR = x_BJ.reshape(p, r, j).swapaxes(1, 2)
+    rounding_P11 = ROUNDING * jnp.nanmax(jnp.abs(x_PJR), axis=(1, 2), keepdims=True)
+    low_PJ1, high_PJ1 = (f(x_PJR, axis=2, keepdims=True) for f in (jnp.nanmin, jnp.nanmax))
+    is_equal_PJR = (high_PJ1 - low_PJ1 <= rounding_P11) & ~jnp.isnan(x_PJR)
+    groups_NR = jnp.where(is_equal_PJR, low_PJ1, x_PJR).reshape(p * j, r)
     return estimate(groups_NR).reshape(p, j, r).swapaxes(1, 2).reshape(p * r, j)
 
 
@@ -298,8 +306,10 @@ def _centre_by_state(
     count_PN = jnp.sum(is_same_PNN, axis=2, dtype=jnp.float32)
     returns_PNN = jnp.where(is_same_PNN, returns_PN[:, None], 0.0)
     mean_PN = jnp.sum(returns_PNN, axis=2) / jnp.maximum(count_PN, 1.0)
-    # The rounded mean of equal returns may differ from them in the last bit.
-    is_uniform_PN = jnp.all((returns_PN[:, None] == returns_PN[:, :, None]) | ~is_same_PNN, axis=2)
+    # Dividing by the deviation of returns that differ by rounding alone would magnify it.
+    rounding_P11 = ROUNDING * jnp.max(jnp.abs(returns_PN), axis=1)[:, None, None]
+    gaps_PNN = jnp.abs(returns_PN[:, None] - returns_PN[:, :, None])
+    is_uniform_PN = jnp.all((gaps_PNN <= rounding_P11) | ~is_same_PNN, axis=2)
     deviations_PNN = jnp.where(is_same_PNN, returns_PN[:, None] - mean_PN[:, :, None], 0.0)
     squares_PN = jnp.sum(deviations_PNN**2, axis=2)
     centred_PN = jnp.where(is_known_PN & ~is_uniform_PN, returns_PN - mean_PN, 0.0)

@@ -225,7 +225,8 @@ def make_batch(case: Case, cfg: ModelConfig, seed: int = 0) -> Batch:
 
 
 def add_contexts(tokens, segments, mask, positions, experts, cfg):
-    """Add a second context to each row: its prompt, or two thirds of it, and more, or others."""
+    """Add a second context to each row: its prompt and more, or others, or two thirds of its
+    prompt, where the policy then writes the next two tokens of the prompt."""
     rng, (B, T) = np.random.default_rng(7), tokens.shape
     arrays = [
         np.pad(x, [(0, 0), (0, PROMPT + 9), *[(0, 0)] * (x.ndim - 2)])
@@ -237,9 +238,10 @@ def add_contexts(tokens, segments, mask, positions, experts, cfg):
     ]
     for i in range(B):
         end, p = int((segments[i] > 0).sum()), int(mask[i].argmax()) if mask[i].any() else 2
-        start, n = end + p + 3, int(rng.integers(1, 7))
-        tokens[i, end : start + n] = rng.integers(0, cfg.vocab_size, p + 3 + n)
-        same = p - p // 3 if i % 3 == 1 else p
+        is_short = i % 3 == 1 and p > 4
+        start, n = end + (p - p // 3 if is_short else p + 3), int(rng.integers(3, 7))
+        tokens[i, end : start + n] = rng.integers(0, cfg.vocab_size, start - end + n)
+        same = min(p, start - end + 2)
         if i % 3 != 2:
             tokens[i, end : end + same] = tokens[i, :same]
             experts[i, end : end + same] = experts[i, :same]

@@ -64,7 +64,8 @@ class TeacherServer:
         rows.
 
         A row for which the server does not answer in time, or with anything but the log-probs of
-        its tokens, is taken out of the loss; it still counts as a member of its group.
+        its tokens, is taken out of the loss; it still counts as a member of its group, except where
+        turns have their own credit.
         Raises EngineError if no row is left.
         """
         tokens_BT, mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)

@@ -12,6 +12,7 @@ from bigram import CFG, MODEL, OPS, start, step_of
 from jaxmoe.batches.batch import find_contexts, rollout_batch
 from jaxmoe.batches.engine_experts import unknown_experts_metric
 from jaxmoe.batches.shared_contexts import choose_shared, measure_beginnings
+from jaxmoe.batches.shared_prompts import PromptSharing, share_prompts
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.losses import gae, gspo, seq_mean_token_mean, sequence_is, turn_return_advantages
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
@@ -142,8 +143,18 @@ def test_beginnings_end_at_the_first_difference():
     tokens = np.array([[7, 8, 9, 4, 5, 6] + [7, 8, 9, 4, 1] + [7, 8, 1, 4] + [0]])
     experts = np.zeros((1, 16, 2, 2))
     limit = np.array([4])
-    assert measure_beginnings(segments, [tokens, experts], limit) == [[4, 4, 2]]
+    mask = np.zeros(segments.shape, bool)
+    assert measure_beginnings(segments, mask, [tokens, experts], limit) == [[4, 4, 2]]
     experts[0, 7, 1, 0] = 1  # of the second token of the second context
-    assert measure_beginnings(segments, [tokens, experts], limit) == [[4, 1, 2]]
+    assert measure_beginnings(segments, mask, [tokens, experts], limit) == [[4, 1, 2]]
     # One token of a context is its own.
-    assert measure_beginnings(segments[:, :9], [tokens], limit) == [[4, 2]]
+    assert measure_beginnings(segments[:, :9], mask[:, :9], [tokens], limit) == [[4, 2]]
+    # The token before a context's first trained one is its own: it has that one's log-prob.
+    mask[0, 9:11] = mask[0, 11] = True
+    assert measure_beginnings(segments, mask, [tokens], limit) == [[4, 2, 0]]
+
+
+def test_contexts_need_a_sharing_that_knows_them():
+    batch = make_batch(Algorithm(), replaced=True)
+    with pytest.raises(ConfigError, match="has_contexts=True"):
+        share_prompts(batch, PromptSharing(LENGTH), LENGTH)

@@ -179,7 +179,7 @@ def test_tools_beside_the_environment_leave_its_context():
     "messages, info, fault",
     [
         ([], {"context": 5}, "messages must be a list"),
-        ([], {"context": []}, "no message to answer"),
+        ([], {"context": []}, "must have a message"),
         ([], {"context": QUESTION, "sub_agent": QUESTION}, "info may have one of"),
         (QUESTION, {"sub_agent": QUESTION}, "must return no others, got 1"),
         (QUESTION, {"sub_agent_ends": True}, "needs an open sub-agent"),

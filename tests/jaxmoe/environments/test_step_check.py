@@ -174,3 +174,11 @@ def test_rewards_of_close_are_finite_numbers_by_part():
     for values in ({"judge": math.nan}, 0.5, {"judge": None}):
         with pytest.raises(EnvironmentFault):
             check_numbers(values, "rewards")
+
+
+@pytest.mark.parametrize("name", ["context", "sub_agent"])
+def test_a_new_context_without_a_message_is_refused(name):
+    """Otherwise the policy would silently keep its old context."""
+    assert check_step(([REPLY], 0.0, False, False, {name: None})).messages == (REPLY,)
+    with pytest.raises(EnvironmentFault, match="leave it out"):
+        check_step(([REPLY], 0.0, False, False, {name: []}))

@@ -344,6 +344,14 @@ def test_stateful_tools_are_started_and_closed_per_episode():
     assert environment.close() == {} and log == ["closed"] * 2
 
 
+def test_rewards_of_close_with_one_name_add_up():
+    description = ToolDescription("a", "", {})
+    tool = Tool(description, print, close=lambda: {"end": 0.5})
+    environment = ToolEnvironment([tool], Inner())
+    environment.reset(ROW, seed=0)
+    assert environment.close() == {"end": 2.5}
+
+
 def test_every_tool_closes_although_another_fails_to():
     log = []
 

@@ -261,6 +261,21 @@ def test_a_missing_answer_leaves_its_group():
     np.testing.assert_array_equal(actual, [[0, -1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
 
 
+@pytest.mark.parametrize("fn", [turn_return_advantages, gigpo])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_equal_returns_in_another_order_get_zero(fn, size):
+    """Sums of the same rewards in another order differ by rounding in float32."""
+    orders = np.array([[21.1, 6.3, 12.7], [12.7, 6.3, 21.1], [6.3, 21.1, 12.7], [12.7, 21.1, 6.3]])
+    rewards_BT = jnp.asarray(size * orders, jnp.float32)
+    ends_BJ = jnp.broadcast_to(jnp.arange(3), (4, 3))
+    states = (jnp.broadcast_to(jnp.arange(3), (4, 3)),) if fn is gigpo else ()
+    rewards_PR = jnp.full((1, 4), size * 40.1)
+    mask_BT = jnp.ones((4, 3), bool)
+    advantages_BT = fn(rewards_PR, rewards_BT, mask_BT, ends_BJ, *states, discount=1.0)
+    np.testing.assert_array_equal(advantages_BT[:, 0], 0.0)
+    assert np.abs(advantages_BT[:, 1]).max() > 0.5
+
+
 def test_a_turn_in_no_other_episode_gets_zero():
     mask_BT = jnp.asarray([[0, 1, 0, 1], [0, 1, 1, 0]], bool)
     ends_BJ = jnp.asarray([[1, 3], [2, -1]])
