@@ -135,7 +135,7 @@ def rollout_batch(
             f"{np.flatnonzero(~np.isfinite(rewards_B))[:8].tolist()} are not finite."
         )
     for i, r in enumerate(rollouts):
-        _check_logprobs(i, r)
+        check_logprobs(i, r)
     batch = _pad_rows(
         [r.prompt.tokens for r in rollouts],
         [r.tokens for r in rollouts],
@@ -189,7 +189,7 @@ def _sampled_logp(r: Rollout) -> np.ndarray:
     return logp if r.log_kept is None else logp + r.log_kept[r.sampled_mask]
 
 
-def _check_logprobs(i: int, r: Rollout) -> None:
+def check_logprobs(i: int, r: Rollout) -> None:
     """Raise EngineError for a wrong mask, and log-probs that no sampled token can have."""
     name, logp = f"rollout {i} (prompt {r.prompt.id})", r.rollout_logp
     if not len(r.prompt.tokens):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.batches.batch import check_logprobs
 from jaxmoe.collection.tasks import Task
 from jaxmoe.config import Config, describe_engine
 from jaxmoe.data.pipeline import PromptIterator
@@ -46,6 +47,8 @@ def sample_prompts(
     check_masks(rollouts)
     check_samples(rollouts, samples=samples)
     check_token_ids(rollouts, cfg.model.vocab_size)
+    for i, rollout in enumerate(rollouts):
+        check_logprobs(i, rollout)
     return rollouts
 
 
@@ -64,7 +67,8 @@ def open_group_flow(
         for i, number in enumerate(extra["groups"]):
             group = rollouts[i * samples : (i + 1) * samples]
             # Otherwise a run that such a group stopped would stop at it again.
-            if is_within(group, step - r.max_staleness, step):
+            is_lost = sum(bool(x.lost) for x in group) > task.max_lost_frac * samples
+            if is_within(group, step - r.max_staleness, step) and not is_lost:
                 finished[number] = group
         n_anew = saved["unfinished"] + len(extra["groups"]) - len(finished)
         print(

@@ -32,6 +32,12 @@ from jaxmoe.rollout.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.episode_metrics import turn_reward_metrics
 from jaxmoe.shapes import Metrics
 
+# Over the draws of a step; other metrics are those of the last one.
+COMBINE: dict[str, Callable[[float, float], float]] = {
+    "rollout/oldest_group": min,
+    "rollout/newest_group": max,
+    "rollout/group_lag_max": max,
+}
 # (step, number of the batch among those of the step) -> its rollouts, metrics
 SampleBatch = Callable[[int, int], tuple[list[Rollout], Metrics]]
 
@@ -67,7 +73,7 @@ def collect_rollouts(
         start = time.perf_counter()
         report("sampling")
         rollouts, metrics = sample_batch(step, number)
-        drawn.update(metrics)
+        drawn.update(combine_draws(drawn, metrics))
         report_lost(rollouts, task.train, task.max_lost_frac)
         answered = time.perf_counter()
         scores = score(rollouts, task, report, rollout_cfg.samples_per_prompt, step)
@@ -97,6 +103,15 @@ def collect_rollouts(
     # The state is taken at once, because with asynchronous rollouts the stream is further ahead
     # when this step is saved.
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
+
+
+def combine_draws(earlier: Metrics, metrics: Metrics) -> Metrics:
+    """Return the metrics of all draws of a step, of which these are the last."""
+    combined = dict(metrics)
+    for name, combine in COMBINE.items():
+        if name in earlier and name in metrics:
+            combined[name] = combine(earlier[name], metrics[name])
+    return combined
 
 
 def score_in_this_process(

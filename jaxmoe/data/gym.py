@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import threading
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,6 +21,7 @@ from jaxmoe.config.errors import suggest_name
 from jaxmoe.data.rows import Row
 
 _CACHED_ROWS = 1024
+_LOCK = threading.Lock()
 
 
 class GymSource:
@@ -61,7 +63,8 @@ class GymSource:
             raise IndexError(f"row {index} of {self._size}")
         try:
             # Third-party code leaves files open and prints; neither belongs on the user's screen.
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            # Both act on all threads, and two that leave them in another order would keep them.
+            with _LOCK, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 return self._dataset[index]
         except Exception as error:

@@ -30,6 +30,10 @@ class GroupSaver(Protocol):
         """Wait for groups that began with weights older than those after this step."""
         ...
 
+    def discard_drawn(self) -> None:
+        """Leave groups that were drawn and not trained out of the next `save`."""
+        ...
+
 
 class FirstProcessRollouts(Generic[T]):
     """AsyncRollouts for all processes, whose methods all of them call, in the same order.
@@ -106,3 +110,7 @@ class FirstProcessGroups(FirstProcessRollouts[T]):
     def settle(self, step: int) -> None:
         if self._rollouts is not None:
             cast(GroupSaver, self._rollouts).settle(step)
+
+    def discard_drawn(self) -> None:
+        if self._rollouts is not None:
+            cast(GroupSaver, self._rollouts).discard_drawn()

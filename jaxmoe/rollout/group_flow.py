@@ -70,7 +70,7 @@ class GroupFlow(Generic[T]):
         self._waiting: deque[tuple[int, Callable[[], T]]] = deque()
         self._unfinished: dict[int, float] = {}  # version at the admission, by number
         self._next, self._version, self._n_running = order.oldest, -math.inf, 0
-        self._closed, self._error = False, None
+        self._closed, self._error, self._discards_drawn = False, None, False
         self._busy_s, self._counted_s = 0.0, time.perf_counter()
         self._reported_s = self._counted_s
 
@@ -113,7 +113,8 @@ class GroupFlow(Generic[T]):
         return self._order.n_draws * self._order.per_draw
 
     def state(self, step: int) -> FlowState[T]:
-        """Return the state after a step; groups drawn for later steps count as finished."""
+        """Return the state after a step; groups drawn for later steps count as finished, unless
+        they were discarded."""
         with self._changed:
             order = self._order
             returned = {
@@ -126,9 +127,14 @@ class GroupFlow(Generic[T]):
                 n_draws,
                 oldest,
                 sorted(n for n in is_drawn if n > oldest),
-                self._finished | returned,
-                len(self._unfinished),
+                self._finished | ({} if self._discards_drawn else returned),
+                len(self._unfinished) + len(returned) * self._discards_drawn,
             )
+
+    def discard_drawn(self) -> None:
+        """Leave groups that were drawn and not trained out of the next `state`."""
+        with self._changed:
+            self._discards_drawn = True
 
     def settle(self, version: int, stop: Callable[[], object]) -> None:
         """Wait for the groups that began with older weights, which cannot be sampled again."""
@@ -182,9 +188,15 @@ class GroupFlow(Generic[T]):
         while self._waiting and self._n_running < self._begun:
             self._n_running += 1
             # A daemon, so that a second Ctrl-C does not wait for it.
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._sample, args=self._waiting.popleft(), name="group", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads; a draw would wait for ever
+                self._n_running -= 1
+                self._error = self._error or error
+                return
 
     def _sample(self, number: int, sample: Callable[[], T]) -> None:
         result, error = None, None
@@ -231,7 +243,13 @@ class GroupRollouts(AsyncRollouts[B], Generic[B, T]):
 
     def settle(self, step: int) -> None:
         """Wait for groups that began with weights older than those after this step."""
+        start = time.perf_counter()
         self.flow.settle(step, self._stop)
+        self._trainer_wait_s += time.perf_counter() - start
+
+    def discard_drawn(self) -> None:
+        """Leave groups that were drawn and not trained out of the next `save`."""
+        self.flow.discard_drawn()
 
     def weights_synced(self, version: int) -> None:
         self.flow.weights_synced(version)

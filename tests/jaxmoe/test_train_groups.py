@@ -5,7 +5,9 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from scripted import CFG, PROMPTS, SOON, STEPS, Run, Scripted, lines, stream
 
@@ -103,6 +105,32 @@ def test_a_broken_group_ends_the_run_saved(tmp_path):
     assert [*broken.trained[: STEPS - len(after.trained)], *after.trained] == stream()
 
 
+class Faulty(Scripted):
+    """Answers after the first step are lost, or have a log-prob that no token can have."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def rollout(self, *args):
+        rollout = super().rollout(*args)
+        if self.version < 1:
+            return rollout
+        if self.fault == "lost":
+            return replace(rollout, lost="sandbox", env_fault="SandboxError: no space left")
+        return replace(rollout, rollout_logp=np.full(len(rollout.tokens), 0.02, np.float32))
+
+
+@pytest.mark.parametrize("fault", ["lost", "log-prob"])
+def test_groups_that_stopped_a_run_are_sampled_anew(tmp_path, fault):
+    broken = Run(tmp_path, Faulty(fault), 2, changes=GROUPS)
+    with pytest.raises(EngineError, match="may be lost|log-probs from"):
+        broken()
+    after = Run(tmp_path, Scripted(), 2, changes=GROUPS)
+    assert after() == STEPS
+    assert [*broken.trained[: STEPS - len(after.trained)], *after.trained] == stream()
+
+
 def test_dynamic_sampling_draws_further_groups(tmp_path):
     """Every reward is 0, so each step draws as often as it may, and no prompt twice."""
     changes = (*GROUPS, "rollout.max_gen_batches=2")
@@ -111,6 +139,9 @@ def test_dynamic_sampling_draws_further_groups(tmp_path):
     assert run.trained == stream(2 * STEPS)[::2]
     rows = lines(tmp_path)[1:]
     assert [row["rollout/gen_batches"] for row in rows] == [2] * STEPS
+    first = [2 * PROMPTS * k for k in range(STEPS)]
+    assert [row["rollout/oldest_group"] for row in rows] == first
+    assert [row["rollout/newest_group"] for row in rows] == [k + 2 * PROMPTS - 1 for k in first]
     assert max(row["staleness/max"] for row in rows) <= 1
 
 

@@ -222,3 +222,32 @@ def test_idle_shares_are_those_of_engine_and_trainer():
         assert (
             metrics["rollout/engine_idle_frac"] > 0.9 and not metrics["rollout/trainer_idle_frac"]
         )
+
+
+def test_a_thread_that_cannot_start_ends_the_draw(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    engine = Engine(seconds=(0.0,))
+    flow = open_flow(engine)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    flow.weights_synced(0)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        flow.draw(1)
+    flow.close(lambda: None)
+    assert flow.state(0).unfinished == len(engine.admitted)
+
+
+def test_discarded_groups_are_left_out_of_the_state():
+    engine = Engine(seconds=(0.0,))
+    flow = open_flow(engine)
+    flow.weights_synced(0)
+    drawn, _ = flow.draw(1)
+    wait_until(lambda: not flow.state(0).unfinished)
+    kept = flow.state(0)
+    flow.discard_drawn()
+    state = flow.state(0)
+    assert kept.finished.keys() - state.finished.keys() == drawn.keys()
+    assert (state.oldest, state.drawn, state.n_draws) == (kept.oldest, kept.drawn, kept.n_draws)
+    assert state.unfinished == len(drawn)
+    flow.close(lambda: None)
