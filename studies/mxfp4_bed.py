@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beds of the four-bit study: ways to train a model whose experts are shipped in MXFP4.
 
-    automaton    answers of 32 tokens, the reward is the share of right ones
+    transitions  answers of 32 tokens, the reward is the share of right ones
     reversal     answers of 8 tokens, the reward is 1 or 0
     small_rate   reversal, where only experts train, so slowly that masters which begin at a code
                  do not reach the border to the next
@@ -34,7 +34,6 @@ from jaxmoe.model.rounded import (
 from jaxmoe.rl.metrics.rounding_metrics import is_changed
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.shapes import Metrics, Params
-from studies.automaton import Automaton
 from studies.bed import (
     WARM_STEPS,
     BedStep,
@@ -48,6 +47,7 @@ from studies.bed import (
     take_step,
 )
 from studies.reversal import Reversal
+from studies.transitions import Transitions
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mxfp4Bed:
     warm_loss: the loss at which the warm start ends, in nats a token.
     settings: changes of `mxfp4_bed_config`.
     contenders: the names of those that it has; () for all.
-    rate: the learning rate of all contenders; None if each has rates of its own.
+    rates: that all contenders begin with; () if each has its own.
     """
 
     name: str
@@ -65,20 +65,26 @@ class Mxfp4Bed:
     warm_loss: float
     settings: tuple[str, ...] = ()
     contenders: tuple[str, ...] = ()
-    rate: float | None = None
+    rates: tuple[float, ...] = ()
 
 
 MXFP4_BEDS = {
     bed.name: bed
     for bed in (
-        Mxfp4Bed("automaton", Automaton(), warm_loss=0.15),
+        Mxfp4Bed(
+            "transitions",
+            Transitions(length=32),
+            warm_loss=1.6,
+            settings=("steps=12", "rollout.sequences_per_step=64"),
+            rates=(2e-3, 4e-3),
+        ),
         Mxfp4Bed("reversal", Reversal(), warm_loss=0.25),
         Mxfp4Bed(
             "small_rate",
             Reversal(),
             warm_loss=0.25,
             settings=("optim.trainable=.*(w_gate_up|w_down)",),
-            rate=1e-4,
+            rates=(1e-4,),
             contenders=(
                 "dense, then rounded",
                 "four bits on both sides",
@@ -104,7 +110,7 @@ def mxfp4_bed_config(task: BedTask, steps: int, *settings: str) -> Config:
             experts_per_token=2,
             d_expert=64,
             dtype="float32",
-            sliding_window=2 * task.length + 4,
+            sliding_window=task.prompt_tokens + task.length,
             rope_theta=1000.0,
             rope_factor=1.0,
         ),

@@ -47,9 +47,9 @@ MXFP4_CONTENDERS = [
 
 
 def list_mxfp4_contenders(bed: Mxfp4Bed) -> list[Contender]:
-    """Return the contenders of a bed, with the bed's rate if it has one."""
+    """Return the contenders of a bed, with the bed's rates if it has some."""
     chosen = [c for c in MXFP4_CONTENDERS if c.name in bed.contenders or not bed.contenders]
-    return chosen if bed.rate is None else [replace(c, rates=(bed.rate,)) for c in chosen]
+    return [replace(c, rates=bed.rates) for c in chosen] if bed.rates else chosen
 
 
 def load_mxfp4_weights(bed: Mxfp4Bed, seed: int, folder: Path, quick: bool) -> Params:
@@ -74,7 +74,7 @@ MXFP4 = BedStudy(
     train_on_mxfp4_bed,
     seeds=8,
     steps=60,
-    run_seconds=11.0,
+    run_seconds=2.5,
     quick_bed="reversal",
     columns={
         "end_unrounded": Column("unrounded", "{:.3f}"),

@@ -42,8 +42,8 @@ class Scenario:
 
 REVERSAL = Scenario("mxfp4, reversal", 8, 0.031, 0.031)
 SCENARIOS = (
-    Scenario("router, many_updates", 29, 0.028, 0.06),
-    Scenario("router, two_forwards", 25, 0.058, 0.10),
+    Scenario("router, many_updates", 29, 0.052, 0.048),
+    Scenario("router, two_forwards", 25, 0.084, 0.21),
     Scenario("mxfp4, automaton", 8, 0.046, 0.044),
     REVERSAL,
     Scenario("mxfp4, small_rate", 3, 0.017, 0.025, curvature=0.0),

@@ -77,7 +77,7 @@ def test_beds_of_equal_task_share_warm_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(mxfp4_bed, "load_warm_start", load)
     for bed in (*MXFP4_BEDS.values(), replace(MXFP4_BEDS["reversal"], name="new", warm_loss=0.5)):
         load_released(bed, 0, tmp_path)
-    assert folders == ["automaton", "reversal", "reversal", "new"]
+    assert folders == ["transitions", "reversal", "reversal", "new"]
 
 
 @pytest.mark.slow
