@@ -106,7 +106,9 @@ class RolloutConfig(Section, key="rollout"):
     max_turns: int = setting(1, "of the policy in an episode", at_least(1), example=6)
     max_turn_tokens: int = setting(0, "of a turn; 0: what is left of max_new_tokens", at_least(0))
     max_reply_tokens: int = setting(
-        0, "of a message of the environment, cut in the middle; 0: no limit", at_least(0)
+        0,
+        "of a message of the environment, cut in the middle, not in a new context; 0: no limit",
+        at_least(0),
     )
     max_context: int = setting(
         0, "of prompt, turns and replies; 0: the longest prompt and answer", at_least(0)
