@@ -32,8 +32,8 @@ def measure_beginnings(
     beginnings: list[list[int]] = [[] for _ in segments_BT]
     for b, start, end in find_contexts(segments_BT):
         trained = np.flatnonzero(mask_BT[b, start:end])
-        own = int(trained[0]) if trained.size else end - start
-        n = max(0, min(int(limit_B[b]), own - 1))
+        prompt_tokens = int(trained[0]) if trained.size else end - start
+        n = max(0, min(int(limit_B[b]), prompt_tokens - 1))
         equal_T = np.ones(n, bool)
         for x in inputs:
             equal = x[b, start : start + n] == x[b, :n]
