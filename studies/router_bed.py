@@ -85,14 +85,14 @@ BEDS = {
     for bed in (
         Bed("undisturbed", _TWO_UPDATES),
         Bed("two_forwards", _TWO_UPDATES, old_noise=NOISE),
-        Bed("two_forwards_mild", _TWO_UPDATES, old_noise=0.3, contenders=_MAIN),
-        Bed("two_forwards_strong", _TWO_UPDATES, old_noise=1.0, contenders=_MAIN),
         Bed(
             "noisy_engine",
             ("loss.minibatches=2", "loss.old_logp=rollout", "rollout.compare_experts=True"),
             engine_noise=NOISE,
         ),
         Bed("many_updates", ("loss.minibatches=4", "loss.old_logp=rollout"), staleness=4),
+        Bed("two_forwards_mild", _TWO_UPDATES, old_noise=0.3, contenders=_MAIN),
+        Bed("two_forwards_strong", _TWO_UPDATES, old_noise=1.0, contenders=_MAIN),
     )
 }
 TASK = Transitions(length=32)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxmoe.observe.plots import save_figure
@@ -49,23 +50,35 @@ def format_cell(comparison: Comparison) -> str:
 
 
 def plot_trained(results: Results, path: Path) -> None:
-    """Draw the difference of each contender to the first, with its interval, by bed."""
-    n_rows = max(len(comparisons) for comparisons in results.values())
-    figure = Figure(figsize=(4.2 * len(results), 1.5 + 0.21 * n_rows), layout="constrained")
-    axes = figure.subplots(1, len(results), sharey=False, squeeze=False)[0]
-    for ax, (bed, comparisons) in zip(axes, results.items(), strict=True):
-        compared = [c for c in comparisons if c.difference is not None]
-        for y, c in enumerate(reversed(compared)):
-            assert c.difference is not None
-            mean, low, high = c.difference
-            color = "tab:gray"
-            if is_verdict(c):
-                color = "tab:green" if mean > 0 else "tab:red"
-            ax.plot([low, high], [y, y], color=color)
-            ax.plot([mean], [y], "o", color=color)
-        ax.set_yticks(range(len(compared)), [c.contender.name for c in reversed(compared)])
-        ax.axvline(0.0, color="black", linewidth=0.8)
-        first = comparisons[0]
-        ax.set_title(f"{bed}\n{first.contender.name}:\nends at {np.mean(first.values):.2f}")
-        ax.set_xlabel("difference, 95 %")
+    """Draw the difference of each contender to the first, with its interval, by bed, three in a
+    line."""
+    columns, beds = min(3, len(results)), list(results.items())
+    lines = [dict(beds[i : i + columns]) for i in range(0, len(beds), columns)]
+    rows = [max(len(comparisons) for comparisons in line.values()) - 1 for line in lines]
+    heights = [1.7 + 0.21 * n for n in rows]
+    figure = Figure(figsize=(4.2 * columns, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(lines), columns, height_ratios=heights, squeeze=False)
+    for line, n, axes_of_line in zip(lines, rows, axes, strict=True):
+        for ax, (bed, comparisons) in zip(axes_of_line, line.items(), strict=False):
+            plot_bed(ax, bed, comparisons)
+            ax.set_ylim(0.5 - n, 0.5)
+        for ax in axes_of_line[len(line) :]:
+            ax.remove()
     save_figure(figure, path, dpi=110)
+
+
+def plot_bed(ax: Axes, bed: str, comparisons: Sequence[Comparison]) -> None:
+    """Draw the differences on one bed, from the top down; coloured where they are a verdict."""
+    first, *compared = comparisons
+    for i, c in enumerate(compared):
+        assert c.difference is not None
+        mean, low, high = c.difference
+        color = "tab:gray"
+        if is_verdict(c):
+            color = "tab:green" if mean > 0 else "tab:red"
+        ax.plot([low, high], [-i, -i], color=color)
+        ax.plot([mean], [-i], "o", color=color)
+    ax.set_yticks([-i for i in range(len(compared))], [c.contender.name for c in compared])
+    ax.axvline(0.0, color="black", linewidth=0.8)
+    ax.set_title(f"{bed}\n{first.contender.name}:\nends at {np.mean(first.values):.2f}")
+    ax.set_xlabel("difference, 95 %")

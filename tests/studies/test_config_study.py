@@ -74,7 +74,7 @@ def test_figures_of_the_teachers_page_are_stored():
     teacher, both = (
         read_accuracies("teachers", name, 0.0024) for name in ("teacher", "teacher and rewards")
     )
-    assert "within 0.03 of each other on every seed" in page
+    assert "within 0.03 of each other on each of the five seeds" in page
     assert max(abs(teacher[seed] - both[seed]) for seed in range(5)) < 0.03
     low, high = read_accuracies("teachers", "teacher", 0.0003)[1000], teacher[1000]
     assert f"ends at {low:.2f} with 3e-4, and at {high:.2f} with 2.4e-3" in page

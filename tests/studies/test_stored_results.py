@@ -17,11 +17,12 @@ STUDIES = {study.name: study for study in command.BED_STUDIES}
 # Of each study a bed and a contender, with the contender that it is compared with.
 CELLS = {
     "mismatch": ("tokens16", "noise 0.1, none", "noise 0.1, geometric rejection"),
+    "mxfp4": ("transitions", "dense, then rounded", "four-bit engine, ratio to it"),
     "router": ("two_forwards", "nothing", "detached old log-probs"),
     "sinks": ("shifted_sinks", "all gradients", "a trainer without sinks"),
 }
 
-PAGES = {"router": "router_trained.md"}
+PAGES = {"mxfp4": "mxfp4_trained.md", "router": "router_trained.md"}
 
 
 def copy_results(name, folder):
