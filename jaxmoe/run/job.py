@@ -291,12 +291,6 @@ class Job:
             return f"no {stage} step was made in {self.work}; the same command begins it."
         return f"saved {stage} step {step} in {self.work}; the same command resumes."
 
-    def save_after_error(self) -> str:
-        """`save_checkpoint` without the groups that were drawn, which may be the cause."""
-        if self.groups is not None:
-            self.groups.discard_drawn()
-        return self.save_checkpoint()
-
     def _write_checkpoint(self) -> None:
         """Write a checkpoint, and retry once, since the cleanup may have freed disk space."""
         position = self.position
@@ -346,13 +340,16 @@ class Job:
         except CheckpointError:
             raise  # saving failed, so do not save again
         except EngineError as error:
-            raise type(error)(f"{error} {self.save_after_error()}") from error
+            raise type(error)(f"{error} {self.save_checkpoint()}") from error
         # The same command would fail again in the same step.
         except ConfigError as error:
-            message = self.save_after_error()
+            # A batch that the gate refused would be refused again.
+            if self.groups is not None:
+                self.groups.discard_drawn()
+            message = self.save_checkpoint()
             saved = message.replace("; the same command ", "; after the fix, the command ")
             raise type(error)(f"{error} {saved}") from error
         # This may be a user's reward, so its traceback is kept.
         except Exception as error:
-            error.add_note(self.save_after_error())
+            error.add_note(self.save_checkpoint())
             raise

@@ -79,7 +79,8 @@ def test_a_second_call_repeats_no_contender(tmp_path, monkeypatch):
     comparisons = compare()
     assert [c.contender.name for c in comparisons] == list(few)
     assert len(reports) == 6 and len(comparisons[0].metrics[0]["rewards"]) == 2
-    assert compare() == comparisons and len(reports) == 6
+    # As text, since a metric is not a number where the bed does not measure it.
+    assert str(compare()) == str(comparisons) and len(reports) == 6
 
 
 @pytest.mark.slow
