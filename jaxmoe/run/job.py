@@ -169,6 +169,8 @@ class Job:
         if metrics["gate/closed"] and not self.cfg.step_gate.skip:
             # The position is the one before this batch, so a resume samples the batch again.
             self.position = replace(self.position, state=state)
+            if self.groups is not None:
+                self.groups.discard_drawn()
             self.save_checkpoint()
             gap = metrics["train_rollout_logprob_abs_diff_max"]
             if self.cfg.requires_equal_logp and gap > 0:
@@ -343,9 +345,6 @@ class Job:
             raise type(error)(f"{error} {self.save_checkpoint()}") from error
         # The same command would fail again in the same step.
         except ConfigError as error:
-            # A batch that the gate refused would be refused again.
-            if self.groups is not None:
-                self.groups.discard_drawn()
             message = self.save_checkpoint()
             saved = message.replace("; the same command ", "; after the fix, the command ")
             raise type(error)(f"{error} {saved}") from error

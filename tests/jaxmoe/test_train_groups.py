@@ -7,9 +7,11 @@ import threading
 import time
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import CFG, PROMPTS, SOON, STEPS, Run, Scripted, lines, stream
+from scripted import CFG, PROMPTS, SOON, STEPS, Run, Scripted, counting_step, lines, stream
 
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import ConfigError, EngineError
@@ -129,6 +131,30 @@ def test_groups_that_stopped_a_run_are_sampled_anew(tmp_path, fault):
     after = Run(tmp_path, Scripted(), 2, changes=GROUPS)
     assert after() == STEPS
     assert [*broken.trained[: STEPS - len(after.trained)], *after.trained] == stream()
+
+
+def test_a_batch_that_the_gate_refused_is_sampled_anew(tmp_path, monkeypatch):
+    def close_once(state, batch, minibatches, base, **options):
+        state, numbers, stats = counting_step(state, batch, minibatches, base, **options)
+        closed = jnp.where(state.policy["w"] == 3.0, 1.0, 0.0)
+        # A closed gate leaves the weights as they were.
+        params = jax.tree.map(lambda w: w - closed, state.params)
+        gaps = "train_rollout_logprob_abs_diff_max", "rollout_corr/k3_kl", "rollout_corr/ess"
+        numbers |= {"gate/closed": closed} | dict.fromkeys(gaps, closed)
+        return replace(state, params=params), numbers, stats
+
+    changes = (*GROUPS, "gate.k3=1.0", "gate.skip=False")
+    monkeypatch.setattr("scripted.counting_step", close_once)
+    refused = Run(tmp_path, Scripted(), 2, changes=changes)
+    with pytest.raises(ConfigError, match="gate.skip"):
+        refused()
+    monkeypatch.undo()
+    after = Run(tmp_path, Scripted(), 2, changes=changes)
+    assert after() == STEPS
+    assert [*refused.trained[:2], *after.trained] == stream()
+    # Those three prompts had been sampled, and are again.
+    first = {prompts for prompts, _ in after.engine.sampled}
+    assert {(prompt,) for prompt in refused.trained[2]} <= first
 
 
 def test_dynamic_sampling_draws_further_groups(tmp_path):
