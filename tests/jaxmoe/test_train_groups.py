@@ -133,7 +133,7 @@ def test_groups_that_stopped_a_run_are_sampled_anew(tmp_path, fault):
     assert [*broken.trained[: STEPS - len(after.trained)], *after.trained] == stream()
 
 
-def test_a_batch_that_the_gate_refused_is_sampled_anew(tmp_path, monkeypatch):
+def test_a_refused_batch_of_groups_is_sampled_anew(tmp_path, monkeypatch):
     def close_once(state, batch, minibatches, base, **options):
         state, numbers, stats = counting_step(state, batch, minibatches, base, **options)
         closed = jnp.where(state.policy["w"] == 3.0, 1.0, 0.0)
