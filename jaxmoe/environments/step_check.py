@@ -77,8 +77,9 @@ def check_step(result: Any) -> StepResult:
     if not isinstance(info, Mapping):
         raise EnvironmentFault(f"info must be a dict, got {describe_value(info)}")
     contexts = {name: read_messages(info.get(name)) for name in ("context", "sub_agent")}
+    goes_on = not (terminated or truncated)
     for name, context in contexts.items():
-        if info.get(name) is not None and not context:
+        if goes_on and info.get(name) is not None and not context:
             raise EnvironmentFault(
                 f'info["{name}"] must have a message; without a new context leave it out'
             )

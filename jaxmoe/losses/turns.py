@@ -262,6 +262,15 @@ def _add_later(x_BJ: Float[Array, "B J"], discount: float) -> Float[Array, "B J"
     return lax.scan(step_back, jnp.zeros_like(x_BJ[:, 0]), x_BJ.T, reverse=True)[1].T
 
 
+def _bound_rounding(x_PJN: Float[Array, "P J N"]) -> Float[Array, "P 1 1"]:
+    """Return what differences of a prompt's returns may be by rounding alone.
+
+    NaN if a return is infinite, so that nothing counts as equal and the fault shows.
+    """
+    largest_P11 = jnp.nanmax(jnp.abs(x_PJN), axis=(1, 2), keepdims=True)
+    return jnp.where(jnp.isfinite(largest_P11), ROUNDING * largest_P11, jnp.nan)
+
+
 def _compare_turns(
     estimate: Callable[[Array], Array],
     x_BJ: Float[Array, "B J"],
@@ -276,7 +285,7 @@ def _compare_turns(
     (p, r), j = rewards_PR.shape, x_BJ.shape[1]
     x_BJ = jnp.where(turn_ends_BJ >= 0, x_BJ, jnp.nan)
     x_PJR = x_BJ.reshape(p, r, j).swapaxes(1, 2)
-    rounding_P11 = ROUNDING * jnp.nanmax(jnp.abs(x_PJR), axis=(1, 2), keepdims=True)
+    rounding_P11 = _bound_rounding(x_PJR)
     low_PJ1, high_PJ1 = (f(x_PJR, axis=2, keepdims=True) for f in (jnp.nanmin, jnp.nanmax))
     is_equal_PJR = (high_PJ1 - low_PJ1 <= rounding_P11) & ~jnp.isnan(x_PJR)
     groups_NR = jnp.where(is_equal_PJR, low_PJ1, x_PJR).reshape(p * j, r)
@@ -307,7 +316,7 @@ def _centre_by_state(
     returns_PNN = jnp.where(is_same_PNN, returns_PN[:, None], 0.0)
     mean_PN = jnp.sum(returns_PNN, axis=2) / jnp.maximum(count_PN, 1.0)
     # Dividing by the deviation of returns that differ by rounding alone would magnify it.
-    rounding_P11 = ROUNDING * jnp.max(jnp.abs(returns_PN), axis=1)[:, None, None]
+    rounding_P11 = _bound_rounding(returns_PN[:, None])
     gaps_PNN = jnp.abs(returns_PN[:, None] - returns_PN[:, :, None])
     is_uniform_PN = jnp.all((gaps_PNN <= rounding_P11) | ~is_same_PNN, axis=2)
     deviations_PNN = jnp.where(is_same_PNN, returns_PN[:, None] - mean_PN[:, :, None], 0.0)

@@ -182,3 +182,5 @@ def test_a_new_context_without_a_message_is_refused(name):
     assert check_step(([REPLY], 0.0, False, False, {name: None})).messages == (REPLY,)
     with pytest.raises(EnvironmentFault, match="leave it out"):
         check_step(([REPLY], 0.0, False, False, {name: []}))
+    # An episode that ends has no next turn.
+    assert check_step(([REPLY], 0.0, True, False, {name: []})).terminated

@@ -276,6 +276,16 @@ def test_equal_returns_in_another_order_get_zero(fn, size):
     assert np.abs(advantages_BT[:, 1]).max() > 0.5
 
 
+@pytest.mark.parametrize("fn", [turn_return_advantages, gigpo])
+def test_an_infinite_reward_is_not_hidden(fn):
+    rewards_BT = jnp.asarray([[0.0, 1.0], [0.0, np.inf], [0.0, 0.5]], jnp.float32)
+    ends_BJ = jnp.broadcast_to(jnp.arange(2), (3, 2))
+    states = (ends_BJ,) if fn is gigpo else ()
+    rewards_PR = jnp.asarray([[1.0, 2.0, 0.5]])  # finite, so that only the turns can show it
+    advantages_BT = fn(rewards_PR, rewards_BT, jnp.ones((3, 2), bool), ends_BJ, *states)
+    assert not np.isfinite(advantages_BT).all()
+
+
 def test_a_turn_in_no_other_episode_gets_zero():
     mask_BT = jnp.asarray([[0, 1, 0, 1], [0, 1, 1, 0]], bool)
     ends_BJ = jnp.asarray([[1, 3], [2, -1]])
