@@ -9,6 +9,8 @@
     sinks              attention sinks with and without their gradient, over seeds
     turns              ways to give the turns of an episode their credit, over seeds
     teachers           a teacher, rewards, and both, over seeds
+    router_confirm     what router may have shown, again on new seeds; also mxfp4_confirm and
+                       sinks_confirm
     agents             shared prompts and invariant numerics for agents, over seeds
     leaks              a tool that leaks the answer in one row of three, over seeds
     referee            how often such tables mislead, by simulated studies
@@ -46,6 +48,7 @@ from studies.config_study import (
     run_config_study,
     write_untrained_teacher,
 )
+from studies.confirm import MXFP4_CONFIRM, ROUTER_CONFIRM, SINKS_CONFIRM
 from studies.micro_model import MicroSizes
 from studies.mismatch_trained import MISMATCH
 from studies.mismatch_weights import (
@@ -65,7 +68,7 @@ from studies.teachers import TEACHERS
 from studies.trained_report import format_advice, plot_trained
 from studies.turns import TURNS
 
-BED_STUDIES = (ROUTER, MXFP4, SINKS, MISMATCH)
+BED_STUDIES = (ROUTER, MXFP4, SINKS, MISMATCH, ROUTER_CONFIRM, MXFP4_CONFIRM, SINKS_CONFIRM)
 CONFIG_STUDIES = (TURNS, TEACHERS, AGENTS, LEAKS)
 QUICK_SEEDS = QUICK_STEPS = 2
 # Compiling is most of a quick study, so LLVM optimises nothing there.

@@ -34,6 +34,7 @@ class BedStudy:
     columns: of the tables, by metric.
     measure_costs: (store, report) -> costs of a step; None for a study without them.
     add_sections: (results, folder) -> more sections of the page; None for a study without them.
+    first_seed: of the seeds that are compared; above 0 for a study that repeats another one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BedStudy:
     columns: Mapping[str, Column] = field(default_factory=dict)
     measure_costs: Callable[..., dict[str, float]] | None = None
     add_sections: Callable[[Results, Path], dict[str, str]] | None = None
+    first_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def run_bed(
         name=f"{bed}; {runs.steps} steps",
         store=store,
         seeds=runs.seeds,
+        first_seed=study.first_seed,
         measure="end",
         max_rates=3 if runs.quick else 8,
         report=lambda line: report(f"{name}, {line}"),

@@ -81,6 +81,7 @@ def run_study(
     name: str,
     store: ResultsStore,
     seeds: int,
+    first_seed: int = 0,
     measure: str,
     tuning_seeds: int | None = None,
     max_rates: int = 8,
@@ -98,7 +99,9 @@ def run_study(
         run: (contender, rate, seed) -> metrics; called once for each, its result is stored.
         name: everything that all runs share, such as the config and its number of steps. Stored
             results of another name are not used.
-        seeds: that are compared, from 0.
+        seeds: that are compared.
+        first_seed: of these. Another one repeats a study on seeds that have not been looked at,
+            those that choose the rates included.
         measure: the metric that is compared; it must be finite in every run that is compared. A
             rate whose runs are not finite is not chosen.
         report: called with a line when a run is finished.
@@ -107,6 +110,11 @@ def run_study(
     """
     tuning_seeds = seeds if tuning_seeds is None else tuning_seeds
     check_study(contenders, seeds, tuning_seeds)
+    if not 0 <= first_seed <= FIRST_TUNING_SEED - seeds:
+        raise ValueError(
+            f"the seeds that are compared must be from 0 to {FIRST_TUNING_SEED - 1}, below those "
+            f"that choose rates; got first_seed={first_seed} and seeds={seeds}."
+        )
     planned = count_runs(contenders, seeds, tuning_seeds)
     finished = 0
 
@@ -138,10 +146,11 @@ def run_study(
         return bracket_rate(measure_rate, rates, max_rates)
 
     comparisons: list[Comparison] = []
+    first_tuning_seed = FIRST_TUNING_SEED + first_seed
     for contender in contenders:
-        chosen = tuple(choose_rate(contender, FIRST_TUNING_SEED + n) for n in range(tuning_seeds))
-        rates = [chosen[seed % tuning_seeds].rate for seed in range(seeds)]
-        metrics = [run_seed(contender, rate, seed) for seed, rate in enumerate(rates)]
+        chosen = tuple(choose_rate(contender, first_tuning_seed + n) for n in range(tuning_seeds))
+        rates = [chosen[n % tuning_seeds].rate for n in range(seeds)]
+        metrics = [run_seed(contender, rate, first_seed + n) for n, rate in enumerate(rates)]
         values = [float(row[measure]) for row in metrics]
         if not all(map(math.isfinite, values)):
             raise ValueError(

@@ -74,6 +74,21 @@ def test_each_counted_seed_has_its_own_choice():
     assert distances == [0, 0, 2, 1, 1, 1]
 
 
+def test_a_repeated_study_shares_no_seed(tmp_path):
+    study = {"name": "s", "store": ResultsStore(), "seeds": 3, "measure": "accuracy"}
+    first, again = Runs(), Runs()
+    run_study([BASELINE, BETTER], first, **study)
+    _, better = run_study([BASELINE, BETTER], again, first_seed=3, **study)
+    assert {seed for *_, seed in again.calls} == {
+        3,
+        4,
+        5,
+        *(FIRST_TUNING_SEED + n for n in (3, 4, 5)),
+    }
+    assert not {seed for *_, seed in first.calls} & {seed for *_, seed in again.calls}
+    assert better.values == pytest.approx([0.901, 1.0, 1.101])
+
+
 @pytest.mark.parametrize(
     ("optimum", "tried", "expected"),
     [
@@ -179,6 +194,8 @@ def test_a_rate_that_diverges_is_not_chosen():
         ([BASELINE], {"measure": "reward"}, r"must return 'reward', got \['accuracy'\]"),
         ([BASELINE], {"tuning_seeds": 0}, "to choose rates"),
         ([BASELINE], {"tuning_seeds": 3}, "to choose rates"),
+        ([BASELINE], {"first_seed": -1}, "from 0 to 999"),
+        ([BASELINE], {"first_seed": 999}, "from 0 to 999"),
         ([Contender("c", rates=(2.0, 1.0))], {}, "rates of c must be above 0 and ascend"),
     ],
 )
