@@ -23,7 +23,13 @@ from jaxmoe.checkpoint.run import restore_policy
 from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, build_parser, open_command
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
+from jaxmoe.data.tokenizer import (
+    Tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+    tokenizer_digest,
+    write_tokenizer,
+)
 from jaxmoe.distributed.processes import check_one_process
 from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.model.rounded import rounding_from_config
@@ -77,7 +83,7 @@ def export_checkpoint(
     folder is from the run's weights; whatever stops that leaves the folder as it is.
     Numerics: merged weights are rounded once, to that dtype; for mxfp4, the error is printed.
     Raises: ConfigError if the folder is not empty, the disk is full, there is no checkpoint, or
-        the base of a run's adapters is missing or changed.
+        the base of a run's adapters or its tokenizer is missing or changed.
     """
     if merge and not cfg.lora.ranks:
         raise ConfigError(
@@ -103,7 +109,9 @@ def export_checkpoint(
         return
     # Without the run's devices, one device holds the parameters.
     mesh = make_mesh(cfg.mesh) if cfg.mesh.devices == jax.device_count() else None
-    saved = restore_policy(Path(cfg.workdir), cfg, mesh, contents=base_digest(cfg))
+    contents = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer, cfg.init.checkpoint)}
+    contents |= base_digest(cfg)
+    saved = restore_policy(Path(cfg.workdir), cfg, mesh, contents=contents)
     if saved is None:
         raise ConfigError(
             f"{cfg.workdir} must hold a checkpoint to export; it has none. Try --workdir with "

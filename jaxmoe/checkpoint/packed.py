@@ -31,13 +31,14 @@ class PackingError(NamedTuple):
 def pack_experts(params: Params, cfg: ModelConfig) -> tuple[Params, dict[str, PackingError]]:
     """The same weights with the experts' two matrices in MXFP4, and the error of each.
 
-    Packed leaves are numpy arrays on the host, all others the same objects as in `params`; errors
-    are by the matrix's name in a checkpoint. Memory in addition to the result: one layer's
+    A matrix that is packed already, such as one without an adapter, is left as it is, and has no
+    error. Packed leaves are numpy arrays on the host, all others the same objects as in `params`;
+    errors are by the matrix's name in a checkpoint. Memory in addition to the result: one layer's
     matrices.
     Numerics: rounds as `mxfp4.encode_blocks`; values that MXFP4 can represent have error 0. The
     sums of the errors are float64.
-    Raises: ConfigError if D is not a multiple of 64, a value is not finite, or experts are already
-        packed; ValueError if params are not those of this model.
+    Raises: ConfigError if D is not a multiple of 64 or a value is not finite; ValueError if params
+        are not those of this model.
     """
     check_packable(cfg)
     check_param_tree(params, cfg)
@@ -49,7 +50,7 @@ def pack_experts(params: Params, cfg: ModelConfig) -> tuple[Params, dict[str, Pa
     for entry in list_entries(cfg):
         if entry.is_packable:
             if isinstance(leaf_of(params, entry), Mxfp4):
-                raise ConfigError(f"{entry.name} must be dense to be packed; it is already packed.")
+                continue
             errors[entry.name] = _pack_into(
                 leaf_of(packed, entry), gather_entry(params, entry), entry
             )
@@ -69,7 +70,8 @@ def format_packing_errors(errors: Mapping[str, PackingError]) -> str:
 
 
 def _init_packed_leaf(spec: Spec, leaf: Leaf) -> Leaf:
-    return mxfp4.init_packed(spec.shape) if spec.is_packable else leaf
+    is_dense = spec.is_packable and not isinstance(leaf, Mxfp4)
+    return mxfp4.init_packed(spec.shape) if is_dense else leaf
 
 
 def _pack_into(leaf: Leaf, dense: np.ndarray, entry: Entry) -> PackingError:

@@ -116,8 +116,9 @@ def check_use(
     work: Path, saved_config: dict[str, Any], cfg: Config, digests: ContentDigests = NO_DIGESTS
 ) -> None:
     """Raise ConfigError if the checkpoint has another model or trained on the held-out rows."""
-    # Adapters with another base are another model.
+    _check_same_tokens(work, saved_config, cfg, digests)
     if weights_of(cfg).base:
+        _check_same_base(work, saved_config, cfg)
         digests.check_unchanged(work, ("base", "init.checkpoint"))
     same_task = (
         saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
@@ -129,7 +130,7 @@ def check_use(
         if name in digests.unchanged_keys:
             continue
         is_model = name.startswith("model.") and name not in ("model.dtype", "model.numerics")
-        if is_model or name == "router.route":
+        if is_model or name == "router.route" or _changes_scales(name, cfg):
             raise _refusal_error(work, name, old, f"be used with {new}")
         # With an environment complete rows are compared, without one questions are.
         other_split = name == "data.environment" and bool(old) != bool(new)
@@ -142,6 +143,45 @@ def check_use(
                 old,
                 f"be evaluated with {new}: rows that it was trained on would count as held out",
             )
+
+
+def _check_same_tokens(
+    work: Path, saved_config: dict[str, Any], cfg: Config, digests: ContentDigests
+) -> None:
+    """Raise ConfigError if texts get other tokens, or other tokens end a turn."""
+    key, saved = "init.tokenizer", saved_config["init"]
+    if key in digests.unchanged_keys:
+        return
+    if digests.saved.get(key) and digests.current.get(key):
+        for name, new in (("tokenizer", cfg.init.tokenizer), ("checkpoint", cfg.init.checkpoint)):
+            if saved[name] != new:
+                action = f"be used with {new or 'none'}, which has other tokens or ends of a turn"
+                raise _refusal_error(work, f"init.{name}", saved[name], action)
+    digests.check_unchanged(work, (key,))
+
+
+def _check_same_base(work: Path, saved_config: dict[str, Any], cfg: Config) -> None:
+    """Raise ConfigError if adapters were trained over a base of the run's own and would be read
+    over init.checkpoint, or the reverse."""
+    init, steps = saved_config["init"]["checkpoint"], saved_config["warmup"]["steps"]
+    if bool(steps) != bool(cfg.warmup.steps):
+        base = "its own base" if steps or not init else init
+        action = f"be used with {cfg.warmup.steps}, since its adapters are those of {base}"
+        raise _refusal_error(work, "warmup.steps", steps, action)
+    if not steps and bool(init) != bool(cfg.init.checkpoint):
+        action = f"be used with {cfg.init.checkpoint or 'none'}, which is another base"
+        raise _refusal_error(work, "init.checkpoint", init, action)
+
+
+def _changes_scales(name: str, cfg: Config) -> bool:
+    """True for a setting that scales adapters; it changes no array's shape."""
+    lora = cfg.lora
+    ranks = {
+        "lora.attention_alpha": lora.attention_rank,
+        "lora.expert_alpha": lora.expert_rank,
+        "lora.rank_stabilized": lora.rank,
+    }
+    return ranks.get(name, 0) > 0
 
 
 def _check_same_columns(work: Path, saved_config: dict[str, Any], cfg: Config, verb: str) -> None:

@@ -18,11 +18,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import store
-from jaxmoe.checkpoint.base import load_base
+from jaxmoe.checkpoint.base import base_digest, load_base
 from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.hf_placed import load_sharded_params
 from jaxmoe.checkpoint.run import STAGES
-from jaxmoe.checkpoint.same_run import weights_digest
+from jaxmoe.checkpoint.same_run import ContentDigests, weights_digest
 from jaxmoe.checkpoint.tensor_files import find_tensors
 from jaxmoe.config import Config, ConfigError, DistillConfig, ModelConfig, require
 from jaxmoe.model.config import read_config_json, read_hf_config
@@ -132,6 +132,9 @@ def _find_checkpoint(folder: Path, step: str) -> TeacherFolder:
     extra = store.restore_extra(directory, number)
     run = replace(read_saved_config(extra["config"]), workdir=str(folder))
     is_packed = bool(run.lora.ranks) and extra["stage"] == "rl"
+    if is_packed:
+        digests = ContentDigests(extra["contents"], base_digest(run))
+        digests.check_unchanged(folder, ("base", "init.checkpoint"))
     return TeacherFolder(
         folder, run.model, is_packed, run.init.tokenizer, run, extra["stage"], extra["step"]
     )

@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import Needs, require
-from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
+from jaxmoe.config.lora import EXPERTS, MODULES_TO_SAVE, VLLM_RANKS
 from jaxmoe.config.quant import check_group_sizes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_lora(cfg: "Config") -> None:
     )
     for name in ("sinks", "biases"):
         require(
-            name not in cfg.lora.modules_to_save.split(",")
+            cfg.lora.fully_trained.isdisjoint(MODULES_TO_SAVE[name])
             or any(getattr(kind, name) for kind in cfg.model.plan.kinds),
             f"lora.modules_to_save={cfg.lora.modules_to_save} needs layers with {name}, got "
             f"model.layer_types={cfg.model.layer_types}. Try --set lora.modules_to_save=.",

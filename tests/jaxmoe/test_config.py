@@ -174,6 +174,9 @@ def test_of_adapters_only_what_goes_together_is_taken():
         TINY, "lora.attention_rank=2", "lora.modules_to_save=router, sinks"
     ).lora
     assert with_modules.fully_trained == {"w_router", "b_router", "sinks"}
+    plain = override(TINY, "model.layer_types=full(sinks=False)", "lora.attention_rank=2")
+    with pytest.raises(ConfigError, match="needs layers with sinks"):
+        override(plain, "lora.modules_to_save=norms, sinks")
 
 
 def test_vllms_truncation_at_another_temperature_is_refused():

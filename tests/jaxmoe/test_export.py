@@ -18,7 +18,12 @@ from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, resolve
-from jaxmoe.data.tokenizer import ByteTokenizer, HFTokenizer, write_byte_tokenizer
+from jaxmoe.data.tokenizer import (
+    ByteTokenizer,
+    HFTokenizer,
+    tokenizer_digest,
+    write_byte_tokenizer,
+)
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
@@ -83,6 +88,18 @@ def test_a_files_tokenizer_is_copied_with_its_template(work, tmp_path):
         is_equal = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
         assert is_equal, name
     assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_another_tokenizer_than_the_runs_is_refused(tmp_path, capsys):
+    write_byte_tokenizer(tmp_path / "tok")
+    trained = resolve(CFG, f"init.tokenizer={tmp_path / 'tok'}")
+    state = init_rl_state(POLICY, CFG, rl_optimizer(CFG))
+    digest = {"init.tokenizer": tokenizer_digest(trained.init.tokenizer)}
+    save_run(tmp_path / "run", trained, Position("rl", 5, state, {}), digest)
+    status = command(tmp_path / "run", tmp_path / "out")
+    refused(status, capsys, f"Try --set init.tokenizer={tmp_path / 'tok'}, or a new --workdir")
+    assert not (tmp_path / "out").exists()
+    assert command(tmp_path / "run", tmp_path / "out", f"init.tokenizer={tmp_path / 'tok'}") == 0
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -105,6 +106,20 @@ def test_another_base_is_refused(cfg, tmp_path):
     with pytest.raises(ConfigError, match="which is openai/other; got .*words.") as error:
         load_initial_adapters(override(cfg, f"lora.init_from={peft}"))
     assert "\n" not in str(error.value) and "--set init.checkpoint=" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("runs/a/base", False), ("runs/b/base", True), ("base", True)]
+)
+def test_a_runs_base_is_known_by_its_run(cfg, tmp_path, name, fits):
+    peft = shutil.copytree(cfg.lora.init_from, tmp_path / "peft")
+    config = json.loads((peft / CONFIG).read_text()) | {"base_model_name_or_path": name}
+    (peft / CONFIG).write_text(json.dumps(config))
+    (tmp_path / "b").mkdir()
+    shutil.copytree(cfg.init.checkpoint, tmp_path / "b" / "base")
+    changes = f"lora.init_from={peft}", f"init.checkpoint={tmp_path / 'b' / 'base'}"
+    with nullcontext() if fits else pytest.raises(ConfigError, match=f"which is {name}; got"):
+        load_initial_adapters(override(cfg, *changes))
 
 
 @pytest.mark.parametrize("change", ["warmup.steps=1", "init.checkpoint="])

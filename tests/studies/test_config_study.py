@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxmoe import train
 from jaxmoe.config_file import load_config, override
 from jaxmoe.study import Contender, ResultsStore
+from jaxmoe.study.contenders import compare_values
+from jaxmoe.study.train_config import train_config
 from studies import __main__ as command
 from studies import config_study
 from studies.config_study import (
@@ -19,6 +22,7 @@ from studies.config_study import (
     find_first_alerts,
     make_quick,
     read_curves,
+    run_config_study,
     write_untrained_teacher,
 )
 from tests.jaxmoe.teacher_folder import write_teacher
@@ -89,6 +93,59 @@ def test_sentences_of_the_turns_page_are_stored():
     assert max(ppo) < 0.35
     assert list(read_accuracies("turns", names[-1], 0.002).values()).count(0.0) == 4
     assert list(read_accuracies("turns", names[1], 0.002).values()).count(0.0) == 1
+
+
+# Of each study a contender, compared with the first one.
+CELLS = {
+    "turns": "PPO, GAE by turn",
+    "agents": "shared prompts",
+    "teachers": "teacher",
+    "leaks": "every row",
+}
+
+
+def test_each_stored_study_has_a_cell():
+    assert {study.name for study in STORED} == CELLS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("turns", "agents"),
+        # five minutes and more; the first one trains its teacher too
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("teachers", "leaks")),
+    ],
+)
+def test_a_cell_trained_anew_is_in_its_interval(name, tmp_path):
+    """The difference of one seed, where 95 % of such differences are by the stored runs.
+
+    Runs are not the stored ones again: another compiler, or other flags, round otherwise.
+    """
+    study = next(study for study in STORED if study.name == name)
+    stored = RESULTS / "studies" / f"{name}.jsonl.gz"
+    (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    store = ResultsStore(tmp_path / f"{name}.jsonl")
+    comparisons = run_config_study(study, tmp_path, store=store)
+    pair = [c for c in comparisons if c.contender.name in (study.contenders[0].name, CELLS[name])]
+    _, expected = compare_values(pair, [c.values for c in pair])
+    settings = study.settings
+    if study.teacher:
+        teacher = tmp_path / "teacher"
+        assert train.main(["--config", study.teacher, "--workdir", str(teacher)]) == 0
+        settings = (*settings, f"distill.teacher={teacher}")
+
+    def train_anew(comparison):
+        settings_of_run = (*settings, *comparison.contender.settings)
+        contender = Contender(comparison.contender.name, settings_of_run)
+        rate = comparison.chosen[0].rate
+        last = train_config(study.config, contender, rate, 0, folder=tmp_path)
+        return last["eval/accuracy"]
+
+    first, other = map(train_anew, pair)
+    width = (expected.difference.high - expected.difference.low) / 2
+    width *= np.sqrt(study.seeds * (1 / study.seeds + 1))
+    assert abs(other - first - expected.difference.mean) < width
 
 
 def test_a_page_without_marks_is_refused(tmp_path, no_training, capsys):

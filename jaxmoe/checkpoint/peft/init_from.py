@@ -48,12 +48,24 @@ def _check_base_name(cfg: Config, directory: Path) -> None:
     base = base_folder(cfg)
     if not isinstance(name, str) or not name:
         return
-    if Path(name).name not in (base.name, Path(portable_base_name(base)).name):
+    if not any(_may_be_same(name, folder) for folder in (str(base), portable_base_name(base))):
         raise ConfigError(
             f"init.checkpoint must be the base of lora.init_from={directory}, which is {name}; got "
             f"{base}. Try --set init.checkpoint=DIRECTORY of that model; if this is that model, "
             "correct base_model_name_or_path in the adapter's adapter_config.json."
         )
+
+
+def _may_be_same(name: str, folder: str) -> bool:
+    """True if two paths may be one folder on two machines, by the ends of their names.
+
+    A base that a run made is RUN/base, so `base` alone says nothing.
+    """
+    ends = [
+        Path(path).parts[-2:] if Path(path).name == "base" else Path(path).parts[-1:]
+        for path in (name, folder)
+    ]
+    return all(a == b for a, b in zip(*(reversed(end) for end in ends), strict=False))
 
 
 def _describe(ranks: dict[str, int], scales: dict[str, float]) -> str:

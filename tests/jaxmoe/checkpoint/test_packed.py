@@ -324,9 +324,17 @@ def test_representable_values_are_packed_without_error(tmp_path):
     assert (mxfp4.decode_packed(down).astype(np.float32) == codes["layers"]["full"]["w_down"]).all()
 
 
-def test_experts_are_not_packed_twice(loaded):
-    with pytest.raises(ConfigError, match="must be dense to be packed"):
-        pack_experts(loaded, CFG)
+def test_packed_matrices_are_left_as_they_are(loaded):
+    """Adapters of one of the two matrices leave the other in four bits."""
+    params = random_dense()
+    params["layers"]["full"]["w_down"] = loaded["layers"]["full"]["w_down"]
+    packed_params, errors = pack_experts(params, CFG)
+    assert packed_params["layers"]["full"]["w_down"] is loaded["layers"]["full"]["w_down"]
+    _, all_errors = pack_experts(random_dense(), CFG)
+    kept = {name for name in all_errors if name not in errors}
+    assert kept and all(name.endswith("down_proj") for name in kept)
+    assert all(errors[name] == all_errors[name] for name in errors)
+    assert isinstance(packed_params["layers"]["full"]["w_gate_up"], Mxfp4)
 
 
 def test_infinite_weights_are_not_packed():

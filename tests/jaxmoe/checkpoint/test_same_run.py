@@ -67,3 +67,54 @@ def test_environments_split_their_rows_by_complete_contents():
     check_use(WORK, json.loads(to_json(played)), other, equal_digests)
     with pytest.raises(ConfigError, match="rows that it was trained on would count as held out"):
         check_use(WORK, json.loads(to_json(played)), PLAIN, equal_digests)
+
+
+ADAPTED = override(
+    PLAIN, "lora.attention_rank=4", "mesh.fsdp=1", "model.d_model=64", "model.d_expert=64"
+)
+
+
+@pytest.mark.parametrize("change", ["lora.attention_alpha=32", "lora.rank_stabilized=True"])
+def test_adapters_are_used_at_their_scale(change):
+    trained = override(ADAPTED, change)
+    name, value = change.split("=")
+    with pytest.raises(ConfigError, match=f"Try --set {name}={value}"):
+        check_use(WORK, json.loads(to_json(trained)), ADAPTED)
+    # nothing has that scale
+    other = override(ADAPTED, "lora.expert_alpha=32")
+    check_use(WORK, json.loads(to_json(other)), ADAPTED)
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "advice"),
+    [
+        (("init.checkpoint=x", "warmup.steps=5"), ("init.checkpoint=x",), "warmup.steps=5"),
+        (("init.checkpoint=x",), ("init.checkpoint=x", "warmup.steps=5"), "warmup.steps=0"),
+        ((), ("init.checkpoint=x",), "init.checkpoint="),
+    ],
+)
+def test_adapters_are_used_over_their_base(saved, current, advice):
+    def change(cfg, *settings):
+        return override(cfg, "warmup.steps=0", *settings)
+
+    trained = json.loads(to_json(change(ADAPTED, *saved)))
+    with pytest.raises(ConfigError, match=f"Try --set {advice},"):
+        check_use(WORK, trained, change(ADAPTED, *current))
+    check_use(WORK, trained, change(ADAPTED, *saved))
+    if saved and current:  # all weights are in the checkpoint
+        check_use(WORK, json.loads(to_json(change(PLAIN, *saved))), change(PLAIN, *current))
+
+
+def test_a_policy_is_used_with_its_tokenizer():
+    trained = override(PLAIN, "init.tokenizer=tok", "init.checkpoint=model")
+    saved, other = json.loads(to_json(trained)), override(PLAIN, "init.checkpoint=model")
+    digests = ContentDigests({"init.tokenizer": "1"}, {"init.tokenizer": "2"})
+    with pytest.raises(ConfigError, match="Try --set init.tokenizer=tok,"):
+        check_use(WORK, saved, other, digests)
+    # the folder of weights lists tokens that end a turn
+    with pytest.raises(ConfigError, match="Try --set init.checkpoint=model,"):
+        check_use(WORK, saved, override(trained, "init.checkpoint="), digests)
+    with pytest.raises(ConfigError, match="init.tokenizer had other contents"):
+        check_use(WORK, saved, trained, digests)
+    equal = ContentDigests({"init.tokenizer": "1"}, {"init.tokenizer": "1"})
+    check_use(WORK, saved, override(trained, "init.tokenizer=moved"), equal)

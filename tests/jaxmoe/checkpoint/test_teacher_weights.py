@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.checkpoint.base import base_digest, pack_base
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.checkpoint.teacher_weights import (
     find_teacher,
     load_teacher,
@@ -17,10 +19,12 @@ from jaxmoe.checkpoint.teacher_weights import (
     teacher_digest,
     teacher_shapes,
 )
-from jaxmoe.config import MeshConfig, to_json
+from jaxmoe.config import ConfigError, MeshConfig, to_json
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model.rounded import decode_experts
 from jaxmoe.parallel.sharding import make_mesh
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from tests.jaxmoe.random_weights import random_weights
 
 CFG = override(load_config("tiny.py"), "model.d_model=64", "model.d_expert=64")
@@ -69,6 +73,20 @@ def test_the_policys_arithmetic_is_the_teachers(folder):
     teacher = teacher_of(folder, "model.dtype=bfloat16", "model.vocab_multiple=8")
     assert (teacher.model.dtype, teacher.model.vocab_multiple) == ("bfloat16", 8)
     assert load_teacher(teacher, None)["head"].shape == (64, 272)
+
+
+def test_adapters_teach_over_the_base_they_were_trained_on(tmp_path):
+    run = override(
+        CFG, f"workdir={tmp_path}", "lora.attention_rank=2", "mesh.fsdp=1", "warmup.steps=1"
+    )
+    base = pack_base(PARAMS, run)
+    params = init_run_adapters(run, base)
+    state = init_rl_state(params, run, rl_optimizer(run))
+    save_run(tmp_path, run, Position("rl", 3, state, {}), base_digest(run))
+    assert teacher_of(tmp_path).is_packed
+    pack_base(random_weights(CFG.model, 4), run)
+    with pytest.raises(ConfigError, match="holds a run whose base had other contents"):
+        teacher_of(tmp_path)
 
 
 def test_a_saved_config_is_read_again():
