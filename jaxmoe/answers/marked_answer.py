@@ -2,12 +2,15 @@
 """The answer that a response marks: after "####", in \\boxed{}, or after "the answer is".
 
 A box that is a part of a larger formula, such as \\boxed{7}^{2}, marks that formula and not 7.
+"####" is also a heading of Markdown, so a line of words with text below it marks nothing if a box
+or a sentence does.
 Next: jaxmoe/answers/scoring.py compares it with the stored answer.
 """
 
 import re
 
 from jaxmoe.answers.boxed_formula import join_formula
+from jaxmoe.answers.exact_number import read_quantity
 
 _BOX = "\\boxed{"
 _MAX_SENTENCE_CHARS = 10_000  # of a stated answer
@@ -17,6 +20,8 @@ _ANSWER_PHRASE = re.compile(
     r"\s*:?)[\s*_]*",
     re.IGNORECASE,
 )
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_HEADING = re.compile(r"(?:the\s+)?(?:final\s+)?(?:answer|result|solution)\W*", re.IGNORECASE)
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
 _SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
 
@@ -26,9 +31,30 @@ def text_after_hashes(text: str) -> str:
 
 
 def find_marked_answer(response: str) -> str | None:
-    """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked."""
-    if "####" in response:
-        return text_after_hashes(response)
+    """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked, or if
+    "the answer is" marks it."""
+    response = response.rstrip("# \t\r\n")  # a heading may end with its marks too
+    ends = [match.end() for match in _HASHES.finditer(response)]
+    if not ends:
+        return _find_boxed_answer(response)
+    rest = response[ends[-1] :].lstrip()
+    line, _, below = rest.partition("\n")
+    text, below = line.strip().rstrip("#* "), below.strip()
+    if read_quantity(text) is not None:
+        return text
+    # Words at the end are an answer; words with text below them may be a heading.
+    for marks in (rest, response) if below else (rest,):
+        if _BOX in marks:
+            return _find_boxed_answer(response)
+        if _ANSWER_PHRASE.search(marks):
+            return None
+    if below and _HEADING.fullmatch(text):
+        return below.partition("\n")[0].strip()
+    return text
+
+
+def _find_boxed_answer(response: str) -> str | None:
+    """The last \\boxed{}, with the formula that it is a part of; None without one."""
     marked, position, bounds = None, 0, (0, 0)
     while (start := response.find(_BOX, position)) >= 0:
         end = _find_box_end(response, start + len(_BOX))
@@ -40,7 +66,7 @@ def find_marked_answer(response: str) -> str | None:
         return None
     # A box around another one and nothing else marks the same answer.
     if marked.startswith(_BOX) and marked.endswith("}") and marked.count(_BOX) == 1:
-        marked = find_marked_answer(marked) or ""
+        marked = _find_boxed_answer(marked) or ""
     return join_formula(response[: bounds[0]], marked, response[bounds[1] :])
 
 

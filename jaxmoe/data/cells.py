@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.chat_turns import EXAMPLE_CHAT, is_text, parse_chat
-from jaxmoe.data.json_columns import CHAT_COLUMNS, decode_columns
+from jaxmoe.data.json_columns import CHAT_COLUMNS, decode_columns, read_single_text
 from jaxmoe.data.row_tools import parse_tools
 from jaxmoe.data.rows import Message, Row
 
@@ -139,6 +139,11 @@ def _answer_texts(value: Any) -> list[str | None]:
         # Python's spelling and JSON's are both right. bool is tested first, because it is a
         # subclass of int.
         return [str(value), str(value).lower()]
+    # CSV stores a boolean and a list as text. A list of several is one answer: it may be a list.
+    if value in ("True", "False", "true", "false"):
+        return [value, value.lower() if value[0].isupper() else value.title()]
+    if isinstance(value, str) and (single := read_single_text(value)) is not None:
+        return [single, value]
     return [_answer_text(value)]
 
 

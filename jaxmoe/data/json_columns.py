@@ -18,6 +18,7 @@ from jaxmoe.config.json_object import parse_json
 CHAT_COLUMNS = ("prompt", "question", "messages")
 _OBJECT_COLUMNS = ("reward_model", "extra_info")
 _CHAT_PATTERN = re.compile(r"\s*\[?\s*\{.*?[\"']role[\"']\s*:", re.DOTALL)
+_SINGLE_PATTERN = re.compile(r"\s*\[\s*\"")
 _OBJECT_PATTERN = re.compile(r"\s*\{")
 
 
@@ -48,6 +49,15 @@ def decode_columns(location: str, record: Mapping[str, Any]) -> Mapping[str, Any
                 )
             decoded[name] = value
     return {**record, **decoded} if decoded else record
+
+
+def read_single_text(text: str) -> str | None:
+    """The only text of a JSON list, such as ["34"]; None for any other text."""
+    if not _SINGLE_PATTERN.match(text):
+        return None
+    value = _parse_value(text)
+    is_single = isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
+    return value[0] if is_single and value[0].strip() else None
 
 
 def _parse_value(text: str) -> Any:

@@ -8,13 +8,13 @@
 import ast
 import asyncio
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.sandbox import SandboxConfig
 from jaxmoe.data.rows import Row
+from jaxmoe.graders.code_blocks import list_code_blocks
 from jaxmoe.graders.code_tests import find_test_fault
 from jaxmoe.graders.grading import Grade, GradeStatus, grade_code
 from jaxmoe.graders.suspicious_code import KINDS, find_suspicious_code, parse_code
@@ -23,8 +23,7 @@ from jaxmoe.sandbox.pool import SandboxPool
 from jaxmoe.sandbox.probe import choose_sandbox
 from jaxmoe.sandbox.process import SandboxError
 
-# Spaces are matched once, so that a long line of them takes no more than its length.
-_FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\r?\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_MAX_BLOCKS = 16  # blocks of a response that are tried, from the last
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COUNTED = [status for status in GradeStatus if status is not GradeStatus.PASSED]
 _PARTS = ("no_code", "no_sandbox", *(status.value for status in _COUNTED))
@@ -74,10 +73,10 @@ async def score_code(
 ) -> Mapping[str, float | None]:
     """1.0 if the function that the row asks for passes the row's tests, else 0.0.
 
-    The code is the response's last block in ```, or all of it; a response that continues the
-    prompt's function is read behind the prompt. Each way to fail is counted by name, and so are
-    signs of cheating in its text (`hack/KIND`), which cost nothing. If a sandbox does not start,
-    the score is None: the answer has no reward.
+    The code is the response's last block in ``` that defines the function, or all of it; a response
+    that continues the prompt's function is read behind the prompt. Each way to fail is counted by
+    name, and so are signs of cheating in its text (`hack/KIND`), which cost nothing. If a sandbox
+    does not start, the score is None: the answer has no reward.
 
     timeout_s: for one answer, all tests together.
     sandbox: fields of SandboxConfig; a run passes those of its config.
@@ -113,10 +112,10 @@ def find_signs(code: str, setup: str) -> dict[str, float]:
 def extract_code(response: str, entry_point: str, prompt: str = "") -> str | None:
     """The program of a response that defines a function; None if no part of it does.
 
-    Tried in this order: the last block in ```, the text, each of them behind the prompt.
+    Tried in this order: the blocks in ``` from the last one, the text, each of them behind the
+    prompt.
     """
-    blocks: list[str] = _FENCE.findall(response)
-    texts = [*blocks[-1:], response]
+    texts = [*reversed(list_code_blocks(response)[-_MAX_BLOCKS:]), response]
     for text in (*texts, *(prompt + text for text in texts), *(prompt + "\n" + t for t in texts)):
         tree = parse_code(text)
         if tree is not None and _defines_name(tree, entry_point):
@@ -128,15 +127,20 @@ def _defines_name(tree: ast.Module, name: str) -> bool:
     for node in _list_statements(tree):
         if isinstance(node, _DEFINITIONS) and node.name == name:
             return True
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == name for target in node.targets
-        ):
-            return True
+        if isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [x for target in targets for x in ast.walk(target)]
+            if any(isinstance(x, ast.Name) and x.id == name and _is_set(x) for x in names):
+                return True
         if isinstance(node, ast.ImportFrom | ast.Import) and any(
             (alias.asname or alias.name) == name for alias in node.names
         ):
             return True
     return False
+
+
+def _is_set(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
 
 
 def _list_statements(tree: ast.Module) -> list[ast.stmt]:

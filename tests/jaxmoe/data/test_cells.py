@@ -164,3 +164,20 @@ def test_any_row_is_read_completely_or_refused(record, answers):
     assert all(
         m.role == "tool" or m.role in ("user", "assistant") and m.content for m in row.earlier
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "answers"),
+    [
+        ('["34"]', ("34", '["34"]')),
+        ('["34", "35"]', ('["34", "35"]',)),  # perhaps a list is the answer
+        ("[34]", ("[34]",)),
+        ('["34"', ('["34"',)),
+        ("True", ("True", "true")),
+        ("false", ("false", "False")),
+        (True, ("True", "true")),
+    ],
+)
+def test_answers_that_a_table_stores_as_text(stored, answers):
+    row = read_row("a:1", {"prompt": "q", "answer": stored}, answers=True)
+    assert (row.answer, *row.other_answers) == answers
