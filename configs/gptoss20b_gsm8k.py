@@ -6,7 +6,7 @@ GSM8K is published as, gsm8k/train.jsonl and gsm8k/test.jsonl, with a question a
 The stored answer is the number after its last ####, which earns 1; nothing else earns anything.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_gsm8k.py --dry-run
-EXPECT   73.6 GB per device in training, 38.7 GB while sampling, by the dry run's arithmetic. It
+EXPECT   73.6 GB per device in training, 39.1 GB while sampling, by the dry run's arithmetic. It
          has not been trained.
 SOURCE   gptoss20b.py and what it cites; GSM8K: arXiv:2110.14168.
 """

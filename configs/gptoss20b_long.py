@@ -2,7 +2,7 @@
 """GPT-OSS 20B by LoRA with prompts of 8k tokens and answers of 16k, one GPU of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_long.py --dry-run
-EXPECT   13.8 GB of weights, 0.7 GB of adapters; 22.5 GB in training, 30.5 GB while sampling, 1.7 GB
+EXPECT   13.8 GB of weights, 0.7 GB of adapters; 22.5 GB in training, 36.2 GB while sampling, 1.7 GB
          on the host, by the dry run's arithmetic. It has not been trained.
 SOURCE   gptoss20b_lora.py and what it cites; the lengths are those of agentic runs.
 """

@@ -2,7 +2,7 @@
 """GPT-OSS 20B by PPO with a critic on grade-school mathematics (GSM8K), 16 devices of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_ppo.py --dry-run
-EXPECT   70.4 GB per device in training, 35.3 GB while sampling, by the dry run's arithmetic;
+EXPECT   70.4 GB per device in training, 35.5 GB while sampling, by the dry run's arithmetic;
          the compilers' figures: docs/results/parallel.md. It has not been trained.
 SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 critic-only steps: verl's ReTool
          recipe for gpt-oss, retool/run_gpt_oss_ppo.sh.

@@ -6,7 +6,7 @@ judges the answer; half of the reward comes from each. Name your judge's url and
 put your own questions into data.task.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_verif.py --dry-run
-EXPECT   73.6 GB per device in training, 38.7 GB while sampling, by the dry run's arithmetic. It
+EXPECT   73.6 GB per device in training, 39.1 GB while sampling, by the dry run's arithmetic. It
          has not been trained.
 SOURCE   gptoss20b.py and what it cites; checks by programs together with a judge:
          arXiv:2506.09942. The weights of the two are not measured here.

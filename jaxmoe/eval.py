@@ -20,6 +20,7 @@ from jaxmoe.collection.scores import response_text
 from jaxmoe.collection.source_digests import source_digests
 from jaxmoe.collection.tasks import digest_contents, open_task
 from jaxmoe.config import Config, to_json
+from jaxmoe.config_file import override
 from jaxmoe.distributed.processes import check_same_everywhere, exit_process, joined_processes
 from jaxmoe.model import make_engine_ops, make_ops
 from jaxmoe.observe.progress import report_phase
@@ -55,7 +56,8 @@ def run_eval(cfg: Config) -> float:
     kernels = choose_run_kernels(cfg)
     ops = make_engine_ops(cfg, kernels.impls) or make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
-    check_memory(cfg, "evaluating")
+    samples = max(8, cfg.eval.samples_per_prompt)
+    check_memory(override(cfg, f"eval.samples_per_prompt={samples}"), "evaluating")
     kernels.print_decision()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     check_collectives(mesh)
@@ -79,7 +81,6 @@ def run_eval(cfg: Config) -> float:
                 engine.share_base(base)
         engine.load(weights, version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):
-            samples = max(8, cfg.eval.samples_per_prompt)
             metrics, rollouts, rewards = evaluate_held_out(
                 engine, prompts, task, version=version, samples=samples
             )

@@ -30,7 +30,8 @@ class EngineMemory:
     """Bytes of an engine on each device of the trainer, and in host memory."""
 
     weights: int = 0  # its copy of the policy's weights; two copies exist during a weight sync
-    cache: int = 0  # keys and values while it samples
+    cache: int = 0  # keys and values while it samples a step's answers
+    evaluation_cache: int = 0  # the same for held-out prompts
     sent: int = 0  # of weights that were sent: in this host's memory, and in that of each worker
 
 

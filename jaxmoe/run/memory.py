@@ -58,7 +58,7 @@ class Memory:
     update: int  # the optimizer's updates; of Muon also what it computes them from
     activations: int  # of one microbatch, forward and backward
     routing: int  # what the router did, for all tokens of a batch
-    cache: int  # keys and values while sampling
+    cache: int  # keys and values while sampling, also those of an evaluation
     ahead: int  # cache and older weights of an engine that samples during the step
     host: int  # in host memory: moments, inputs of periods of layers, an embedding
 
@@ -183,7 +183,7 @@ def plan_memory(cfg: Config) -> Memory:
         activations=saved_activations * (2 if own_backbone else 1)
         + (period * layer - frozen_arrays if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
-        cache=engine.cache,
+        cache=max(engine.cache, engine.evaluation_cache),
         ahead=engine.cache + older * engine.weights + (table if has_host_table else 0)
         if older
         else 0,

@@ -53,7 +53,7 @@ def policy_stage_bytes(cfg: Config, stage: str) -> dict[str, int]:
     if stage == "exporting":
         return parts
     engine = describe_engine(cfg).memory(cfg)
-    sampling = {"engine_copy": engine.weights, "cache": engine.cache}
+    sampling = {"engine_copy": engine.weights, "cache": max(engine.cache, engine.evaluation_cache)}
     moves = cfg.rollout.engine == "native" and weights.are_read_as_trained
     if stage == "scoring" or not moves:
         return parts | sampling

@@ -58,6 +58,13 @@ def test_the_planned_cache_has_the_engines_bytes(prompt, answer):
     stored = sum(x.nbytes for x in jax.tree.leaves(state.cache))
     assert stored == rows_cache_bytes(cfg, 2, answer)
     assert bool(state.cache.prompts) == (answer == 8)
+    # an evaluation has one answer of each of eight prompts
+    greedy, _ = engine._prefill_batch(
+        engine._loaded, 4 * prompts, Sampling(answer, ()), 0, 1, 8, 0, limits
+    )
+    stored = sum(x.nbytes for x in jax.tree.leaves(greedy.cache))
+    planned = plan_native_memory(override(cfg, "rollout.max_parallel_sequences=8"))
+    assert stored == planned.evaluation_cache and planned.cache <= stored
 
 
 @pytest.mark.parametrize("sync", ["keep", "recompute"])

@@ -26,6 +26,7 @@ from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes
 from jaxmoe.rollout.engine import open_engine
+from jaxmoe.rollout.native_memory import plan_native_memory
 from jaxmoe.run.dry_run import format_plan
 from jaxmoe.run.memory import (
     check_memory,
@@ -309,7 +310,10 @@ def test_the_native_engine_has_two_copies_while_loading():
     )
     stale_settings = ("rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)")
     ahead = plan_memory(override(BIG, *stale_settings))
-    assert mem.ahead == 0 and ahead.training - mem.training == mem.cache + mem.engine_copy
+    cache = plan_native_memory(BIG).cache
+    assert mem.ahead == 0 and ahead.training - mem.training == cache + mem.engine_copy
+    # A greedy evaluation has one row of each prompt, which shares no keys.
+    assert mem.cache == plan_native_memory(BIG).evaluation_cache > cache
     assert plan_memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
 
 
