@@ -163,6 +163,9 @@ def plan_memory(cfg: Config) -> Memory:
         recorded = sum(math.prod(x) for x in find_recorded_sizes(record, m).values())
         saved_activations += 3 * 4 * recorded * tokens
     engine, older = describe_engine(cfg).memory(cfg), cfg.rollout.older_versions
+    ahead = engine.cache + older * engine.weights if older else 0
+    # A batch that is sampled ahead ends before an evaluation; groups go on beside it.
+    beside_evaluation = ahead if cfg.rollout.schedule == "groups" else 0
     packed, frozen, table = base_bytes(cfg)
     frozen_arrays = (period - 1) * arrays if weights.base else 0
     has_host_table = cfg.lora.embedding_rows > 0
@@ -183,10 +186,8 @@ def plan_memory(cfg: Config) -> Memory:
         activations=saved_activations * (2 if own_backbone else 1)
         + (period * layer - frozen_arrays if cfg.optim.remat else 0),
         routing=routing_bytes(cfg),
-        cache=max(engine.cache, engine.evaluation_cache),
-        ahead=engine.cache + older * engine.weights + (table if has_host_table else 0)
-        if older
-        else 0,
+        cache=max(engine.cache, engine.evaluation_cache + beside_evaluation),
+        ahead=ahead + (table if has_host_table and older else 0),
         host=host_moments
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
         + (table if has_host_table else 0),

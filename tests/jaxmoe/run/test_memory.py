@@ -313,7 +313,13 @@ def test_the_native_engine_has_two_copies_while_loading():
     cache = plan_native_memory(BIG).cache
     assert mem.ahead == 0 and ahead.training - mem.training == cache + mem.engine_copy
     # A greedy evaluation has one row of each prompt, which shares no keys.
-    assert mem.cache == plan_native_memory(BIG).evaluation_cache > cache
+    evaluation = plan_native_memory(BIG).evaluation_cache
+    assert mem.cache == evaluation > cache and ahead.cache == evaluation
+    # Groups of prompts are sampled beside it.
+    flow_settings = "rollout.schedule=groups", "rollout.native.on_weight_sync=keep"
+    groups = override(BIG, "mesh.fsdp=1", *stale_settings, *flow_settings)
+    flow = plan_memory(groups)
+    assert flow.cache == plan_native_memory(groups).evaluation_cache + flow.ahead
     assert plan_memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
 
 
