@@ -42,12 +42,14 @@ def ask_for_way(row: Row) -> Row:
     dice = random.Random(row.question)
     start, distance = dice.randrange(len(DOORS)), dice.randint(1, 3)
     goal = (start + distance) % len(DOORS)
-    return replace(row, question=f"{start} {goal}", answer=str(goal))
+    # The word that it replaces tells rows of one way apart.
+    columns = {"replaced": row.columns}
+    return replace(row, question=f"{start} {goal}", answer=str(goal), columns=columns)
 
 
 def demonstrate_doors(row: Row) -> Sequence[Message]:
     """Three turns through random doors: the form of an episode, and not the way."""
-    dice = random.Random(f"{row.question} {row.columns}")
+    dice = random.Random(f"{row.question} {row.columns['replaced']}")
     rooms = Rooms()
     rooms.reset(row, seed=0)
     messages: list[Message] = []

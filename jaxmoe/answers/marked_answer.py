@@ -37,13 +37,13 @@ def find_marked_answer(response: str) -> str | None:
     ends = [match.end() for match in _HASHES.finditer(response)]
     if not ends:
         return _find_boxed_answer(response)
-    rest = response[ends[-1] :].lstrip()
-    line, _, below = rest.partition("\n")
+    after = response[ends[-1] :].lstrip()
+    line, _, below = after.partition("\n")
     text, below = line.strip().rstrip("#* "), below.strip()
     if read_quantity(text) is not None:
         return text
     # Words at the end are an answer; words with text below them may be a heading.
-    for marks in (rest, response) if below else (rest,):
+    for marks in (after, response) if below else (after,):
         if _BOX in marks:
             return _find_boxed_answer(response)
         if _ANSWER_PHRASE.search(marks):

@@ -6,11 +6,12 @@ Next: jaxmoe/collection/demonstrations.py and jaxmoe/collection/tasks.py call th
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.function_specs import check_option_names, import_function, parse_call
+from jaxmoe.data.row_changes import write_changes
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.user_code import user_code
 
@@ -23,14 +24,21 @@ def read_demonstrations(text: str) -> Callable[[Row], Sequence[Message]] | None:
     return _read_row_function(text, "warmup.demonstrations")
 
 
-def read_row_map(text: str, seed: int, *, keeps_answers: bool) -> Callable[[Row], Row] | None:
+def read_row_map(
+    text: str, seed: int, *, keeps_answers: bool, columns: Mapping[str, str] | None = None
+) -> Callable[[Row], Row] | None:
     """Parse "module:function(option=1)"; the function takes a row, or a row and a seed.
 
+    What it changes of the question and the answers is written into the columns that these were read
+    from, where reward functions read them.
+
     seed: the run's.
+    columns: data.columns.
     keeps_answers: True if the task scores, which knows only the answers of its own rows.
 
     None for an empty text. Raises: ConfigError if it cannot be imported or called; the returned
-    function also if the result is not a row, or if it has other answers and must keep them.
+    function also if the result is not a row, or if it has other answers and must keep them, or
+    changes one of several.
     """
     function = _read_row_function(text, "data.map_rows", seed=seed)
     if function is None:
@@ -50,7 +58,7 @@ def read_row_map(text: str, seed: int, *, keeps_answers: bool) -> Callable[[Row]
                 f"data.map_rows must keep a row's answers if the task scores; {text.strip()} made "
                 f"{mapped.answer!r:.40} of {row.answer!r:.40}. Name data.rewards, or keep them."
             )
-        return mapped
+        return write_changes(row, mapped, columns or {})
 
     return map_row
 

@@ -172,7 +172,9 @@ def open_task(cfg: Config) -> Task:
     # An environment, or reward functions, need no answer in the row.
     pays_itself = bool(cfg.data.environment.strip())
     answers = not (pays_itself or cfg.data.rewards.strip())
-    map_row = read_row_map(cfg.data.map_rows, cfg.seed, keeps_answers=answers)
+    map_row = read_row_map(
+        cfg.data.map_rows, cfg.seed, keeps_answers=answers, columns=cfg.data.columns
+    )
     overlong = None
     if cfg.data.overlong_prompts == "drop":
         overlong = PromptLengthFilter(

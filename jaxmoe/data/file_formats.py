@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the records of one file: JSON, JSON lines, CSV, TSV, parquet and Arrow.
 
-Next: jaxmoe/data/files.py finds the files.
+Next: jaxmoe/data/task_files.py finds the files.
 """
 
 import codecs
@@ -34,8 +34,12 @@ def readers_by_suffix() -> dict[str, Callable[[Path], Records]]:
 
 
 def format_suffix(path: Path) -> str:
-    """The end of a file's name that tells its format, such as ".jsonl" or ".jsonl.gz"."""
-    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    """The end of a file's name that tells its format, such as ".jsonl" or ".jsonl.gz".
+
+    Capital letters do not matter.
+    """
+    suffix = path.suffix.lower()
+    return "".join(path.suffixes[-2:]).lower() if suffix == ".gz" else suffix
 
 
 def read_records(path: Path) -> Records:
@@ -47,7 +51,7 @@ def read_records(path: Path) -> Records:
 def _read_bytes(path: Path) -> bytes:
     """The decompressed bytes of a file, without the byte order mark that Windows editors write."""
     content = path.read_bytes()
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:

@@ -15,7 +15,7 @@ from jaxmoe.data.rows import Row, Source, Subset
 
 
 class Split(NamedTuple):
-    """Training rows, held-out rows, and a note for each reason to leave rows out of both."""
+    """Training rows, held-out rows, and a note for each reason to leave rows or files out."""
 
     train: Source
     held_out: Source
@@ -93,7 +93,8 @@ def split_file(
     held_out = list(first_of_key.values())[: request.eval_size]
     train = train_without(request.eval_size)
     notes: tuple[str, ...] = ()
-    if request.has_environment and (len(held_out) < request.eval_size or not train):
+    repeats = request.has_environment and (len(held_out) < request.eval_size or not train)
+    if repeats:
         held_out = candidates[: request.eval_size]
         train = order[request.eval_size :] if is_one_file else order
         notes = (
@@ -113,13 +114,22 @@ def split_file(
             left_out,
         )
 
-    _count_unused(source, [*train, *held_out] if is_one_file else train, order, left_out)
+    # In the order of the files, so that each reason names its first row.
+    copy_reason = "another row with the same question is held out"
+    file_reason = f"a row of {held_out_name} has the same question"
+    keys_held_out = {held_out_keys[index] for index in held_out}
+    for index in sorted({*order} - {*train} - ({*held_out} if is_one_file else set())):
+        reason = copy_reason if keys[index] in keys_held_out else file_reason
+        left_out.add(reason, source[index])
     train = train if request.shuffle else sorted(train)
     size = len(train) if request.train_size is None else request.train_size
     for index in train[size:]:
         left_out.add(f"past data.train_rows={size}", source[index])
     if not is_one_file:
-        _count_unused(held_source, held_out, candidates, left_out)
+        for index in sorted({*candidates} - {*held_out}):
+            is_copy = held_out_keys[index] in keys_held_out and not repeats
+            past = f"past data.held_out_rows={request.eval_size}"
+            left_out.add(copy_reason if is_copy else past, held_source[index])
     return Split(
         Subset(source, train[:size]), Subset(held_source, held_out), notes + left_out.lines()
     )
@@ -138,14 +148,6 @@ def _usable_rows(source: FileSource, request: SplitRequest, left_out: _LeftOut) 
         if request.overlong is None or request.overlong.accepts(row):
             usable.append(index)
     return usable
-
-
-def _count_unused(
-    source: FileSource, used: list[int], order: list[int], left_out: _LeftOut
-) -> None:
-    unused = set(order) - set(used)
-    for index in sorted(unused):
-        left_out.add("another row with the same question is held out", source[index])
 
 
 def _count(number: int, noun: str) -> str:

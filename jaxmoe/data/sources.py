@@ -14,6 +14,7 @@ from jaxmoe.data.files import FileSource, read_task_rows
 from jaxmoe.data.gym import GymSource
 from jaxmoe.data.overlong import PromptLengthFilter
 from jaxmoe.data.rows import Source, Subset
+from jaxmoe.data.task_files import list_task_files
 
 
 def open_source(
@@ -105,10 +106,15 @@ def open_split(
     _refuse_options(train_options)
     train = FileSource(read_task_rows(task, answers=answers, columns=columns))
     name = task if isinstance(task, str) else ", ".join(task)
-    if "held_out" not in options:
-        return split_file(train, name, request)
-    held_out = FileSource(read_task_rows(options["held_out"], answers=answers, columns=columns))
-    return split_file(train, name, request, held_out, str(options["held_out"]))
+    notes = list_task_files(task).notes
+    if "held_out" in options:
+        held_out_task = options["held_out"]
+        held_out = FileSource(read_task_rows(held_out_task, answers=answers, columns=columns))
+        split = split_file(train, name, request, held_out, str(held_out_task))
+        notes = tuple(dict.fromkeys((*notes, *list_task_files(held_out_task).notes)))
+    else:
+        split = split_file(train, name, request)
+    return split._replace(notes=notes + split.notes)
 
 
 def _split_gym(

@@ -62,21 +62,28 @@ class Convention:
     """How a reward function is called, and how its results are parsed.
 
     batch: True if one call scores all samples.
-    arguments: returns all available arguments of a call, by parameter name.
+    arguments: returns all available arguments of a call, by parameter name; see `make_calls`.
     """
 
     batch: bool
-    arguments: Callable[[Sequence[Sample], SimpleNamespace], dict[str, Any]]
+    arguments: Callable[[Sequence[Sample], SimpleNamespace, Sequence[str]], dict[str, Any]]
 
     def make_calls(
-        self, function: Callable[..., Any], samples: Sequence[Sample], state: SimpleNamespace
+        self,
+        function: Callable[..., Any],
+        samples: Sequence[Sample],
+        state: SimpleNamespace,
+        columns: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """The arguments of each call, limited to the parameters of the function.
 
         state: TRL's trainer_state: global_step and max_steps.
+        columns: of the task's rows; these samples may lack some.
         """
         batches = [samples] if self.batch else [[sample] for sample in samples]
-        return [_select_arguments(function, self.arguments(batch, state)) for batch in batches]
+        return [
+            _select_arguments(function, self.arguments(batch, state, columns)) for batch in batches
+        ]
 
     def parse_values(
         self, label: str, returned: Sequence[Any], samples: Sequence[Sample]
@@ -132,16 +139,19 @@ def detect_convention(
     )
 
 
-def _trl_arguments(samples: Sequence[Sample], state: SimpleNamespace) -> dict[str, Any]:
+def _trl_arguments(
+    samples: Sequence[Sample], state: SimpleNamespace, columns: Sequence[str]
+) -> dict[str, Any]:
     """TRL's arguments: lists of prompts, completions, token ids, and of every column.
 
-    A completion is a text, or a chat of one turn if the row's prompt is a chat. A column that a
-    row lacks is None, as in a Hugging Face dataset.
+    A completion is a text, or a chat of one turn if the row's prompt is a chat. A column of the
+    task that a row lacks is None, as in a Hugging Face dataset.
     """
     chats = [isinstance(s.prompt, list) for s in samples]
+    names = (*columns, *(name for s in samples for name in s.row.columns))
     return {
         name: [s.row.columns.get(name) for s in samples]
-        for name in dict.fromkeys(name for s in samples for name in s.row.columns)
+        for name in dict.fromkeys(names)
         # TRL passes every column but these two, which it passes as prompts and completions.
         if name not in ("prompt", "completion")
     } | {
@@ -155,7 +165,7 @@ def _trl_arguments(samples: Sequence[Sample], state: SimpleNamespace) -> dict[st
     }
 
 
-def _verl_arguments(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
+def _verl_arguments(samples: Sequence[Sample], *_: Any) -> dict[str, Any]:
     """verl's arguments. ground_truth is reward_model.ground_truth, else the unparsed answer."""
     columns = samples[0].row.columns
     name, stored = stored_answer(columns)
@@ -167,13 +177,13 @@ def _verl_arguments(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, 
     }
 
 
-def _verl_batch_arguments(samples: Sequence[Sample], state: SimpleNamespace) -> dict[str, Any]:
+def _verl_batch_arguments(samples: Sequence[Sample], *_: Any) -> dict[str, Any]:
     """The arguments of verl's batch reward manager: those of `_verl_arguments`, in lists."""
-    arguments_by_sample = [_verl_arguments([sample], state) for sample in samples]
+    arguments_by_sample = [_verl_arguments([sample]) for sample in samples]
     return {f"{name}s": [arguments[name] for arguments in arguments_by_sample] for name in VERL}
 
 
-def _native_arguments(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
+def _native_arguments(samples: Sequence[Sample], *_: Any) -> dict[str, Any]:
     """Our own arguments: row is a dict of its columns, analysis the text of that channel."""
     (sample,) = samples
     plain = {"question": sample.row.question, "answer": sample.row.answer}

@@ -71,6 +71,10 @@ def call_limit_s(function: Callable[..., Any]) -> float:
     return float(getattr(function, "call_limit_s", math.inf))
 
 
+class UnimportableError(ConfigError):
+    """A reward function cannot be imported in the process that is to call it."""
+
+
 class RewardProcess:
     """A Runner that calls functions in a separate process, with a time limit.
 
@@ -153,7 +157,7 @@ class RewardProcess:
                 if answer is None
                 else answer[1][1]
             )
-            raise ConfigError(
+            raise UnimportableError(
                 f"{label}: {path} must be importable in the separate process that runs reward "
                 f"functions; {reason}. Put it into a module on the Python path "
                 f"(PYTHONPATH=FOLDER). {_OR_CALL_INLINE}."

@@ -25,7 +25,13 @@ from jaxmoe.rewards.conventions import (
     is_undecided,
 )
 from jaxmoe.rewards.read_float import read_float
-from jaxmoe.rewards.reward_process import CrashError, LateError, Runner, run_inline
+from jaxmoe.rewards.reward_process import (
+    CrashError,
+    LateError,
+    Runner,
+    UnimportableError,
+    run_inline,
+)
 from jaxmoe.rewards.reward_specs import import_reward, is_async
 from jaxmoe.rewards.token_rewards import describe_sizes, read_token_rewards
 from jaxmoe.shapes import Metrics
@@ -54,6 +60,7 @@ class Reward:
     path: str  # "module:function"
     options: dict[str, Any]
     key: str = "data.rewards"  # the config key that names it, in messages
+    columns: tuple[str, ...] = ()  # of the task's rows
 
     @property
     def label(self) -> str:
@@ -106,7 +113,7 @@ def read_rewards(
         names.append(path.rpartition(":")[2].rpartition(".")[2])
         number = names.count(names[-1])
         label = f"{names[-1]}_{number}" if number > 1 else names[-1]
-        rewards.append(Reward(label, weight, function, call, path, options, key))
+        rewards.append(Reward(label, weight, function, call, path, options, key, tuple(columns)))
     return tuple(rewards)
 
 
@@ -239,7 +246,7 @@ def _call_reward(
     """(parts that a function returned for each sample, its fault or "", the first error)."""
     names = [sample.label for sample in samples]
     label, name, is_batch = reward.label, reward.name, reward.convention.batch
-    calls = reward.convention.make_calls(reward.function, samples, state)
+    calls = reward.convention.make_calls(reward.function, samples, state, reward.columns)
 
     def run_calls(calls: list[dict[str, Any]], rows: list[str]) -> list[tuple[str, Any]]:
         try:
@@ -295,14 +302,15 @@ def _call_one_by_one(
 ) -> list[tuple[str, Any]]:
     """The outcomes of calls. A function that costs too much to be tried on the rest is given up:
 
-    one that was late or ended its process three times in a row, or that cannot be called at all.
+    one that was late or ended its process three times in a row, or that cannot be imported. An
+    error that it raised is of its row alone.
     """
     outcomes: list[tuple[str, Any]] = []
     for call, row in iterate(list(zip(calls, rows, strict=True))):
         last = [value for _, value in outcomes[-_MAX_CRASHES:]]
         crashed = len(last) == _MAX_CRASHES and all(isinstance(x, CrashError) for x in last)
-        failed = bool(last) and isinstance(last[-1], ConfigError)
-        gave_up = crashed or (failed and not isinstance(last[-1], CrashError))
+        failed = bool(last) and isinstance(last[-1], LateError | UnimportableError)
+        gave_up = crashed or failed
         outcomes += outcomes[-1:] if gave_up else run_calls([call], [row])
     return outcomes
 

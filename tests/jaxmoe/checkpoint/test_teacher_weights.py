@@ -75,7 +75,7 @@ def test_the_policys_arithmetic_is_the_teachers(folder):
     assert load_teacher(teacher, None)["head"].shape == (64, 272)
 
 
-def test_adapters_teach_over_the_base_they_were_trained_on(tmp_path):
+def test_adapters_teach_over_the_base_of_training(tmp_path):
     run = override(
         CFG, f"workdir={tmp_path}", "lora.attention_rank=2", "mesh.fsdp=1", "warmup.steps=1"
     )

@@ -8,6 +8,9 @@ import pytest
 from jaxmoe.collection.tasks import digest_contents, open_task
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
+from jaxmoe.data.harmony.parse import ParsedResponse
+from jaxmoe.rewards.conventions import Sample
+from jaxmoe.rewards.rewards import score_samples
 
 MAPS = """
 from dataclasses import replace
@@ -20,6 +23,21 @@ def as_text(row):
 
 def other_answer(row):
     return replace(row, answer=row.answer + "0")
+
+def double(row):
+    return replace(row, question="Twice " + row.question, answer=str(2 * int(row.answer)))
+"""
+
+REWARDS = """
+def always(response): return 1.0
+def verl(data_source, solution_str, ground_truth): return float(solution_str == ground_truth)
+def trl(prompts, completions, answer, question, **columns):
+    assert prompts == question
+    assert all(q.startswith("Twice ") for q in question)
+    return [float(c == a) for c, a in zip(completions, answer)]
+def native(prompt, response, row):
+    assert prompt == row["question"] and prompt.startswith("Twice ")
+    return float(response == row["answer"])
 """
 
 
@@ -27,7 +45,7 @@ def other_answer(row):
 def configure(tmp_path, monkeypatch):
     """A function from settings to a config with a file of 16 rows and the maps above."""
     (tmp_path / "own_maps.py").write_text(MAPS)
-    (tmp_path / "own_rewards.py").write_text("def always(response): return 1.0\n")
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "q.jsonl"
     rows = [{"question": f"{i:02}" + "x" * (i % 4 == 0), "answer": f"{i}"} for i in range(16)]
@@ -75,3 +93,23 @@ def test_faulty_row_functions_are_refused_in_one_line(configure, name, message, 
 def test_answers_may_change_where_other_functions_score(configure):
     changes = ("data.map_rows=own_maps:other_answer", "data.rewards=own_rewards:always")
     assert open_task(configure(*changes)).train[0].answer.endswith("0")
+
+
+@pytest.mark.parametrize("convention", ["verl", "trl", "native"])
+def test_rewards_of_each_convention_see_mapped_rows(configure, convention):
+    reward = f"data.rewards=own_rewards:{convention}"
+    task = open_task(configure("data.map_rows=own_maps:double", reward))
+    number = next(i for i in range(4) if task.train[i].answer != "0")
+    row = task.train[number]
+    texts = (row.answer, str(int(row.answer) // 2))
+    samples = [Sample(number, row, ParsedResponse(text), [65]) for text in texts]
+    assert score_samples(task.rewards, samples).rewards.tolist() == [1.0, 0.0]
+
+
+def test_rewards_see_mapped_rows_of_named_columns(configure, tmp_path):
+    rows = [{"problem": f"q{i}", "final": f"{i}"} for i in range(16)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = "data.columns={'question': 'problem', 'answer': 'final'}"
+    changes = ("data.map_rows=own_maps:double", "data.rewards=own_rewards:trl", names)
+    columns = open_task(configure(*changes)).train[0].columns
+    assert columns["problem"].startswith("Twice q") and columns["final"] == columns["answer"]

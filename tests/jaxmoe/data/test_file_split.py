@@ -50,11 +50,11 @@ def test_the_seed_chooses_the_held_out_rows(tmp_path):
     assert first.score("1", 2) == 1.0
 
 
-def test_a_file_named_twice_counts_twice(tmp_path):
+def test_a_file_named_twice_is_read_once(tmp_path):
     path = write_questions(tmp_path / "a.jsonl", range(6))
     train, held_out, notes = open_split([path, path], {}, ALL)
-    assert len(train) == 10 and len(held_out) == 1
-    assert notes[0].startswith("1 row left out: another row with the same question")
+    assert len(train) == 5 and len(held_out) == 1
+    assert notes == (f"{path} is named 2 times and read once",)
 
 
 @pytest.mark.parametrize(("distinct", "trained", "copies"), [("row", 5, 3), ("question", 2, 6)])
@@ -98,6 +98,26 @@ def test_another_file_can_be_held_out(tmp_path):
         open_split(first, options, SplitRequest(8, 3))
 
 
+def test_unused_rows_have_their_true_reason(tmp_path):
+    first = write_questions(tmp_path / "a.jsonl", range(9))
+    second = write_questions(tmp_path / "b.jsonl", (3, 3, *range(30, 37)))
+    same = "left out: another row with the same question is held out"
+    past = "left out: past data.held_out_rows=2"
+    reasons_by_side = {
+        True: [f"2 rows {same}", f"6 rows {past}"],  # the other q3 of each file
+        False: [f"1 row left out: a row of {second} has the same question", f"7 rows {past}"],
+    }
+    sides = set()
+    for seed in range(8):
+        request = SplitRequest(None, 2, seed)
+        train, held_out, notes = open_split(first, {"held_out": second}, request)
+        is_held_out = "q3" in questions(held_out)
+        assert [note.partition(" (")[0] for note in notes] == reasons_by_side[is_held_out]
+        assert len(train) == 8
+        sides.add(is_held_out)
+    assert sides == {True, False}
+
+
 def test_too_many_rows_are_refused_with_what_fits(tmp_path):
     path = write_questions(tmp_path / "a.jsonl", range(9))
     train, held_out, notes = open_split(path, {}, SplitRequest(None, 2))
@@ -130,6 +150,10 @@ def test_an_environment_may_play_one_prompt_many_times(tmp_path):
     assert notes[0].startswith("the same rows are trained on and held out")
     with pytest.raises(ConfigError, match="1 different question;"):
         open_split(path, {}, SplitRequest(None, 3))
+    notes = open_split(
+        write_questions(tmp_path / "b.jsonl", [1]), {"held_out": path}, request
+    ).notes
+    assert notes[1].startswith("9 rows left out: past data.held_out_rows=3")
 
 
 def test_columns_tell_an_environment_s_rows_apart(tmp_path):

@@ -148,6 +148,15 @@ def test_without_generation_config_the_models_config_is_read(tmp_path):
     assert load_tokenizer(str(file)).stop_ids == (258, 264)
 
 
+@pytest.mark.parametrize("text", ["{}", '{"eos_token_id": null}'])
+def test_without_end_tokens_there_config_is_read(tmp_path, text):
+    file = write_byte_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    assert load_tokenizer(str(file)).stop_ids == (258, 264)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [257]}))
+    assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
+
+
 @pytest.mark.parametrize("spoilt", ['{"eos_token_id": "a"}', '{"eos_token_id": [-1]}', "[", "3"])
 def test_end_tokens_of_another_type_are_one_line(tmp_path, spoilt):
     file = write_byte_tokenizer(tmp_path)

@@ -68,6 +68,13 @@ def test_a_bad_value_among_missing_ones_is_counted(count_errors):
     check_faulty(scores, 0.34)
 
 
+def test_a_refused_row_leaves_the_others_scored():
+    scores = score_texts("some_rewards:refuses_level_two", *"234567")
+    np.testing.assert_array_equal(scores.rewards, np.float32([1.0, np.nan] * 3))
+    assert scores.faults == ["", "raised"] * 3
+    assert scores.first_fault.endswith("failed on row 1 (a:2): rows must have level 1")
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [

@@ -325,6 +325,15 @@ def test_what_cannot_be_sent_says_what_to_set(run, monkeypatch):
         score_in_process(run, "local", "1")
 
 
+def test_a_function_without_import_is_tried_once(fresh_run, monkeypatch):
+    score_in_process(fresh_run, "counts", "1")
+    before = fresh_run._n_requests
+    monkeypatch.setattr(sys.modules["worker_rewards"], "local", lambda response: 1.0, raising=False)
+    with pytest.raises(ConfigError, match="local must be importable in the separate process"):
+        score_in_process(fresh_run, "local", *"12345678")
+    assert fresh_run._n_requests == before + 1
+
+
 def test_what_a_late_function_started_ends_with_it(fresh_run, tmp_path, monkeypatch):
     file = tmp_path / "child"
     monkeypatch.setenv("CHILD_FILE", str(file))

@@ -43,6 +43,18 @@ def test_trls_convention_gets_column_lists_and_chats():
     assert score_texts("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
 
 
+@pytest.mark.parametrize("n_lacking", [1, 2])
+def test_a_column_that_rows_lack_is_none(n_lacking):
+    """Whether another row of the batch has it or not."""
+    lacking = Sample(1, Row("q", None, columns={"question": "q"}), ParsedResponse("x"), [65])
+    samples = [*make_samples("2"), lacking, lacking][-2 if n_lacking == 2 else 0 :][:2]
+    rewards = read_rewards("some_rewards:by_level + some_rewards:all_keywords", COLUMNS)
+    levels = [0.5 if s is lacking else 1.0 for s in samples]
+    assert score_samples(rewards, samples).rewards.tolist() == [x + 1.0 for x in levels]
+    assert RECEIVED["all_keywords"]["solution"] == [s.row.columns.get("solution") for s in samples]
+    assert "prompt" not in RECEIVED["all_keywords"]
+
+
 def test_a_part_that_counts_tricks_is_logged_separately():
     assert mean_part_metrics(score_texts("some_rewards:counts_trick", "2").parts) == {
         "reward/counts_trick/mean": 1.0,
