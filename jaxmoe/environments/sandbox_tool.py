@@ -68,7 +68,8 @@ class SandboxSession:
     def run(self, code: str) -> ToolResult:
         """Run a program; the result is the text for the policy.
 
-        Raises: EnvironmentFault if no sandbox starts, which is not the policy's doing.
+        Raises: EnvironmentFault if no sandbox starts, or something outside ended it between two
+            calls: neither is the policy's doing.
         """
         try:
             sandbox = self._sandbox or self._pool.acquire()
@@ -83,6 +84,11 @@ class SandboxSession:
         result = sandbox.run(code, self._call_s)
         if not result.is_alive:
             self._release()
+        if result.is_lost:
+            error = SandboxError(f"it ended between two calls ({result.error})")
+            raise EnvironmentFault(
+                f"a sandbox must stay alive for python_sandbox; {error}"
+            ) from error
         metrics = {name: float(status is result.status) for status, name in _METRICS.items()}
         return ToolResult(
             describe_result(result, self._call_s),

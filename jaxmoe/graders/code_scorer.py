@@ -76,7 +76,8 @@ async def score_code(
     The code is the response's last block in ``` that defines the function, or all of it; a response
     that continues the prompt's function is read behind the prompt. Each way to fail is counted by
     name, and so are signs of cheating in its text (`hack/KIND`), which cost nothing. If a sandbox
-    does not start, the score is None: the answer has no reward.
+    does not start or is killed, or the row's tests fail every answer, the score is None: the answer
+    has no reward.
 
     timeout_s: for one answer, all tests together.
     sandbox: fields of SandboxConfig; a run passes those of its config.
@@ -157,10 +158,10 @@ def _list_statements(tree: ast.Module) -> list[ast.stmt]:
     return statements
 
 
-def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float]:
+def _count_grade(grade: Grade, has_code: bool = True) -> dict[str, float | None]:
     ending = grade.status.value if has_code else "no_code"
-    passed = float(grade.status is GradeStatus.PASSED)
-    return {"score": passed} | {name: float(name == ending) for name in _PARTS}
+    score = None if grade.is_rows_fault else float(grade.status is GradeStatus.PASSED)
+    return {"score": score} | {name: float(name == ending) for name in _PARTS}
 
 
 def open_pool_of_run(fields: Mapping[str, Any] | None) -> SandboxPool:

@@ -8,6 +8,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
+from types import UnionType
 
 from jaxmoe.graders.suspicious_code import parse_code
 from jaxmoe.sandbox.process import MAX_REQUEST_CHARS
@@ -28,6 +29,7 @@ _FIXTURES = {
     "setup_function",
     "teardown_function",
 }
+_UNPLAIN = {"object", "range", "iter", "map", "filter", "zip", "enumerate", "reversed"}
 _FAILING_NAMES = ("assert", "fail", "exit", "_exit", "abort")
 # The runner below takes the place of unittest's own, which ends the interpreter.
 PREPARE_TESTS = "import unittest\nunittest.main = lambda *_, **__: None\n"
@@ -89,9 +91,15 @@ def find_test_fault(tests: str, entry_point: str, setup: str = "") -> str:
         return f"tests must run by themselves, and {fault}. {_FORMS}"
     arguments = {x.args.args[0].arg for x in _find_checks(tree) if x.args.args}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if names.isdisjoint({entry_point, "candidate", *arguments}):
+    called = {entry_point, "candidate", *arguments}
+    if names.isdisjoint(called):
         return f"tests must call {entry_point} or candidate, and never name them. {_FORMS}"
     programs = [tree, parse_code(setup) or ast.Module([], [])]
+    if refused := _find_unplain_argument(programs, called):
+        return (
+            f"tests must pass plain data, and {entry_point} gets {refused}. Pass numbers, texts "
+            "and containers of them"
+        )
     if not any(_can_fail(node) for program in programs for node in ast.walk(program)):
         return f"tests must fail some answer, and have no assertion. {_FORMS}"
     return ""
@@ -135,6 +143,33 @@ def _find_uncalled(tree: ast.Module) -> str:
     return ""
 
 
+def _find_unplain_argument(programs: list[ast.Module], called: set[str]) -> str:
+    """An argument of a call of these names that no sandbox can be sent; "" without one.
+
+    Those below `try` and `with` may be there to fail. Other arguments are known when they are sent.
+    """
+    classes = {
+        node.name
+        for program in programs
+        for node in ast.walk(program)
+        if isinstance(node, ast.ClassDef) and not node.bases and not node.keywords
+    }
+    for node in _walk_without(programs[0], ast.Try | ast.With):
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in called:
+            continue
+        for argument in (*node.args, *(x.value for x in node.keywords)):
+            match argument:
+                case ast.Lambda():
+                    return "a lambda"
+                case ast.GeneratorExp():
+                    return "a generator"
+                case ast.Call(ast.Name(name)) if name in classes | _UNPLAIN:
+                    return f"an object of {name}"
+                case _:
+                    pass
+    return ""
+
+
 def _list_used_names(tree: ast.Module) -> set[str]:
     return {x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and type(x.ctx) is ast.Load}
 
@@ -167,7 +202,7 @@ def _find_foreign_imports(tree: ast.Module) -> set[str]:
     """Modules that a sandbox does not have, except those below `try`."""
     return {
         name
-        for node in _walk_without_try(tree)
+        for node in _walk_without(tree, ast.Try)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in _list_modules(node)
         if name not in sys.stdlib_module_names
@@ -180,12 +215,13 @@ def _list_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [alias.name.partition(".")[0] for alias in node.names]
 
 
-def _walk_without_try(tree: ast.AST) -> Iterator[ast.AST]:
+def _walk_without(tree: ast.AST, left_out: type | UnionType) -> Iterator[ast.AST]:
+    """All nodes, as ast.walk, without what stands below these kinds."""
     stack = [tree]
     while stack:
         node = stack.pop()
         yield node
-        stack += [] if isinstance(node, ast.Try) else ast.iter_child_nodes(node)
+        stack += [] if isinstance(node, left_out) else ast.iter_child_nodes(node)
 
 
 def _can_fail(node: ast.AST) -> bool:

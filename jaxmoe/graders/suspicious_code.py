@@ -129,14 +129,17 @@ _MAX_NESTED = 3  # texts within texts that are run
 def find_suspicious_code(tree: ast.AST) -> dict[str, int]:
     """The number of acts of each of KINDS in a program; it takes time in proportion to its length.
 
-    What stands below `if __name__ == "__main__":` does not run here, and is not counted.
+    What stands below `if __name__ == "__main__":` does not run in a grade, and is not counted,
+    unless the program may give `__name__` a value.
     """
     counts = Counter(_find_kinds(tree, _MAX_NESTED))
     return {kind: counts[kind] for kind in KINDS}
 
 
 def _find_kinds(tree: ast.AST, n_nested: int) -> Iterator[str]:
-    nodes = list(_walk_run_code(tree))
+    # A text may be run with another `__name__` than its program has.
+    runs_guards = n_nested < _MAX_NESTED or any(map(_sets_module_name, ast.walk(tree)))
+    nodes = list(ast.walk(tree) if runs_guards else _walk_run_code(tree))
     names = _Names.read_tree(nodes)
     for node in nodes:
         match node:
@@ -180,10 +183,22 @@ def _walk_run_code(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _is_main_guard(test: ast.expr) -> bool:
     match test:
-        case ast.Compare(ast.Name("__name__"), [ast.Eq()], [ast.Constant("__main__")]):
+        case ast.Compare(
+            ast.Name("__name__"), [ast.Eq()], [ast.Constant("__main__")]
+        ) | ast.Compare(ast.Constant("__main__"), [ast.Eq()], [ast.Name("__name__")]):
             return True
         case _:
             return False
+
+
+def _sets_module_name(node: ast.AST) -> bool:
+    """True for a node that may give `__name__` a value: it binds the name, or has it in a text."""
+    if isinstance(node, ast.Name):
+        return node.id == "__name__" and not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and "__name__" in node.value
+    fields = ("name", "asname", "arg", "rest")
+    return any(getattr(node, field, None) == "__name__" for field in fields)
 
 
 @dataclass(frozen=True)

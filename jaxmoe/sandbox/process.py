@@ -23,14 +23,17 @@ from jaxmoe.sandbox.inside.plain_data import (
     check_form,
     encode_value,
 )
+from jaxmoe.sandbox.process_state import read_parent, read_state
 
 MAX_OUTPUT_CHARS = 20_000  # of a call; what is printed beyond is dropped
-MAX_REQUEST_CHARS = 1_000_000
+MAX_REQUEST_CHARS = 1_000_000  # of a program
 START_LIMIT_S = 30.0
 _MAX_LINE_BYTES = 8_000_000
 _THREAD_END_S = 0.1  # a thread that was joined takes a moment to end
 _READ_BYTES = 1 << 16
 _SLEEP_LIMIT_S = 0.1  # for a process that replied to go to sleep
+_STOP_LIMIT_S = 0.1  # for a process to stop
+_STOPPED, _GONE = ("T", 1), ("Z", "X", "")
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: what the scheduler counted, in nanoseconds
 _MAX_WAIT_S = 1e6  # poll refuses a number of milliseconds above 2**31
 
@@ -56,6 +59,7 @@ class CallResult:
     output: str = ""
     error: str = ""  # the name of the exception, or how the process ended
     value: PlainForm | None = None
+    is_lost: bool = False  # it ended before the call, which no program in it can do
 
     @property
     def is_alive(self) -> bool:
@@ -64,7 +68,7 @@ class CallResult:
 
 
 class SandboxError(RuntimeError):
-    """A sandbox did not start; the message is one line."""
+    """A sandbox did not start, or was lost; the message is one line."""
 
 
 class _Forged(Exception):
@@ -87,6 +91,7 @@ class Sandbox:
         self.worker_pid = 0 if info_fd is not None else child.pid
         self._is_ready = False
         self._pauses = "pause" not in setup["removed"]
+        self._is_idle = True  # no program runs or can run
         # The pipe holds most of it, and the process reads the rest or ends: this waits for neither.
         try:
             content = memoryview(json.dumps(setup).encode() + b"\n")
@@ -123,15 +128,22 @@ class Sandbox:
             self._is_ready = True
 
     def run(
-        self, code: str, timeout_s: float, outside: Mapping[str, AnswerOutside] | None = None
+        self,
+        code: str,
+        timeout_s: float,
+        outside: Mapping[str, AnswerOutside] | None = None,
+        *,
+        module: str = "",
     ) -> CallResult:
         """Run a program in the interpreter, whose variables stay for the next call.
 
         outside: functions that the program may call and that this process answers; their
             arguments are forms of plain data, their results plain data or such forms.
+        module: the program's `__name__` from here on, "__main__" before the first.
         """
         functions = outside or {}
-        return self._request({"code": code, "outside": list(functions)}, timeout_s, functions)
+        content = {"code": code, "outside": list(functions), "module": module}
+        return self._request(content, timeout_s, functions)
 
     def call(
         self,
@@ -158,7 +170,7 @@ class Sandbox:
         While a process runs, its clock is up to 10 ms late, so this waits until it does not.
         """
         end = time.monotonic() + _SLEEP_LIMIT_S
-        while _read_state(self.worker_pid) == "R" and time.monotonic() < end:
+        while read_state(self.worker_pid)[0] == "R" and time.monotonic() < end:
             time.sleep(0.0002)
         # The clock of another process, as clock_getcpuclockid(3) names it.
         return time.clock_gettime((~self.worker_pid << 3) | _CPU_CLOCK)
@@ -181,7 +193,7 @@ class Sandbox:
         if self.worker_pid and self.worker_pid != self._child.pid and self._child.poll() is None:
             # The worker first: bubblewrap waits for it. An orphan would stay a zombie where the
             # container's first process reaps none.
-            if _read_parent(self.worker_pid) == self._child.pid:
+            if read_parent(self.worker_pid) == self._child.pid:
                 os.kill(self.worker_pid, signal.SIGKILL)
                 try:
                     self._child.wait(1.0)
@@ -207,9 +219,12 @@ class Sandbox:
             # A new id for each request: an old reply, or a guess, is not taken for the new one.
             request_id = os.urandom(8).hex()
             line = json.dumps({"id": request_id} | content).encode() + b"\n"
-            if len(line) > MAX_REQUEST_CHARS:
-                text = f"a call may have {MAX_REQUEST_CHARS:,} characters, got {len(line):,}"
+            # Arguments of a function need no limit: another sandbox sends no more than a reply has.
+            if "code" in content and len(line) > MAX_REQUEST_CHARS:
+                text = f"a program may have {MAX_REQUEST_CHARS:,} characters, got {len(line):,}"
                 return CallResult(CallStatus.ERROR, error=text)
+            is_lost = self._is_idle and not self._is_ended and self._child.poll() is not None
+            self._is_idle = False
             try:
                 if not self.is_running:
                     raise EOFError
@@ -221,6 +236,8 @@ class Sandbox:
                 if result.is_alive and self._pauses:
                     # A timer's handler would use a processor until the next call.
                     self._signal_worker(signal.SIGSTOP)
+                    # Seldom worth its time between calls of a function, which follow at once.
+                    self._is_idle = "code" in content and self._await_stop()
                 return result
             except TimeoutError:
                 self.kill()
@@ -230,7 +247,7 @@ class Sandbox:
                 return CallResult(CallStatus.FORGED)
             except (EOFError, OSError):
                 ending = self._await_end()
-                return CallResult(CallStatus.CRASHED, error=ending)
+                return CallResult(CallStatus.CRASHED, error=ending, is_lost=is_lost)
 
     def _await_reply(
         self, request_id: str, deadline: float, functions: Mapping[str, AnswerOutside]
@@ -270,11 +287,26 @@ class Sandbox:
                 return True
             time.sleep(0.001)
 
+    def _await_stop(self) -> bool:
+        """True if the process has stopped, which one that is about to end does not.
+
+        From then on it can do nothing, and if it ends, something outside ended it: the program may
+        set no timer that kills, and every other signal waits. A process that ended after its reply,
+        or takes long to stop, may have done so on purpose, to have no reward.
+        """
+        end = time.monotonic() + _STOP_LIMIT_S
+        while (state := read_state(self.worker_pid)) != _STOPPED:
+            if state[0] in _GONE or time.monotonic() > end:
+                return False
+            time.sleep(0.00002)
+        return True
+
     def _await_end(self) -> str:
         try:
             self._child.wait(1.0)
-        except subprocess.TimeoutExpired:  # it closed its pipe, and goes on
-            pass
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return "it closed its pipe"  # and went on
         return self.kill()
 
     def _signal_worker(self, number: signal.Signals) -> None:
@@ -368,18 +400,3 @@ def _answer_outside(call: Any, functions: Mapping[str, AnswerOutside]) -> bytes:
     except Exception as error:
         answer = {"value": None, "error": str(error) or type(error).__name__}
     return json.dumps(answer).encode() + b"\n"
-
-
-def _read_state(pid: int) -> str:
-    """The state of a process, such as "R" for running. Raises OSError if there is none."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
-def _read_parent(pid: int) -> int:
-    """The parent of a process; 0 if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0

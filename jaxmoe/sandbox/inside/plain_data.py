@@ -16,6 +16,10 @@ class NotPlainData(ValueError):
     """The value has no plain form; the message names its type."""
 
 
+class NestedTooDeep(NotPlainData):
+    """The value has no plain form because of its depth, and not because of a type."""
+
+
 @dataclass(frozen=True)
 class PlainForm:
     """A value in its JSON form, which the trainer passes on and does not decode.
@@ -35,7 +39,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, PlainForm):
         return value.form
     if depth > MAX_DEPTH:
-        raise NotPlainData(f"nested more than {MAX_DEPTH} deep")
+        raise NestedTooDeep(f"nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool):
         return value if value is None else bool(value)
     if isinstance(value, str):

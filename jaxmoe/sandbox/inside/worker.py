@@ -23,7 +23,12 @@ from jaxmoe.sandbox.inside.limits import (
     limit_files,
     set_limits,
 )
-from jaxmoe.sandbox.inside.plain_data import NotPlainData, decode_value, encode_value
+from jaxmoe.sandbox.inside.plain_data import (
+    NestedTooDeep,
+    NotPlainData,
+    decode_value,
+    encode_value,
+)
 from jaxmoe.sandbox.inside.seccomp import GROUPS, install_filter
 
 FILE_NAME = "<python>"
@@ -90,6 +95,9 @@ def _answer_requests(setup: dict[str, Any], requests: Any, replies: int) -> None
     _write_line(replies, {"ready": True})
     for line in requests:
         request = json.loads(line)
+        if name := request.get("module"):
+            module.__name__ = name
+            sys.modules[name] = module  # pickle and typing look up classes there
         report = {"id": request["id"]} | _answer_request(
             request, module.__dict__, setup["max_chars"], requests, replies
         )
@@ -164,11 +172,15 @@ def _make_outside_function(
     """A function whose calls are answered by the process outside."""
 
     def call_outside(*arguments: Any, **named: Any) -> Any:
-        call = {
-            "name": name,
-            "arguments": [encode_value(x) for x in arguments],
-            "named": {key: encode_value(x) for key, x in named.items()},
-        }
+        try:
+            call = {
+                "name": name,
+                "arguments": [encode_value(x) for x in arguments],
+                "named": {key: encode_value(x) for key, x in named.items()},
+            }
+        except NestedTooDeep as error:
+            # A value from outside may be a part of it; what no value changes is NotPlainData.
+            raise RecursionError(str(error)) from error
         _write_line(replies, {"id": request_id, "outside": call})
         answer = json.loads(requests.readline())
         if answer["error"]:

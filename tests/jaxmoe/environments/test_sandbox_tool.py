@@ -10,7 +10,8 @@ from jaxmoe.environments import sandbox_tool
 from jaxmoe.environments.step_check import EnvironmentFault
 from jaxmoe.environments.tool_environment import ToolEnvironment
 from jaxmoe.environments.tool_specs import read_tools
-from tests.jaxmoe.sandbox.kinds import BrokenLauncher, first_kind
+from jaxmoe.sandbox.process import SandboxError
+from tests.jaxmoe.sandbox.kinds import BrokenLauncher, end_from_outside, first_kind
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,32 @@ def test_a_dying_program_shows_the_policy_its_reason(environment, code, text, me
     assert text in reply and "variables and files are lost" in reply and "\n" not in reply
     assert metrics == {"tool/calls", "tool/errors", metric}
     assert "NameError" in call_tool(environment, "x")[0]
+    assert call_tool(environment, "6 * 7")[0] == "42"
+
+
+def test_a_sandbox_killed_between_calls_ends_episodes(tools):
+    session = tools[0].start(Row("q", "a")).close.__self__
+    assert session.run("x = 1").text == ""
+    end_from_outside(session._sandbox)
+    with pytest.raises(EnvironmentFault, match="stay alive for python_sandbox.*SIGKILL") as fault:
+        session.run("x")
+    assert isinstance(fault.value.__cause__, SandboxError)
+    session.close()
+
+
+ENDS_AFTER_REPLY = """
+import os
+def write(*arguments):
+    first(*arguments)
+    os._exit(137)
+first, os.write = os.write, write
+"""
+
+
+def test_a_program_that_ends_later_ends_no_episode(environment):
+    call_tool(environment, ENDS_AFTER_REPLY)
+    text, metrics = call_tool(environment, "1")
+    assert "ended its interpreter" in text and "tool/sandbox_crashes" in metrics
     assert call_tool(environment, "6 * 7")[0] == "42"
 
 

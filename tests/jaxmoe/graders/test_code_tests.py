@@ -74,6 +74,10 @@ FAULTS = {
     "import pytest\ndef test_a():\n    assert f(2)": "they import pytest",
     "from solution import f\nassert f(2) == 4": "call f without an import; they import solution",
     "def test_a():\n    import numpy.testing\n    assert f(2)": "they import numpy",
+    "def check(g):\n    assert g(lambda x: x) == 3": "pass plain data, and f gets a lambda",
+    "class T:\n    pass\nassert candidate(1, x=T()) == 3": "and f gets an object of T",
+    "assert f(x for x in 'ab') == 3": "and f gets a generator",
+    "assert f(range(3)) == 3": "and f gets an object of range",
     "assert 1 == 1": "must call f or candidate",
     "print(f(2) == 4)": "have no assertion",
     "1 +": "must be a Python program",
@@ -95,5 +99,9 @@ def test_tests_that_may_decide_are_accepted():
     optional = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert f(2) == 4"
     assert find_test_fault(optional, "f") == ""
     assert find_test_fault("def check(g):\n    assert g(2) == 4", "f") == ""
+    refused = "try:\n    f(lambda: 0)\nexcept ValueError:\n    pass\nassert f(2) == 4"
+    assert find_test_fault(refused, "f") == ""
+    number = "class T(int):\n    pass\nassert f(T(2), sorted([2], key=lambda x: x)) == 4"
+    assert find_test_fault(number, "f") == ""
     helper = "def expect(x, y):\n    assert x == y\n"
     assert find_test_fault("expect(f(2), 4)", "f", setup=helper) == ""

@@ -21,8 +21,9 @@ from jaxmoe.rewards.conventions import Sample
 from jaxmoe.rewards.rewards import read_rewards, score_samples
 from jaxmoe.sandbox.launch import Launcher
 from jaxmoe.sandbox.pool import SandboxPool
+from jaxmoe.sandbox.process import Sandbox, SandboxError
 from tests.jaxmoe.code_cheats import CODE_CHEATS, FORGE, HONEST, PROMPT, TESTS, WEAK_TESTS
-from tests.jaxmoe.sandbox.kinds import BrokenLauncher, first_kind
+from tests.jaxmoe.sandbox.kinds import BrokenLauncher, end_from_outside, first_kind
 
 
 def grade(pool, code, tests=TESTS, timeout_s=20.0):
@@ -48,6 +49,147 @@ def test_weak_tests_pay_no_cheat(pool, name):
     tests, code = WEAK_TESTS[name]
     assert grade(pool, code, tests).status is GradeStatus.FAILED
     assert grade(pool, HONEST, tests).status is GradeStatus.PASSED
+
+
+MAIN_GUARDS = {
+    "reads stdin": "def f(x): return 2 * x\nif __name__ == '__main__':\n    print(f(int(input())))",
+    "unittest": "import unittest\ndef f(x): return 2 * x\nclass T(unittest.TestCase):\n"
+    "    def test(self): self.assertEqual(f(1), 2)\nif __name__ == '__main__': unittest.main()",
+    "arguments": "import sys\ndef f(x): return 2 * x\nif '__main__' == __name__:\n    sys.argv[1]",
+    "exit": "import sys\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    sys.exit(f(0))",
+}
+
+
+@pytest.mark.parametrize("name", MAIN_GUARDS)
+def test_a_program_with_a_main_guard_passes(pool, name):
+    assert grade(pool, MAIN_GUARDS[name]).status is GradeStatus.PASSED
+
+
+def test_a_main_guard_cannot_replace_the_function(pool):
+    code = "def f(x): return 0\nif __name__ == '__main__':\n    def f(x): return 2 * x"
+    assert grade(pool, code).status is GradeStatus.FAILED
+
+
+def test_graded_programs_can_look_up_their_classes(pool):
+    code = """
+import dataclasses, pickle, typing
+@dataclasses.dataclass
+class Double:
+    x: "typing.ClassVar[int]" = 0
+    y: "Double | None" = None
+class Pair(typing.NamedTuple):
+    x: "int"
+def f(x):
+    typing.get_type_hints(Double), pickle.loads(pickle.dumps([Double(), Pair(1), f]))
+    return 2 * x
+"""
+    assert grade(pool, code).status is GradeStatus.PASSED
+
+
+@pytest.fixture
+def kill_at_calls(pool, monkeypatch):
+    """kill_at_calls(number, times): kill a grade's sandbox, of the answer (0) or the tests (1)."""
+
+    def kill_at_calls(number, times):
+        sandboxes, acquire, call = [], pool.acquire, Sandbox.call
+
+        def acquire_noted():
+            sandboxes.append(acquire())
+            return sandboxes[-1]
+
+        def kill_and_call(sandbox, *arguments, **named):
+            nonlocal times
+            times -= 1
+            if times >= 0:
+                end_from_outside(sandboxes[number - 2])
+            return call(sandbox, *arguments, **named)
+
+        monkeypatch.setattr(pool, "acquire", acquire_noted)
+        monkeypatch.setattr(Sandbox, "call", kill_and_call)
+
+    return kill_at_calls
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["answer", "tests"])
+@pytest.mark.parametrize("code", [HONEST, "def f(x): return 0"], ids=["right", "wrong"])
+def test_a_sandbox_killed_once_changes_no_grade(pool, kill_at_calls, number, code):
+    expected = GradeStatus.PASSED if code == HONEST else GradeStatus.FAILED
+    kill_at_calls(number, times=1)
+    assert grade(pool, code).status is expected
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["answer", "tests"])
+def test_sandboxes_killed_twice_leave_no_grade(pool, kill_at_calls, number):
+    kill_at_calls(number, times=99)
+    with pytest.raises(SandboxError, match="SIGKILL"):
+        grade(pool, HONEST)
+
+
+ENDS_AFTER_REPLY = """
+import os, signal
+write = os.write
+def write_and_end(descriptor, content):
+    write(descriptor, content)
+    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(128 + signal.SIGKILL)
+def f(x): return 0
+os.write = write_and_end
+"""
+
+
+def test_programs_that_end_themselves_are_not_lost(pool):
+    assert grade(pool, ENDS_AFTER_REPLY).status is GradeStatus.CRASHED
+
+
+@pytest.mark.parametrize("act", ["os._exit(3)", "os.abort()", "[0] * 10**10", "9 ** 9 ** 9"])
+def test_an_answer_cannot_end_its_examiner_unpaid(pool, act):
+    """Tests that run what an answer returns: a death that an answer can cause has a reward."""
+    tests = "import os\nassert eval(f(1)) == 3"
+    result = grade(pool, f"def f(x): return {act!r}", tests, timeout_s=3.0)
+    assert result.status in (GradeStatus.BAD_TEST, GradeStatus.TIMEOUT)
+    assert not result.is_rows_fault
+
+
+def test_late_tests_are_late_and_not_lost(pool):
+    slow = "import time\ntime.sleep(1.0)"
+    result = grade_code(pool, HONEST, "f", TESTS, setup=slow, timeout_s=1.7)
+    assert result.status is GradeStatus.TIMEOUT
+
+
+def test_large_arguments_of_tests_are_sent(pool):
+    tests = "x = list(range(80_000))\nassert f(x) == x + x"
+    assert grade(pool, HONEST, tests).status is GradeStatus.PASSED
+    assert grade(pool, "def f(x): return 0", tests).status is GradeStatus.FAILED
+
+
+OBJECT = "class T: pass\nt = T()\n"
+DEEP = "r = []\nfor _ in range(80): r = [r]\n"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        OBJECT + "assert f(t) == 3",
+        OBJECT + "assert f(1) == 2\nassert f([t]) == 3",  # no value of an answer makes it plain
+        "double = lambda x: 2 * x\nassert f(double) == 2",
+        DEEP + "assert f(r) == 80",
+        "assert f('x' * 9_000_000) == 3",
+        "assert 1 == 2\nf(1)",
+    ],
+)
+def test_tests_that_cannot_ask_are_at_fault(pool, tests):
+    result = grade(pool, HONEST, tests)
+    assert result.status is GradeStatus.BAD_TEST and result.is_rows_fault
+
+
+def test_values_that_spoil_the_tests_are_unpaid(pool):
+    deep = "def f(x):\n    r = []\n    for _ in range(50): r = [r]\n    return r"
+    long = "def f(x): return 'x' * 7_000_000"
+    tests = "assert f([f(1), f(2)]) == [2, 4, 2, 4]"
+    assert grade(pool, HONEST, tests).status is GradeStatus.PASSED
+    for code in (deep, long):
+        result = grade(pool, code, tests)
+        assert result.status is GradeStatus.BAD_TEST and not result.is_rows_fault
 
 
 class SlowPool(SandboxPool):
@@ -87,7 +229,8 @@ def test_tests_that_catch_exceptions_hide_no_crash(pool):
 def test_broken_tests_are_not_the_answers_fault(pool):
     correct = "def f(x): return 2 * x"
     for tests in ("pass", "def check(c): pass", "1 +", "undefined()"):
-        assert grade(pool, correct, tests).status is GradeStatus.BAD_TEST
+        result = grade(pool, correct, tests)
+        assert result.status is GradeStatus.BAD_TEST and result.is_rows_fault
 
 
 def test_code_is_read_in_blocks_and_after_prompts():
@@ -147,6 +290,8 @@ def test_the_reward_counts_each_outcome_by_name():
     assert correct["score"] == 1.0 and not any(x for name, x in correct.items() if name != "score")
     timed_out = score("def f(x):\n    while True: pass", row, timeout_s=1.0)
     assert timed_out["score"] == 0.0 and timed_out["timeout"] == 1.0
+    broken = score(HONEST, {**row, "test": "undefined()"})
+    assert broken["score"] is None and broken["bad_test"] == 1.0
     none = score("I cannot.", {**row, "prompt": "Write f."})
     assert none["no_code"] == 1.0 and sum(none.values()) == 1.0
 

@@ -2,6 +2,8 @@
 """The kinds of sandbox that start on this machine, and short ways to use them in tests."""
 
 import functools
+import os
+import signal
 
 import pytest
 
@@ -38,6 +40,12 @@ def first_kind():
         if not find_problem(kind):
             return kind
     pytest.skip(f"no sandbox starts on this machine: {find_problem('bubblewrap')}")
+
+
+def end_from_outside(sandbox):
+    """Kill a sandbox as the machine does that has no memory left."""
+    os.kill(sandbox.worker_pid, signal.SIGKILL)
+    sandbox._child.wait()
 
 
 def open_sandbox(kind=None, removed=(), **settings):

@@ -15,6 +15,7 @@ from jaxmoe.sandbox.process import MAX_OUTPUT_CHARS, CallStatus
 from tests.jaxmoe.sandbox.kinds import (
     CONFIG,
     KINDS,
+    end_from_outside,
     find_problem,
     first_kind,
     open_sandbox,
@@ -91,6 +92,47 @@ def test_programs_may_call_the_trainers_given_functions(sandbox):
     assert sandbox.run("double(21)", 5.0, answers).output == "42\n"
     # Without them, the same line on the pipe is a forgery.
     assert sandbox.run("double(21)", 5.0).status is CallStatus.FORGED
+
+
+def test_a_program_is_main_unless_it_is_named(sandbox):
+    guarded = "if __name__ == '__main__':\n    print('main')\n__name__"
+    assert sandbox.run(guarded, 5.0).output == "main\n'__main__'\n"
+    assert sandbox.run(guarded, 5.0, module="solution").output == "'solution'\n"
+    assert sandbox.run(guarded, 5.0).output == "'solution'\n"
+    assert sandbox.run("import solution\nsolution.__dict__ is globals()", 5.0).output == "True\n"
+
+
+def test_a_sandbox_killed_between_calls_is_lost(sandbox):
+    assert sandbox.run("x = 1", 5.0).status is CallStatus.OK
+    end_from_outside(sandbox)
+    result = sandbox.run("x", 5.0)
+    assert result.status is CallStatus.CRASHED and result.is_lost and result.error == "SIGKILL"
+    assert not sandbox.run("x", 5.0).is_lost  # it was ended from here
+
+
+def test_a_sandbox_killed_before_use_is_lost(sandbox):
+    end_from_outside(sandbox)
+    assert sandbox.run("1", 5.0).is_lost
+
+
+LATER_ENDS = {
+    "exit after the reply": "def write(*arguments):\n    first(*arguments)\n    os._exit(137)\n"
+    "first, os.write = os.write, write",
+    "signal after the reply": "def write(*arguments):\n    first(*arguments)\n"
+    "    os.kill(os.getpid(), 9)\n    os._exit(137)\nfirst, os.write = os.write, write",
+    "alarm": "signal.signal(signal.SIGALRM, lambda *_: os._exit(137))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.002)",
+    "alarm without a handler": "signal.setitimer(signal.ITIMER_REAL, 0.002)",
+    "in the call": "os._exit(137)",
+}
+
+
+@pytest.mark.parametrize("name", LATER_ENDS)
+def test_a_program_cannot_lose_its_sandbox(sandbox, name):
+    sandbox.run("import os, signal\n" + LATER_ENDS[name], 5.0)
+    time.sleep(0.05)
+    result = sandbox.run("import time; time.sleep(0.01)", 5.0)
+    assert not result.is_lost
 
 
 def test_output_is_cut(sandbox):
@@ -217,7 +259,8 @@ def test_threads_left_behind_end_the_sandbox():
 def test_a_too_long_request_does_not_end_sandboxes():
     with open_sandbox() as sandbox:
         assert "1,000,000" in sandbox.run("#" * 1_000_001, 5.0).error
-        assert sandbox.run("1", 5.0).output == "1\n"
+        assert sandbox.run("f = len", 5.0).output == ""
+        assert sandbox.call("f", ["x" * 2_000_000], 5.0).value.decode() == 2_000_000
 
 
 def test_calls_work_with_descriptors_beyond_selects_limit():
