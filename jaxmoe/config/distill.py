@@ -117,8 +117,15 @@ def check_distill(cfg: "Config") -> None:
         f"model, got warmup.steps={cfg.warmup.steps} and distill.teacher={d.teacher}. Try --set "
         "distill.teacher=DIRECTORY, or --set distill.warmup_share=0.",
     )
+    rewards = Needs(cfg, "distill.reward_coef", "--set distill.reward_coef=1.0")
+    unused = "no reward is trained on, and this is a part of it"
+    in_reward = cfg.loss.kl_in == "reward" and cfg.loss.kl_coef > 0
+    rewards(d.reward_coef > 0 or not in_reward, "loss.kl_in=loss", unused)
+    rewards(
+        d.reward_coef > 0 or not cfg.rollout.overlong_buffer, "rollout.overlong_buffer=0", unused
+    )
     # Groups of equal rewards, which dynamic sampling draws again, have a teacher's signal.
-    Needs(cfg, "distill.reward_coef", "--set distill.reward_coef=1.0")(
+    rewards(
         d.reward_coef > 0 or cfg.rollout.max_gen_batches == 1,
         "rollout.max_gen_batches=1",
         "no reward is trained on, and dynamic sampling draws groups of equal rewards again",

@@ -83,7 +83,8 @@ def discounted_returns(
     Masked tokens between two unmasked ones, such as tool output, are skipped: γ is applied once,
     and rewards at masked tokens do not count. Numerics: float32.
     Raises ValueError for a discount outside [0, 1].
-    Source: REINFORCE++, arXiv:2501.03262 §3, as verl computes it over several turns.
+    Source: REINFORCE++, arXiv:2501.03262 §3. Departs: verl sets the return to 0 at a masked token,
+        so that turns before a tool's reply get none; here it is carried over.
     """
     check_option("discount", discount, SHARE)
 

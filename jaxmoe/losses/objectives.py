@@ -90,7 +90,9 @@ def cispo(
 
     Args:
         clip_low: 1 means no lower bound, as in the paper.
-    Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
+        clip_high: the bound of ρ is 1 + clip_high. TRL's `epsilon_high` is the bound itself: its 5
+            is clip_high=4 here.
+    Source: MiniMax-M1, arXiv:2506.13585 §3.1.
     """
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)

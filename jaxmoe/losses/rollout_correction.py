@@ -8,6 +8,7 @@ except those of k2 and k3, which are in nats. Next:
 `compute_correction` in jaxmoe/rl/loss.py calls them in order.
 """
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,12 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean, sequence_mean, sequence_sum
 from jaxmoe.losses.options import NOT_NEGATIVE, check_bounds, check_option
-from jaxmoe.losses.ratios import clamp_log_ratio, clamped_exp, k3_from_log_ratio
+from jaxmoe.losses.ratios import (
+    LOG_RATIO_BOUND,
+    clamp_log_ratio,
+    clamped_exp,
+    k3_from_log_ratio,
+)
 
 
 class Correction(NamedTuple):
@@ -132,6 +138,8 @@ def rejection(
         raise ValueError(f"rejection: statistic must be one of {names}; got {statistic!r}.")
     if estimator != "k1" and low != 0:
         raise ValueError(f"rejection: {statistic} is never negative: low must be 0, got {low}.")
+    if estimator == "k1":
+        _check_reachable(low)
     x_BT = STATISTICS[level, estimator](log_ratio_BT, mask_BT)
     return Correction(keep_BT=_within_bounds(x_BT, low, high))
 
@@ -147,6 +155,7 @@ def veto(
 
     Source: SkyRL's outlier_token_is_threshold, slime's rs_veto_threshold.
     """
+    _check_reachable(low)
     inside_BT = _within_bounds(clamped_exp(log_ratio_BT), low, high)
     return Correction(keep_BT=jnp.all(inside_BT | ~mask_BT, axis=1, keepdims=True))
 
@@ -201,6 +210,13 @@ def _icepop(log_ratio: Array, shape: tuple[int, ...], low: float, high: float) -
 def _within_bounds(x: Array, low: float, high: float) -> Array:
     check_bounds(low, high)
     return (x >= low) & (x <= high)
+
+
+def _check_reachable(low: float) -> None:
+    """Raise ValueError for a lower bound that no clamped ratio is below."""
+    smallest = math.exp(-LOG_RATIO_BOUND)
+    rule = f"0 or above {smallest:.1e}, the smallest ratio"
+    check_option("low", low, (rule, lambda x: x == 0 or x > smallest, 1e-4))
 
 
 def _k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

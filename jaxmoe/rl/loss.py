@@ -162,7 +162,9 @@ def update_minibatch(
         # The factor is cast, since a float32 factor would promote gradients of another dtype.
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
     old_logp_BT = select_old_logp(algorithm, batch, aux.rows["logp_BT"])
-    metrics = update_metrics(batch, aux.rows, old_logp_BT, gap, scorer.model.n_experts)
+    # With a teacher, what is trained on is more than the advantages of the rewards.
+    trained = replace(batch, advantages_BT=total_advantages(algorithm, batch, old_logp_BT))
+    metrics = update_metrics(trained, aux.rows, old_logp_BT, gap, scorer.model.n_experts)
     sums = {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     term_metrics = mean_metrics(aux, batch)
     require(

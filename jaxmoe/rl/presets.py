@@ -70,7 +70,8 @@ PRESETS: dict[str, dict[str, str]] = {
 def apply_preset(loss: LossConfig) -> LossConfig:
     """Return the settings with those of `loss.preset` filled in.
 
-    Raises ConfigError for a setting that the config sets to another value.
+    Raises ConfigError for a setting that the config sets to another value. One that it sets to its
+    default cannot be told from one that it does not set, so the preset's value is taken.
     """
     if not loss.preset:
         return loss

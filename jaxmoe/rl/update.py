@@ -31,6 +31,7 @@ from jaxmoe.rl.check_rl_step import check_rl_step
 from jaxmoe.rl.distillation import total_advantages
 from jaxmoe.rl.loss import (
     estimate_advantages,
+    select_old_logp,
     update_minibatch,
 )
 from jaxmoe.rl.metrics.rounding_metrics import measure_rounding
@@ -132,7 +133,8 @@ def rl_step(
     if len(rows) > 1:
         metrics |= measure_router(rows, measured, scorer.model.n_experts)
     metrics |= measure_rounding(full_state, state, scorer)
-    return state, metrics, TokenStats(logp_BT, total_advantages(a, batch, logp_BT))
+    old_logp_BT = select_old_logp(a, batch, logp_BT)
+    return state, metrics, TokenStats(logp_BT, total_advantages(a, batch, old_logp_BT))
 
 
 class CheckedStep:

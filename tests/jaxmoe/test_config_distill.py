@@ -50,6 +50,16 @@ REFUSED = {
         ["distill.teacher=base", "distill.advantage_coef=1", "distill.reward_coef=0"],
         "draws groups of equal rewards again",
     ),
+    "a KL in a reward that has no weight": (
+        ["distill.teacher=base", "distill.advantage_coef=1", "distill.reward_coef=0"]
+        + ["rollout.max_gen_batches=1", "loss.kl_in=reward", "loss.kl_coef=0.1"],
+        "Try --set loss.kl_in=loss",
+    ),
+    "a penalty in a reward that has no weight": (
+        ["distill.teacher=base", "distill.advantage_coef=1", "distill.reward_coef=0"]
+        + ["rollout.max_gen_batches=1", "rollout.overlong_buffer=2"],
+        "Try --set rollout.overlong_buffer=0",
+    ),
     "a warm start by its own weights": (
         ["distill.teacher=base", "distill.warmup_share=0.5"],
         "needs a warm start and the weights of another model",

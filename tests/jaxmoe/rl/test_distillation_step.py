@@ -121,6 +121,20 @@ def test_each_form_has_its_divergences_gradient(form):
     assert float(metrics["grad/norm"]) > 0.1
 
 
+def test_metrics_are_of_the_advantages_trained_on():
+    batch = all_answers()
+    _, metrics = gradient_of(batch, reward_coef=0.0, teacher_coef=1.0, old_logp="rollout")
+    gap = np.asarray(log_table(TEACHER), np.float64)[
+        batch.tokens_BT[:, :-1], batch.tokens_BT[:, 1:]
+    ]
+    mask = np.asarray(batch.loss_mask_BT)[:, 1:]
+    advantages = gap - np.asarray(batch.rollout_logp_BT, np.float64)[:, 1:]
+    expected = np.abs(advantages)[mask].mean()
+    assert float(metrics["policy/advantage_abs_mean"]) == pytest.approx(expected, rel=1e-5)
+    # log-probs of the engine are 0 here, so every ratio is below 1 - 0.2 or near it
+    assert float(metrics["policy/clip_frac"]) > 0.5
+
+
 def test_a_term_of_the_users_takes_the_divergences():
     def halve(teacher_reverse_kl_BT, teacher_logp_BT, mask_BT):
         return jnp.where(mask_BT, teacher_reverse_kl_BT + 0.0 * teacher_logp_BT, 0.0) / 2
