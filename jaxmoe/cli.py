@@ -81,7 +81,9 @@ def config_from_args(args: argparse.Namespace) -> Config:
     config = resolve(load_config(args.config), *args.changes)
     if config.mesh.devices > 1:
         use_one_thread_per_device()
-    return dataclasses.replace(config, workdir=args.workdir) if args.workdir else config
+    if args.workdir is None:
+        return config
+    return dataclasses.replace(config, workdir=args.workdir)
 
 
 class ExitStatus:

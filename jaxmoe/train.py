@@ -32,7 +32,6 @@ from jaxmoe.checkpoint.run import (
     restore_run,
 )
 from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
-from jaxmoe.collection.batches import apply_overlong_penalty
 from jaxmoe.collection.demonstrations import (
     check_targets,
     make_warm_start_batch,
@@ -261,6 +260,8 @@ def train_rl(job: Job) -> None:
                 )
                 if cfg.router.replay == "R3":
                     check_replayed_experts(batch)
+                # Read before the step, which donates the state.
+                n_updates = int(state.step)
                 with job.time_phase("train"):
                     batch = replace(batch, shared=batch.shared | {"step": np.int32(step - 1)})
                     placed = shard_rows(batch, parts.mesh)
@@ -277,13 +278,10 @@ def train_rl(job: Job) -> None:
                 # Before the position moves on, so that a resume samples a refused batch again.
                 job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)
-                metrics["optim/lr"] = policy_learning_rate(cfg, step)
+                metrics["optim/lr"] = policy_learning_rate(cfg, n_updates)
                 metrics |= (
                     scored | collected.metrics | (staleness if cfg.rollout.max_staleness else {})
                 )
-                if cfg.rollout.overlong_buffer:
-                    paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
-                    metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
                 metrics |= sharing_metrics(batch, minibatches)
                 metrics |= unknown_experts_metric(batch) | start_codes.measure(state.policy)
                 with job.log_metrics_on_error(metrics):

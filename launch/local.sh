@@ -18,11 +18,21 @@ if [ ! -x "$(command -v "$python")" ]; then
 fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m jaxmoe.train "$@" --workdir "$work" --dry-run > /dev/null # a mistake shows here
-# the number alone may be another program's by now
+work=$(realpath -m -- "$work") # runs/tiny/ is runs/tiny
+# the number alone may be another program's by now; a run that is starting has no lock yet
 pid=$(cat "$work/pid" 2> /dev/null || true)
-if [ -n "$pid" ] && ps -p "$pid" -o args= 2> /dev/null | grep -F -- "--workdir $work" | grep -qF jaxmoe.train; then
+if [ -n "$pid" ] && [[ $(ps -ww -p "$pid" -o args= 2> /dev/null) == *jaxmoe.train*" --workdir $work" ]]; then
   echo "error: $work is being trained by process $pid; stop it first: kill $pid" >&2
   exit 2
+fi
+if [ -f "$work/.lock" ]; then
+  # that of jaxmoe, however its run was started; without locks in the filesystem the status is another
+  status=0
+  flock --nonblock --conflict-exit-code 99 "$work/.lock" true 2> /dev/null || status=$?
+  if [ "$status" -eq 99 ]; then
+    echo "error: $work must be used by one process at a time; another process trains in it. Stop it, or name another folder." >&2
+    exit 2
+  fi
 fi
 mkdir -p "$work"
 count=${PROCESSES:-1}
@@ -31,13 +41,21 @@ if [ "$count" -gt 1 ]; then
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   export JAX_COORDINATOR_ADDRESS=127.0.0.1:$port JAX_NUM_PROCESSES=$count
 fi
+started=()
 for number in $(seq 0 $((count - 1))); do
   log=$work/log.txt
   if [ "$count" -gt 1 ]; then export JAX_PROCESS_ID=$number; fi
   if [ "$number" -gt 0 ]; then log=$work/log-$number.txt; fi
   nohup "$python" -m jaxmoe.train "$@" --workdir "$work" >> "$log" 2>&1 < /dev/null &
-  if [ "$number" -eq 0 ]; then first=$!; fi
+  started+=($!)
 done
+first=${started[0]}
+sleep 1
+if ! kill -0 "$first" 2> /dev/null; then
+  kill "${started[@]}" 2> /dev/null || true
+  echo "error: the run ended at once; $work/log.txt ends with: $(tail -n 1 "$work/log.txt")" >&2
+  exit 1
+fi
 echo "$first" > "$work/pid"
 echo "follow   tail -f $work/log.txt"
 echo "stop     kill $first   (saves first, and ends all)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on every host of a Cloud TPU slice. The same command resumes.
 #
-#   launch/tpu_pod.sh NAME ZONE gs://bucket/runs/20b --config gptoss20b.py --set mesh.fsdp=16 --set optim.tokens_per_microbatch=98304
+#   launch/tpu_pod.sh NAME ZONE /mnt/bucket/runs/20b --config gptoss20b.py --set mesh.fsdp=16 --set optim.tokens_per_microbatch=98304
 #
 # Each host must have the repository in ~/jaxmoe with its .venv (pip install -e . "jax[tpu]"). The
 # run folder must be one that all hosts see: a mounted bucket or a network file system.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmoe.collection.batches import apply_overlong_penalty
 from jaxmoe.collection.lost_episodes import report_lost
 from jaxmoe.collection.reward_checks import CheckedRollout, plan_checks, score_and_check
 from jaxmoe.collection.scores import print_fault, select_scored
@@ -64,7 +65,10 @@ def collect_rollouts(
 ) -> ScoredRollouts:
     """Generate and score the rollouts of a step; each process scores a share, or this one all."""
     rollout_cfg = cfg.rollout
-    parts: list[dict[str, float]] = []  # of all generated rollouts, also those dropped later
+    # Of all draws, because the chosen rollouts have a biased mean reward.
+    generated: list[Rollout] = []
+    rewards_of_draws: list[np.ndarray] = []
+    parts: list[dict[str, float]] = []
     seconds = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
     drawn: Metrics = {}
     score = score_in_this_process if in_this_process else score_across_processes
@@ -87,6 +91,8 @@ def collect_rollouts(
                 replace(r, token_rewards=add_token_rewards(r.token_rewards, placed))
                 for r, placed in zip(rollouts, scores.token_rewards, strict=True)
             ]
+        generated.extend(rollouts)
+        rewards_of_draws.append(scores.rewards)
         return rollouts, scores.rewards
 
     rollouts, rewards, metrics = dynamic_sampling(
@@ -95,8 +101,12 @@ def collect_rollouts(
         samples=rollout_cfg.samples_per_prompt,
         max_gen_batches=rollout_cfg.max_gen_batches,
     )
-    metrics |= turn_reward_metrics(rollouts, rewards)
     select_scored(rewards, task)
+    all_rewards = np.concatenate(rewards_of_draws)
+    metrics |= turn_reward_metrics(generated, all_rewards)
+    if rollout_cfg.overlong_buffer:
+        after_penalty = apply_overlong_penalty(cfg, generated, all_rewards)
+        metrics["reward/after_penalty_mean"] = float(select_scored(after_penalty, task).mean())
     metrics |= mean_part_metrics(parts) | seconds | drawn
     if task.overlong is not None:
         metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))

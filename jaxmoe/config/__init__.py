@@ -6,6 +6,7 @@ Names contain units. Next: jaxmoe/config_file.py reads `--config FILE --set a.b=
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
@@ -135,6 +136,14 @@ class CriticConfig(Section, key="critic"):
     clip: float = setting(0.5, "limit of a value's change, in units of reward", above(0))
     pretrain_steps: int = setting(0, "first steps, which train only the critic", at_least(0))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.backbone != "none" or self.pretrain_steps == 0,
+            f"critic.pretrain_steps ({self.pretrain_steps}) needs a critic, and there is none. Try "
+            "--set critic.pretrain_steps=0, or --set critic.backbone=own.",
+        )
+
 
 @dataclass(frozen=True)
 class GateConfig(Section, key="gate", resume=True):
@@ -215,6 +224,7 @@ class Config(Section, key=""):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_local_path(str(self.workdir))  # a value of another type is refused later
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
         require(
             n % m == 0,
@@ -245,6 +255,12 @@ class Config(Section, key=""):
             self.read_context <= self.model.max_context,
             f"{read_context_name(self)} ({self.read_context}) must be at most "
             f"model.max_context ({self.model.max_context}). Try {self._smaller_context()}",
+        )
+        pretrain = self.critic.pretrain_steps
+        require(
+            self.steps == 0 or pretrain < self.steps,
+            f"critic.pretrain_steps ({pretrain}) must be below steps ({self.steps}), or no step "
+            f"trains the policy. Try --set critic.pretrain_steps={self.steps // 2}.",
         )
         check_episodes(self)
         check_engine(self)
@@ -315,6 +331,19 @@ class Config(Section, key=""):
         if self.rollout.max_context:
             return f"--set rollout.max_context={size}."
         return f"--set data.max_prompt_tokens={size // 2} --set rollout.max_new_tokens={size // 2}."
+
+
+def _check_local_path(folder: str) -> None:
+    """Raise ConfigError for an empty text, and for a URL, of which a path is a local folder."""
+    require(
+        bool(folder.strip()),
+        f"workdir must be the path of a folder, got {folder!r}. Try --workdir runs/another.",
+    )
+    require(
+        not re.match(r"[\w+.-]+://", folder),
+        f"workdir must be a folder of this machine, got {folder!r}. Mount the bucket and name its "
+        "folder, as in --workdir /mnt/bucket/runs/20b.",
+    )
 
 
 def to_json(config: Config) -> str:

@@ -16,8 +16,12 @@ class OptimConfig(Section, key="optim"):
 
     lr: float = setting(..., "learning rate", at_least(0), example=1e-5, resume=True)
     name: str = setting("adamw", "adamw, muon(momentum=0.95) or module:function(option=value)")
-    lr_warmup_steps: int = setting(0, "steps in which the rate rises", at_least(0))
-    lr_end_fraction: float = setting(1.0, "cosine decay to lr times this", between(0, 1))
+    lr_warmup_steps: int = setting(
+        0, "updates in which the rate rises: loss.epochs x loss.minibatches a step", at_least(0)
+    )
+    lr_end_fraction: float = setting(
+        1.0, "cosine decay over the updates after the rise, to lr times this", between(0, 1)
+    )
     beta1: float = setting(0.9, "of AdamW's first moment", _BELOW_ONE)
     beta2: float = setting(0.95, "of AdamW's second moment", _BELOW_ONE)
     eps: float = setting(1e-8, "of AdamW", above(0))

@@ -27,14 +27,25 @@ class Rule:
     steps: int = 1  # the alert comes when the metric is out of bounds in this many steps in a row
     needs: tuple[str, ...] = ()  # other metrics that the bound depends on
     is_bad: Callable[..., bool] | None = None  # of the metric's value and those in `needs`
+    # True: some steps cannot measure the metric, and are passed over in the count of steps. False:
+    # a metric that is absent, such as that of a rare event, is within bounds.
+    passes_unmeasured: bool = False
+
+    @property
+    def counted(self) -> str:
+        """Name of what `steps` counts."""
+        return "measured step" if self.passes_unmeasured else "step"
+
+    def is_measured(self, metrics: Mapping[str, float]) -> bool:
+        """True if the metrics contain all that the rule needs."""
+        return all(name in metrics for name in (self.metric, *self.needs))
 
     def is_broken(self, metrics: Mapping[str, float]) -> bool:
         """True if the metrics contain all that the rule needs, and are out of bounds."""
-        names = (self.metric, *self.needs)
-        if not all(name in metrics for name in names):
+        if not self.is_measured(metrics):
             return False
         if self.is_bad is not None:
-            return self.is_bad(*(metrics[name] for name in names))
+            return self.is_bad(*(metrics[name] for name in (self.metric, *self.needs)))
         sign, number, *_ = self.bound.split()
         compare = {">": operator.gt, "<": operator.lt}[sign]
         return compare(metrics[self.metric], float(number))
@@ -103,6 +114,7 @@ RULES = (
         steps=2,
         needs=("reward/mean",),
         is_bad=lambda x, mean: x > max(0.1, 0.3 * mean),
+        passes_unmeasured=True,
     ),
     Rule(
         "reward/second_grader_disagrees",
@@ -110,6 +122,7 @@ RULES = (
         "python -m jaxmoe.samples: what one grader pays and the other does not. See "
         "docs/reward_hacking.md",
         steps=2,
+        passes_unmeasured=True,
     ),
     Rule(
         "reward/second_grader_failed_frac",
@@ -199,11 +212,17 @@ RULES = (
 def count_bad_steps(metrics: Mapping[str, float], previous: Mapping[str, int]) -> dict[str, int]:
     """Number of steps in a row, this one included, in which each metric was out of bounds.
 
-    `previous` are the counts of the step before; a metric that this step lacks begins again.
+    `previous` are the counts of the step before. A metric that this step lacks begins again, unless
+    its rule passes over steps that did not measure it.
     """
-    return {
-        rule.metric: previous.get(rule.metric, 0) + 1 for rule in RULES if rule.is_broken(metrics)
-    }
+    counts: dict[str, int] = {}
+    for rule in RULES:
+        before = previous.get(rule.metric, 0)
+        if rule.is_broken(metrics):
+            counts[rule.metric] = before + 1
+        elif before and rule.passes_unmeasured and not rule.is_measured(metrics):
+            counts[rule.metric] = before
+    return counts
 
 
 def count_logged_bad_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -228,8 +247,8 @@ def find_alerts(metrics: Mapping[str, float], bad_steps: Mapping[str, int]) -> d
     """
     return {
         rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}"
-        + (f" in {rule.steps} steps in a row" if rule.steps > 1 else "")
+        + (f" in {rule.steps} {rule.counted}s in a row" if rule.steps > 1 else "")
         + f"); check first: {rule.suspect}"
         for rule in RULES
-        if bad_steps.get(rule.metric, 0) >= rule.steps
+        if rule.is_broken(metrics) and bad_steps.get(rule.metric, 0) >= rule.steps
     }

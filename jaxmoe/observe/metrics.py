@@ -2,8 +2,8 @@
 """Write metrics.jsonl, layers.jsonl, samples.jsonl and TensorBoard's files. Next: plots.py.
 
 One line per step, written at once. If an evaluation failed, the resumed run repeats it and writes
-a separate line. A resumed run first drops the lines after its checkpoint, so that no step is
-logged twice.
+a separate line. A resumed run first drops the lines after its checkpoint, so that no step is in
+the files twice. A tracker keeps what it got, so one that has such steps gets a new run.
 """
 
 import json
@@ -31,6 +31,7 @@ from jaxmoe.run_files import (
 
 STAGES = ("warmup", "rl")
 MAX_SAMPLES_BYTES = 64 * 2**20  # a larger samples.jsonl loses every second recorded step
+_METRICS = "metrics.jsonl"
 _MAX_STEP = 2**53
 _MAX_ABS_VALUE = 1e100  # larger values do not fit on the axis of a plot
 
@@ -51,20 +52,28 @@ class MetricsLog:
     ) -> None:
         """Continue after `step` of `stage`; later lines of an interrupted run are dropped.
 
-        ("warmup", 0) starts the run over: existing logs in the folder are deleted.
+        Step 0 starts the run over: no checkpoint is of step 0, so none was restored, and any
+        setting may have changed. Existing logs in the folder are then deleted.
         Raises: ConfigError for a tracker that cannot start, and if the folder is not writable.
         """
         self._enabled = enabled
         if not enabled:
             return
         last = (STAGES.index(stage), step)
-        fresh = last == (0, 0)
         self._boards: dict[str, EventFile] = {}
         self._files = ExitStack()
-        self._trackers = Trackers(trackers, directory, project, config or {}, fresh=fresh)
+        self._trackers = Trackers(
+            trackers,
+            directory,
+            project,
+            config or {},
+            fresh=step == 0,
+            # The trackers have these steps, which are made again after a kill.
+            repeats=any(_row_position(row) > last for row in read_samples(directory / _METRICS)),
+        )
         with ExitStack() as on_error:
             # If one of the files cannot be opened, those before it are closed.
-            on_error.callback(self._close_files)
+            on_error.callback(self._close_files, failed=True)
             self._open_files(directory, last, suffix=f".{stage}{step}")
             on_error.pop_all()
 
@@ -72,7 +81,7 @@ class MetricsLog:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
         self._samples_path = directory / "samples.jsonl"
-        files = [directory / "metrics.jsonl", self._samples_path]
+        files = [directory / _METRICS, self._samples_path]
         self._path = files[0]
         for path in files:
             # Before the file is opened to append, because this replaces it and an open file would
@@ -85,7 +94,7 @@ class MetricsLog:
         # The stages have separate folders, because a purge hides all tags of its folder.
         for i, name in enumerate(STAGES):
             folder = directory / "tensorboard" / name
-            if (i, 0) >= last:
+            if not last[1] or i > last[0]:
                 shutil.rmtree(folder, ignore_errors=True)
             purge = last[1] + 1 if i == last[0] and last[1] else None
             self._boards[name] = self._until_closed(
@@ -95,15 +104,15 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         if self._enabled:
-            self._close_files()
+            self._close_files(failed=kind is not None)
 
-    def _close_files(self) -> None:
+    def _close_files(self, *, failed: bool) -> None:
         # Nothing is buffered, so no data is lost.
         with suppress(OSError):
             self._files.close()
-        self._trackers.close()
+        self._trackers.close(failed=failed)
 
     def _until_closed(self, file: Any) -> Any:
         self._files.callback(file.close)
@@ -254,11 +263,9 @@ def _row_position(row: Mapping[str, Any]) -> tuple[int, int]:
 def _drop_lines_after(path: Path, last: tuple[int, int]) -> None:
     if not path.is_file():
         return
-    lines = [line for line, row in _read_lines(path) if _row_position(row) <= last]
-    if last == (0, 0):
-        # Nothing was saved, so the run starts over.
-        lines = []
-    _rewrite_lines(path, lines)
+    # After step 0 of a stage nothing was saved, so the run starts over.
+    recorded = _read_lines(path) if last[1] else ()
+    _rewrite_lines(path, [line for line, row in recorded if _row_position(row) <= last])
 
 
 def _rewrite_lines(path: Path, lines: Sequence[bytes]) -> None:

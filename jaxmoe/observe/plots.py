@@ -16,19 +16,14 @@ from matplotlib.figure import Figure
 from jaxmoe.run_files import make_folder, replace_file
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
-BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#888888",
-    "#56B4E9",
-)
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+GREY, SKY, RED = "#888888", "#56B4E9", "#D55E00"
 WAIT = "wait_for_rollouts"
 PHASES = {
     "rollout": BLUE,
     "reward": ORANGE,
     WAIT: GREY,
+    "teacher": RED,
     "train": GREEN,
     "weight_sync": PINK,
     "eval": SKY,
@@ -127,9 +122,11 @@ def metric_series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth_values(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
-    """Exponential moving average with bias correction."""
-    out, mean, total = np.empty_like(values), 0.0, 0.0
+    """Exponential moving average with bias correction; a NaN, which is not measured, stays one."""
+    out, mean, total = np.full_like(values, np.nan), 0.0, 0.0
     for i, value in enumerate(values):
+        if np.isnan(value):
+            continue
         mean, total = weight * mean + (1 - weight) * value, weight * total + 1 - weight
         out[i] = mean / total
     return out
@@ -293,7 +290,10 @@ def _optional_panels(rows: Rows) -> dict[str, Callable[[Axes, Rows], None]]:
     checks = [name for name in _REWARD_CHECKS if name in names]
     if checks:
         panels["reward_checks"] = partial(
-            _plot_lines, names=["reward/mean", *checks], title="can the reward be bought?"
+            _plot_lines,
+            names=["reward/mean", *checks],
+            title="can the reward be bought?",
+            absent=np.nan,
         )
     if "turns/mean" in names:
         panels["turns"] = _plot_turns
@@ -312,16 +312,21 @@ def _plot_turns(axes: Axes, rows: Rows) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _plot_lines(axes: Axes, rows: Rows, *, names: Sequence[str], title: str) -> None:
-    """Draw several metrics; a step that lacks one of them, but was logged, counts as 0."""
-    steps = np.array([row["step"] for row in rows if row.get("reward/mean") is not None])
-    marker = "." if len(steps) < 3 else ""
+def _plot_lines(
+    axes: Axes, rows: Rows, *, names: Sequence[str], title: str, absent: float = 0.0
+) -> None:
+    """Draw several metrics.
+
+    absent: value of a metric in a step that was logged without it; NaN leaves a gap.
+    """
+    logged = [row for row in rows if row.get("reward/mean") is not None]
+    steps = np.array([row["step"] for row in logged])
     for name, colour in zip(names, itertools.cycle(_COLOURS)):
-        values = np.array(
-            [row.get(name) or 0.0 for row in rows if row.get("reward/mean") is not None], float
-        )
+        values = np.array([absent if row.get(name) is None else row[name] for row in logged], float)
+        # A point between two gaps is on no line.
+        marker = "." if len(steps) < 3 or np.isnan(values).any() else ""
         axes.plot(steps, values, color=colour, alpha=0.25, lw=1, marker=marker)
-        axes.plot(steps, smooth_values(values), color=colour, lw=1.5, label=name)
+        axes.plot(steps, smooth_values(values), color=colour, lw=1.5, marker=marker, label=name)
     axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
     axes.set_title(title)
 

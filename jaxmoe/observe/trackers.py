@@ -2,7 +2,8 @@
 """Send metrics to Weights & Biases and Trackio (`observe.to`); imported only if used.
 
 Both can run offline (WANDB_MODE=offline; Trackio always). An error of a tracker during training
-is printed once, and the run continues without it: metrics.jsonl has all metrics.
+is printed once, and the run continues without it: metrics.jsonl has all metrics. If a run was
+killed and resumes before steps that were sent, these are sent again: to a new run of the trackers.
 Next: jaxmoe/observe/metrics.py uses it.
 """
 
@@ -10,6 +11,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,19 +35,30 @@ class Trackers:
         config: Mapping[str, Any],
         *,
         fresh: bool,
+        repeats: bool,
     ) -> None:
         """Start the trackers.
 
         fresh: True if the run starts over; the trackers then get a new run.
+        repeats: True if steps that were sent are made again; the trackers then get a new run too,
+            which a line says.
         Raises: ConfigError for a tracker that is not installed or cannot start.
         """
         check_installed(names)
         self._directory, self._open = directory, {}
+        file = directory / ID_FILE
         if not names:
+            if fresh or repeats:
+                # A later start with trackers would continue the old run.
+                with suppress(OSError):
+                    file.unlink()
             return
         directory.mkdir(parents=True, exist_ok=True)
-        file = directory / ID_FILE
-        if fresh or not file.is_file():
+        if repeats and not fresh and file.is_file():
+            print(
+                "trackers begin another run, since steps that they have are made again", flush=True
+            )
+        if fresh or repeats or not file.is_file():
             replace_text(file, uuid.uuid4().hex[:12], durable=True)
         run = _read_run_id(file)
         title = f"{directory.resolve().name}-{run}"
@@ -54,7 +67,7 @@ class Trackers:
             try:
                 self._open[name] = begin[name](directory, project, title, run, dict(config))
             except Exception as error:
-                self.close()
+                self.close(failed=True)
                 reason = str(error).strip().partition("\n")[0]
                 raise ConfigError(
                     f"observe.to={name} must be able to start a run; {type(error).__name__}: "
@@ -67,14 +80,17 @@ class Trackers:
         prefixed = {f"{prefix}{name}": value for name, value in metrics.items()}
         self._call_trackers(lambda tracker: tracker.log({f"{prefix}step": step, **prefixed}, step))
 
-    def close(self) -> None:
-        """Send the existing plots and finish."""
+    def close(self, *, failed: bool) -> None:
+        """Send the existing plots and finish.
+
+        failed: True if the run ended with an exception, such as that of a stop signal.
+        """
         plots = sorted((self._directory / "plots").glob("*.png"))
         if plots:
             self._call_trackers(
                 lambda t: t.log({f"plots/{p.stem}": t.image(p) for p in plots}, None)
             )
-        self._call_trackers(lambda tracker: tracker.finish())
+        self._call_trackers(lambda tracker: tracker.finish(failed))
         self._open = {}
 
     def _call_trackers(self, action: Callable[[Any], None]) -> None:
@@ -136,8 +152,8 @@ class _wandb:
     def image(self, path: Path) -> Any:
         return self._module.Image(str(path))
 
-    def finish(self) -> None:
-        self._run.finish()
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class _trackio:
@@ -156,5 +172,5 @@ class _trackio:
     def image(self, path: Path) -> Any:
         return self._module.Image(str(path))
 
-    def finish(self) -> None:
-        self._module.finish()
+    def finish(self, _failed: bool) -> None:
+        self._module.finish()  # Trackio does not mark a run as failed

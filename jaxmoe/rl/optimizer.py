@@ -22,9 +22,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clip by global norm, then the optimizer `cfg.name`.
 
-    Its learning rate has a linear warm-up and a cosine decay over `steps` updates. Only matrices
-    have weight decay (`weight_decay_mask`). The updates of routers are multiplied by
-    `router_lr_scale`.
+    Its learning rate follows `learning_rate_schedule` over `steps` updates. Only matrices have
+    weight decay (`weight_decay_mask`). The updates of routers are multiplied by `router_lr_scale`.
     Raises: ConfigError if `cfg.name` names no optimizer.
     """
     tx = make_named_optimizer(cfg, learning_rate_schedule(cfg, steps=steps, lr=lr))
@@ -114,7 +113,10 @@ def is_router_path(path: Any) -> bool:
 def learning_rate_schedule(
     cfg: OptimConfig, *, steps: int, lr: float | None = None
 ) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then cosine decay over `steps` updates."""
+    """Learning rate by update: linear warm-up, then cosine decay up to update number `steps`.
+
+    `optim.lr_warmup_steps` counts updates too, of which a step of RL has `loss.updates`.
+    """
     peak = cfg.lr if lr is None else lr
     # optax refuses a decay over 0 steps, which a run of warm-up alone would ask for.
     decay = max(steps - cfg.lr_warmup_steps, 1)
@@ -135,13 +137,14 @@ def count_policy_updates(cfg: Config) -> int:
     return (cfg.steps - pretrain) * cfg.loss.updates
 
 
-def policy_learning_rate(cfg: Config, step: int) -> float:
-    """Learning rate of the policy at the first update of an RL step; steps count from 1."""
-    first = cfg.steps - count_policy_updates(cfg) // cfg.loss.updates
-    update = max(step - 1 - first, 0) * cfg.loss.updates
-    return float(
-        jnp.asarray(learning_rate_schedule(cfg.optim, steps=count_policy_updates(cfg))(update))
-    )
+def policy_learning_rate(cfg: Config, n_updates: int) -> float:
+    """Learning rate of the policy's next update, after `n_updates` updates (`TrainState.step`).
+
+    Those that pretrain the critic are among them; those that the gate left out are not.
+    """
+    n_policy = count_policy_updates(cfg)
+    update = max(n_updates - (cfg.steps * cfg.loss.updates - n_policy), 0)
+    return float(jnp.asarray(learning_rate_schedule(cfg.optim, steps=n_policy)(update)))
 
 
 def weight_decay_mask(params: Leaf) -> Leaf:

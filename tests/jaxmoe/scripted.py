@@ -55,7 +55,7 @@ def counting_step(state, batch, minibatches, base, **_):
     params = jax.tree.map(lambda w: w + 1.0, state.params)
     stats = TokenStats(batch.rollout_logp_BT, batch.rollout_logp_BT)
     numbers = {name: jnp.zeros(()) for name in NUMBERS} | {"grad/norm": jnp.ones(())}
-    return replace(state, params=params), numbers, stats
+    return replace(state, params=params, step=state.step + 1), numbers, stats
 
 
 @dataclass
@@ -133,7 +133,6 @@ class Run:
         cfg = override(CFG, *settings, *self.changes)
         fresh = init_state(Trained({"w": jnp.zeros(())}), TX)
         position = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
-        begun = position or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
         position = position or Position("rl", 0, fresh, None)
 
         def make_noted_batch(cfg, task, rollouts, rewards):
@@ -147,7 +146,7 @@ class Run:
             make_batch=make_noted_batch,
             plot_run=self.plot,
         )
-        with self.log(self.work, stage=begun.stage, step=begun.step) as log:
+        with self.log(self.work, stage=position.stage, step=position.step) as log:
             job = Job(cfg, parts, self.engine, log, self.stop, position)
             train_rl(job)
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]

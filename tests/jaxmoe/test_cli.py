@@ -34,6 +34,9 @@ def run(*args):
         (["--config", "tinny.py"], "tiny_vllm.py. Try --config tiny.py\n"),
         (["--config", "tiny.py", "--set", "model.n_q_heads=7"], "must be a multiple of"),
         (["--config", "tiny.py", "--set", "rollout.sequences_per_step=12"], "must be a multiple"),
+        (["--config", "tiny.py", "--workdir", ""], "workdir must be the path of a folder"),
+        (["--config", "tiny.py", "--set", "workdir="], "workdir must be the path of a folder"),
+        (["--config", "tiny.py", "--workdir", "gs://bucket/20b"], "Mount the bucket"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_two(args, answer, capsys):

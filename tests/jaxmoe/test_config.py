@@ -71,6 +71,15 @@ def test_an_override_has_its_fields_type(assignment, value):
     assert actual == value and type(actual) is type(value)
 
 
+@pytest.mark.parametrize("folder", ["", " ", "gs://bucket/runs/20b", "s3://bucket", "file:///runs"])
+def test_a_run_folder_is_a_local_path(folder):
+    """Path makes a relative folder of a URL, and the current one of an empty text."""
+    with pytest.raises(ConfigError, match=r"^workdir must be .* --workdir \S+\.$") as error:
+        override(TINY, f"workdir={folder}")
+    assert repr(folder) in str(error.value)
+    assert ("Mount the bucket" in str(error.value)) == ("://" in folder)
+
+
 def test_an_override_changes_one_field_of_a_copy():
     before = to_json(TINY)
     changed = override(TINY, "data.options.x=3")
@@ -218,6 +227,20 @@ def test_a_cut_is_not_sampled_ahead_by_vllm():
 def test_warm_up_must_have_the_same_microbatches():
     with pytest.raises(ConfigError, match=r"warmup.sequences_per_step \(64\) .* Try --set warmup"):
         override(TINY, "optim.microbatches=128")
+
+
+def test_pretraining_a_critic_leaves_steps_for_the_policy():
+    ppo = load_config("gptoss20b_ppo.py")
+    for steps, advice in ((20, 10), (10, 5), (1, 0)):
+        message = rf"\(20\) must be below steps \({steps}\).* Try --set critic.pretrain_steps="
+        with pytest.raises(ConfigError, match=f"{message}{advice}.$"):
+            override(ppo, f"steps={steps}")
+        override(ppo, f"steps={steps}", f"critic.pretrain_steps={advice}")
+    assert override(ppo, "steps=21") and override(ppo, "steps=0")  # a warm start alone
+    with pytest.raises(
+        ConfigError, match=r"\(3\) needs a critic.* Try --set critic.pretrain_steps=0"
+    ):
+        override(TINY, "critic.pretrain_steps=3")
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -20,6 +20,7 @@ from jaxmoe.checkpoint.peft.write import CONFIG, save_adapter
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import plain_ops
+from jaxmoe.observe.metrics import read_metrics, read_samples
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters, stage_shapes
@@ -145,3 +146,16 @@ def test_an_adapter_is_scored_trained_and_read_once(cfg, tmp_path, capsys):
     shutil.rmtree(peft)
     assert train_here(words_of(cfg, "steps=2", "save.every_steps=1")) == 0
     assert "resuming" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # compiles
+def test_a_start_before_any_checkpoint_is_fresh(cfg, tmp_path, capsys):
+    """The second start, with other adapters, evaluates them and does not keep the first's score."""
+    cfg, answers = override(cfg, f"workdir={tmp_path}/run"), []
+    for changes in ([], ["lora.init_from="]):
+        assert train_here(words_of(cfg, *changes)) == 0
+        (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        assert row["step"] == 0 and "eval/accuracy" in row
+        answers.append([r["response"] for r in read_samples(tmp_path / "run" / "samples.jsonl")])
+    assert "resuming" not in capsys.readouterr().out
+    assert answers[0] != answers[1] and len(answers[0]) == len(answers[1])

@@ -264,6 +264,22 @@ def test_each_step_logs_epoch_and_learning_rate(tmp_path):
     assert [row["optim/lr"] for row in rows] == pytest.approx(rates)
 
 
+def test_a_skipped_batch_leaves_the_learning_rate(tmp_path, monkeypatch):
+    """The gate is closed in the steps 2 and 3."""
+
+    def gated_step(state, batch, *rest, **options):
+        new, numbers, stats = counting_step(state, batch, *rest, **options)
+        closed = (batch.shared["step"] == 1) | (batch.shared["step"] == 2)
+        numbers["gate/closed"] = jnp.where(closed, 1.0, 0.0)
+        return replace(new, step=jnp.where(closed, state.step, new.step)), numbers, stats
+
+    monkeypatch.setattr("scripted.counting_step", gated_step)
+    changes = ("optim.lr=0.01", "optim.lr_warmup_steps=4", "gate.k3=1.0", "gate.skip=True")
+    Run(tmp_path, Scripted(), changes=changes)()
+    rates = [0.01 * x for x in (0.25, 0.4375, 0.4375, 0.4375, 0.625, 0.8125)]
+    assert [row["optim/lr"] for row in lines(tmp_path)[1:]] == pytest.approx(rates)
+
+
 def test_redrawn_groups_advance_the_stream_on_resume(tmp_path):
     """Every group's rewards are equal here, so each step makes all its draws."""
     changes = ("rollout.max_gen_batches=2", "save.every_steps=2")

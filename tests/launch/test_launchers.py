@@ -2,6 +2,7 @@
 """The launchers, without their clusters: what they would start, by doubles of srun and gcloud."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,12 @@ def test_tpu_slices_get_the_command_on_every_host(tmp_path):
     (command,) = [x for x in typed if x.startswith("--command=")]
     assert "JAXMOE_PROCESSES=auto exec .venv/bin/python -m jaxmoe.train" in command
     assert r"--workdir /runs/a\ b" in command
+
+
+def test_launchers_name_no_bucket_as_a_folder():
+    """The command takes folders; of gs://bucket each host would make a folder in its clone."""
+    files = [path for path in LAUNCH.rglob("*") if path.is_file()]
+    assert not [path.name for path in files if re.search(r"\b(gs|s3)://", path.read_text())]
 
 
 def test_a_vllm_servers_key_is_not_an_argument(tmp_path):

@@ -118,6 +118,28 @@ def test_a_varying_share_alerts_at_the_third_step():
     assert alerts_of({"gate/closed": 1.0}, steps=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "good"), [("reward/swapped", 0.0), ("reward/second_grader_disagrees", 0.1)]
+)
+def test_an_unmeasured_step_keeps_a_rewards_count(name, good):
+    """Each step decides by its rows whether it can measure them."""
+    paid = {"reward/mean": 1.0}
+    counts, alerts = {}, []
+    for value in (1.0, None, 1.0, None, good, 1.0, None):
+        metrics = paid if value is None else paid | {name: value}
+        counts = count_bad_steps(metrics, counts)
+        alerts.append(find_alerts(metrics, counts))
+    assert [list(names) for names in alerts] == [[], [], [name], [], [], [], []]
+    assert " in 2 measured steps in a row); check first" in alerts[2][name]
+    rows = [{"stage": "rl", "step": 1, **paid, name: 1.0}, {"stage": "rl", "step": 2, **paid}]
+    assert count_logged_bad_steps(rows) == {name: 1}
+
+
+def test_an_absent_count_of_rare_events_is_good():
+    """A metric of rare events is logged in steps that had one."""
+    assert count_bad_steps({}, {"lost/frac": 1, "hack/exits": 4}) == {}
+
+
 def test_a_resumed_run_counts_from_its_log():
     name = "reward/zero_std_groups_frac"
     rows: list[dict] = [

@@ -68,6 +68,7 @@ def test_lines_are_on_disk_before_the_log_closes(tmp_path):
         ("rl", 2, [("warmup", 1), ("warmup", 2), ("warmup", 3), ("rl", 1), ("rl", 2)]),
         ("warmup", 2, [("warmup", 1), ("warmup", 2)]),
         ("warmup", 0, []),
+        ("rl", 0, []),
     ],
 )
 def test_resume_drops_the_lines_past_its_step(tmp_path, stage, step, expected):
@@ -139,6 +140,25 @@ def test_tensorboard_has_each_stage_and_step_once(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0):
         pass
     assert _read_scalars(board / "warmup") == []
+
+
+@pytest.mark.parametrize("stage", ["warmup", "rl"])
+def test_a_run_without_checkpoint_starts_over(tmp_path, stage):
+    """Any setting may have changed since its first start; a LoRA run may begin at RL."""
+    for reward in (0.75, 0.25):
+        with MetricsLog(tmp_path, stage=stage, step=0) as log:
+            log.write("rl", 0, {"eval/accuracy": reward})
+            log.write_samples("rl", 0, [{"reward": reward}])
+            log.write_layers("rl", 1, {"load": [reward]})
+        (row,) = read_metrics(tmp_path / "metrics.jsonl")
+        (sample,) = read_samples(tmp_path / "samples.jsonl")
+        (layers,) = read_samples(tmp_path / "layers.jsonl")
+        assert (row["eval/accuracy"], sample["reward"], layers["load"]) == (
+            reward,
+            reward,
+            [reward],
+        )
+        assert _read_scalars(tmp_path / "tensorboard" / "rl") == [(0, "eval/accuracy")]
 
 
 def test_a_disabled_log_writes_nothing(tmp_path):

@@ -138,12 +138,26 @@ def test_smoothing_keeps_a_constant():
     np.testing.assert_allclose(smooth_values(np.full(9, 0.7)), 0.7, rtol=1e-12)
 
 
+def test_smoothing_passes_over_what_is_not_measured():
+    smooth = smooth_values(np.array([0.2, np.nan, 0.6, np.nan]))
+    np.testing.assert_array_equal(smooth[[0, 2]], smooth_values(np.array([0.2, 0.6])))
+    assert np.isnan(smooth[[1, 3]]).all()
+
+
 def test_the_time_panel_excludes_parallel_sampling():
     axes = Figure().subplots()
     rows = [row | {"time/wait_for_rollouts_s": 0.1} for row in _rows(9)]
     plots._draw_panel(axes, PANELS["time"], rows)
     legend = axes.get_legend()
     assert legend and [t.get_text() for t in legend.get_texts()] == ["wait_for_rollouts", "train"]
+
+
+def test_the_time_panel_has_the_teachers_seconds():
+    axes = Figure().subplots()
+    PANELS["time"](axes, [row | {"time/teacher_s": 0.4} for row in _rows(9)])
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["rollout", "teacher", "train"]
+    assert len(set(plots.PHASES.values())) == len(plots.PHASES)
 
 
 def test_panels_of_episodes_are_drawn_with_their_metrics(tmp_path):
@@ -173,3 +187,17 @@ def test_swapped_rewards_are_drawn_with_the_reward(tmp_path):
     assert labels == ["reward/mean", "reward/swapped"]
     plot_run(rows, tmp_path)
     assert (tmp_path / "plots" / "reward_checks.png").exists()
+
+
+def test_steps_without_a_measurement_are_gaps():
+    rows = [
+        row | {"reward/mean": 0.8} | ({} if i in (1, 3) else {"reward/swapped": 1.0})
+        for i, row in enumerate(_rows(5))
+    ]
+    axes = Figure().subplots()
+    plots._optional_panels(rows)["reward_checks"](axes, rows)
+    *_, values, smooth = axes.lines
+    for line in (values, smooth):
+        np.testing.assert_allclose(line.get_ydata(), [1.0, np.nan, 1.0, np.nan, 1.0], rtol=1e-12)
+        assert line.get_marker() == "."  # between two gaps there is no line
+    assert axes.lines[0].get_marker() == ""

@@ -22,7 +22,7 @@ class Standin:
     """A tracker's module and its run; remembers what it was told."""
 
     def __init__(self):
-        self.begun, self.logged, self.finished, self.broken = [], [], 0, False
+        self.begun, self.logged, self.finished, self.broken = [], [], [], False
         self.steps = []
 
     def init(self, **kwargs):
@@ -44,8 +44,8 @@ class Standin:
         self.logged.append(values)
         self.steps.append(step)
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, **options):
+        self.finished.append(options)
 
 
 @pytest.fixture
@@ -75,16 +75,53 @@ def test_both_get_config_metrics_and_plots(tmp_path, standins):
         assert first == {"warmup/loss": 3.0} | ({"warmup/step": 1} if is_wandb else {})
         assert second == {"reward/mean": 0.5} | ({"step": 2} if is_wandb else {})
         assert last["plots/overview"].path == str(tmp_path / "plots" / "overview.png")
-        assert standin.finished == 1
+        assert standin.finished == [{"exit_code": 0} if is_wandb else {}]
+
+
+def test_wandb_marks_an_interrupted_run_as_failed(tmp_path, standins):
+    with pytest.raises(ZeroDivisionError), run(tmp_path):
+        _ = 1 / 0
+    assert standins["wandb"].finished == [{"exit_code": 1}]
+    assert standins["trackio"].finished == [{}]  # its finish takes no argument
+
+
+def names_of(standins):
+    wandb_names, trackio_names = (
+        [kwargs["name"] for kwargs in standin.begun] for standin in standins.values()
+    )
+    assert wandb_names == trackio_names
+    return wandb_names
 
 
 def test_resumed_runs_are_the_same_and_restarts_new(tmp_path, standins):
-    for stage, step in (("warmup", 0), ("rl", 3), ("warmup", 0)):
+    for stage, step in (("warmup", 0), ("rl", 3), ("warmup", 0), ("rl", 0)):
         with run(tmp_path, stage, step):
             pass
-    for standin in standins.values():
-        names = [kwargs["name"] for kwargs in standin.begun]
-        assert names[0] == names[1] != names[2]
+    first, resumed, *restarted = names_of(standins)
+    assert first == resumed and len({first, *restarted}) == 3
+
+
+def test_steps_sent_twice_begin_another_run(tmp_path, standins, capsys):
+    """After kill -9 a run resumes from its checkpoint, and later steps were sent before."""
+    for stage, step in (("warmup", 0), ("rl", 4), ("rl", 8)):
+        with run(tmp_path, stage, step) as log:
+            for later in range(step + 1, 9):
+                log.write("rl", later, {"loss": 1.0})
+        has_line = "trackers begin another run" in capsys.readouterr().out
+        assert has_line == (step == 4)
+    first, repeated, resumed = names_of(standins)
+    assert first != repeated == resumed
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_repeats_without_trackers_leave_no_old_run(tmp_path, standins, step):
+    """A later start with trackers would send these steps to the run that has them."""
+    for first, last, names in ((0, 6, TRACKERS), (step, 6, ()), (6, 7, TRACKERS)):
+        with MetricsLog(tmp_path, stage="rl", step=first, trackers=names) as log:
+            for later in range(first + 1, last + 1):
+                log.write("rl", later, {"loss": 1.0})
+    first_name, second_name = names_of(standins)
+    assert first_name != second_name
 
 
 def test_a_broken_tracker_is_reported_once(tmp_path, standins, capsys):

@@ -8,7 +8,8 @@ import optax
 import pytest
 from bigram import CFG
 
-from jaxmoe.config import ConfigError, OptimConfig
+from jaxmoe.config import Config, ConfigError, OptimConfig
+from jaxmoe.config.settings import iter_settings
 from jaxmoe.config_file import load_config, override
 from jaxmoe.rl.optimizer import (
     make_optimizer,
@@ -107,15 +108,30 @@ def test_the_logged_rate_is_of_the_first_update():
         "steps=4",
     )
     step_sizes = updates(cfg.optim, steps=8, count=8)
-    rates = [policy_learning_rate(cfg, step) for step in range(1, 5)]
+    rates = [policy_learning_rate(cfg, made) for made in (0, 2, 4, 6)]
     np.testing.assert_allclose(-step_sizes[::2], rates, rtol=1e-4)
     pretrained = override(
-        cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2"
+        cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2", "steps=6"
     )
-    assert [policy_learning_rate(pretrained, step) for step in range(1, 5)] == [
-        *rates[:1] * 3,
-        rates[1],
-    ]
+    waits = [rates[0], rates[0]]
+    assert [policy_learning_rate(pretrained, made) for made in range(0, 12, 2)] == [*waits, *rates]
+
+
+def test_warm_up_counts_updates_as_its_setting_says():
+    meanings = {key: fact.meaning for key, _, fact in iter_settings(Config)}
+    meaning = meanings["optim.lr_warmup_steps"]
+    assert meaning.startswith("updates ") and "loss.epochs x loss.minibatches a step" in meaning
+    assert "updates" in meanings["optim.lr_end_fraction"]
+    cfg = override(
+        load_config("tiny.py"),
+        "optim.lr=1.0",
+        "optim.lr_warmup_steps=10",
+        "loss.old_logp=recomputed",
+        "loss.epochs=2",
+        "loss.minibatches=4",
+    )
+    rates = [policy_learning_rate(cfg, made) for made in (0, 8, 10, 16)]
+    np.testing.assert_allclose(rates, [0.1, 0.82, 1.0, 1.0], rtol=1e-6)
 
 
 def test_without_a_limit_gradients_are_not_clipped():

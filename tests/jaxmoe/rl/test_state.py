@@ -36,7 +36,8 @@ def shape_of(tree):
 
 @pytest.mark.parametrize("backbone", ["none", "own", "shared"])
 def test_shapes_of_each_stage_match_a_real_state(backbone):
-    cfg = replace(CFG, critic=CriticConfig(backbone=backbone, pretrain_steps=1))
+    n_pretrain = 0 if backbone == "none" else 1
+    cfg = replace(CFG, critic=CriticConfig(backbone=backbone, pretrain_steps=n_pretrain))
     supervised, tx = make_optimizer(cfg.optim, steps=1), rl_optimizer(cfg)
     shapes, params = stage_shapes(cfg, supervised, tx), initial_params(cfg)
     assert shape_of(init_state(Trained(params), supervised)) == shape_of(shapes["warmup"])
