@@ -27,13 +27,14 @@ class Scenario:
     deviation: of a run beside its seed, as the residuals of the page's table have it.
     curvature: the score that is lost at twice or half of the best rate; 0 for one rate of all.
     collapse: chance that a run ends at 0 instead of near 0.6.
-    effect: the smallest one that the page claims.
+    effect: the smallest one that a page concludes something from; None if it is left to a study
+        that repeats the contenders.
     """
 
     name: str
     rows: int
     deviation: float
-    effect: float
+    effect: float | None
     curvature: float = 0.05
     collapse: float = 0.0
     seeds: int = 8
@@ -42,10 +43,14 @@ class Scenario:
 
 TRANSITIONS = Scenario("mxfp4, transitions", 8, 0.063, 0.196)
 SCENARIOS = (
-    Scenario("router, many_updates", 29, 0.052, 0.048),
-    Scenario("router, two_forwards", 25, 0.084, 0.21),
+    Scenario("router, many_updates", 29, 0.052, None),
+    Scenario("router, two_forwards", 25, 0.084, None),
+    Scenario("router_confirm, many_updates", 11, 0.054, 0.09, seeds=16),
+    Scenario("router_confirm, two_forwards", 9, 0.061, 0.11, seeds=16),
+    Scenario("router_confirm, noisy_engine", 6, 0.053, 0.109, seeds=16),
     TRANSITIONS,
     Scenario("mxfp4, small_rate", 3, 0.03, 0.106, curvature=0.0),
+    Scenario("leaks", 2, 0.018, 0.086, curvature=0.0),
     Scenario("turns", 4, 0.1, 0.47, collapse=1 / 8),
     replace(TRANSITIONS, name="transitions, a run in eight collapses", collapse=1 / 8),
 )
@@ -85,13 +90,14 @@ def simulate_study(scenario: Scenario, seed: int) -> list[Comparison]:
     )
 
 
-def measure_scenario(scenario: Scenario, studies: int) -> tuple[float, FamilyChances, float]:
+def measure_scenario(scenario: Scenario, studies: int) -> tuple[float, FamilyChances, float | None]:
     """Return the share of studies with a bold cell, all chances, and the power of the effect."""
     tables = [simulate_study(scenario, seed) for seed in range(studies)]
     false = float(np.mean([any(map(is_verdict, table)) for table in tables]))
     values = np.array([[c.values for c in table] for table in tables])
     differences = values[:, 1:] - values[:, :1]
-    return false, measure_family(differences), measure_power(differences, scenario.effect)
+    power = None if scenario.effect is None else measure_power(differences, scenario.effect)
+    return false, measure_family(differences), power
 
 
 def measure_coverage(collapses: Sequence[float], seeds: int, studies: int) -> tuple[float, float]:
@@ -121,9 +127,9 @@ def judge_studies(studies: int = 200, report: Callable[[str], None] = lambda lin
     lines = [
         f"`python -m studies referee --studies {studies}`: {studies} simulated studies a row.",
         "",
-        "| study | contenders | bold without an effect | bold or italic | smallest claim | seen | "
-        "seen in 80 % |",
-        "|---|---|---|---|---|---|---|",
+        "| study | contenders | seeds | bold without an effect | bold or italic | smallest claim | "
+        "seen | seen in 80 % |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     shares = []
     for scenario in (*SCENARIOS, ONE_SEED):
@@ -132,11 +138,12 @@ def judge_studies(studies: int = 200, report: Callable[[str], None] = lambda lin
         if scenario is ONE_SEED:
             share = np.mean(shares)
             error = np.sqrt(share * (1 - share) / (len(shares) * studies))
-            lines.append(f"| these together | | {share:.1%} ± {error:.1%} | | | | |")
+            lines.append(f"| these together | | | {share:.1%} ± {error:.1%} | | | | |")
         shares.append(false)
+        claim = "| | |" if power is None else f"| {scenario.effect:g} | {power:.0%} |"
         lines.append(
-            f"| {scenario.name} | {scenario.rows} | {false:.1%} | {chances.any_discovery:.1%} | "
-            f"{scenario.effect:g} | {power:.0%} | {chances.visible_effect:.2g} |"
+            f"| {scenario.name} | {scenario.rows} | {scenario.seeds} | {false:.1%} | "
+            f"{chances.any_discovery:.1%} {claim} {chances.visible_effect:.2g} |"
         )
     lines += [
         "",

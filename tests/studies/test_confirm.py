@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The studies that repeat claims on new seeds: which contenders they have, and which seeds."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,15 @@ def test_every_interval_without_zero_is_repeated(name, tmp_path):
 def test_new_seeds_follow_those_of_the_table(study, again):
     assert again.first_seed == study.seeds and again.seeds >= 2 * study.seeds
     assert again.steps == study.steps and again.beds.keys() == study.beds.keys()
+
+
+def test_sentences_have_the_figures_of_a_row():
+    """Difference, interval and Holm's p of each sentence are those of one line of a table."""
+    page = (STORED.parent / "confirmed.md").read_text()
+    text = page.partition("## What it says")[2].partition("\n## ")[0]
+    figures = re.findall(r"([-+]\d\.\d+),? \(?([-+]\d\.\d+ to [-+]\d\.\d+), p ([\d.e-]+)\)", text)
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for difference, interval, p_value in figures:
+        cell = f"{difference} ({interval})"
+        assert any(cell in row and f"| {p_value} |" in row for row in rows), cell
+    assert len(figures) > 25
