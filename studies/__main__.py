@@ -283,7 +283,7 @@ def make_referee_sections(args: argparse.Namespace, folder: Path) -> Sections:
     """Simulate studies. Nothing for a dry run."""
     require(args.studies > 0, f"--studies must be at least 1, got {args.studies}.")
     if args.dry_run:
-        show_line("four minutes")
+        show_line("two minutes")
         return {}
     return {"tables": judge_studies(20 if args.quick else args.studies, show_line)}
 

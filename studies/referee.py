@@ -48,6 +48,7 @@ SCENARIOS = (
     Scenario("router_confirm, many_updates", 11, 0.054, 0.09, seeds=16),
     Scenario("router_confirm, two_forwards", 9, 0.061, 0.11, seeds=16),
     Scenario("router_confirm, noisy_engine", 6, 0.053, 0.109, seeds=16),
+    Scenario("mxfp4_confirm, reversal", 1, 0.041, 0.086, seeds=16),
     TRANSITIONS,
     Scenario("mxfp4, small_rate", 3, 0.03, 0.106, curvature=0.0),
     Scenario("leaks", 2, 0.018, 0.086, curvature=0.0),
