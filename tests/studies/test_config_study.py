@@ -138,7 +138,7 @@ def test_a_cell_trained_anew_is_in_its_interval(name, tmp_path):
     _, expected = compare_values(pair, [c.values for c in pair])
     settings = study.settings
     if study.teacher:
-        teacher = tmp_path / "teacher"
+        teacher = tmp_path / "trained_teacher"  # a contender is named teacher
         train_alone("--config", study.teacher, "--workdir", str(teacher))
         settings = (*settings, f"distill.teacher={teacher}")
 
