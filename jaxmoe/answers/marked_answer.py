@@ -21,6 +21,7 @@ _ANSWER_PHRASE = re.compile(
     re.IGNORECASE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)")
+_CLOSING_HASHES = re.compile(r"(?<=\s)#+\s*\Z")  # a heading may end with its marks too
 _HEADING = re.compile(r"(?:the\s+)?(?:final\s+)?(?:answer|result|solution)\W*", re.IGNORECASE)
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
 _SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
@@ -33,13 +34,15 @@ def text_after_hashes(text: str) -> str:
 def find_marked_answer(response: str) -> str | None:
     """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked, or if
     "the answer is" marks it."""
-    response = response.rstrip("# \t\r\n")  # a heading may end with its marks too
+    response = _CLOSING_HASHES.sub("", response)
     ends = [match.end() for match in _HASHES.finditer(response)]
     if not ends:
         return _find_boxed_answer(response)
     after = response[ends[-1] :].lstrip()
     line, _, below = after.partition("\n")
-    text, below = line.strip().rstrip("#* "), below.strip()
+    text, below = line.strip(), below.strip()
+    if text.count("**") % 2:  # bold that began before the mark
+        text = text.removesuffix("**").rstrip()
     if read_quantity(text) is not None:
         return text
     # Words at the end are an answer; words with text below them may be a heading.

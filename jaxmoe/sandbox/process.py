@@ -23,6 +23,7 @@ from jaxmoe.sandbox.inside.plain_data import (
     check_form,
     encode_value,
 )
+from jaxmoe.sandbox.pipe_wait import wait_for
 from jaxmoe.sandbox.process_state import read_parent, read_state
 
 MAX_OUTPUT_CHARS = 20_000  # of a call; what is printed beyond is dropped
@@ -35,7 +36,6 @@ _SLEEP_LIMIT_S = 0.1  # for a process that replied to go to sleep
 _STOP_LIMIT_S = 0.1  # for a process to stop
 _STOPPED, _GONE = ("T", 1), ("Z", "X", "")
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel: what the scheduler counted, in nanoseconds
-_MAX_WAIT_S = 1e6  # poll refuses a number of milliseconds above 2**31
 
 AnswerOutside = Callable[[str, Sequence[PlainForm], Mapping[str, PlainForm]], Any]
 
@@ -323,7 +323,7 @@ class Sandbox:
     def _send(self, content: bytes, deadline: float) -> None:
         view = memoryview(content)
         while view:
-            _wait_for(self._requests, select.POLLOUT, deadline)
+            wait_for(self._requests, select.POLLOUT, deadline)
             # A pipe that is writable takes at least this much without blocking.
             view = view[os.write(self._requests, view[: select.PIPE_BUF]) :]
 
@@ -331,7 +331,7 @@ class Sandbox:
         while b"\n" not in self._buffer:
             if len(self._buffer) > _MAX_LINE_BYTES:
                 raise _Forged
-            _wait_for(self._replies, select.POLLIN, deadline)
+            wait_for(self._replies, select.POLLIN, deadline)
             content = os.read(self._replies, _READ_BYTES)
             if not content:
                 raise EOFError
@@ -347,7 +347,7 @@ class Sandbox:
     def _read_worker_pid(self) -> None:
         if self._info_fd is None:
             return
-        _wait_for(self._info_fd, select.POLLIN, time.monotonic() + 1.0)
+        wait_for(self._info_fd, select.POLLIN, time.monotonic() + 1.0)
         self.worker_pid = int(json.loads(os.read(self._info_fd, 4096))["child-pid"])
         os.close(self._info_fd)
         self._info_fd = None
@@ -359,20 +359,6 @@ class Sandbox:
         ending = self.kill()
         lines = text.decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else f"it ended with {ending}"
-
-
-def _wait_for(descriptor: int, event: int, deadline: float) -> None:
-    """Wait until a descriptor is ready. Raises TimeoutError at the deadline, EOFError at its end.
-
-    poll, because select accepts no descriptor above 1023.
-    """
-    poll = select.poll()
-    poll.register(descriptor, event)
-    events = poll.poll(min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_S) * 1000)
-    if not events:
-        raise TimeoutError
-    if not events[0][1] & event:
-        raise EOFError
 
 
 def _parse_reply(line: bytes, request_id: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of a process: whether it runs, and who started it.
+"""State, threads and parent of a process, as the kernel reports them.
 
 Next: jaxmoe/sandbox/process.py asks it of the process of a sandbox.
 """

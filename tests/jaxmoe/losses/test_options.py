@@ -84,3 +84,14 @@ def test_text_is_no_number_and_no_choice():
         check_option("high", "2", POSITIVE)
     with pytest.raises(ValueError, match="scale_by_std must be True or False, got 'no'"):
         inspect.unwrap(losses.group_advantages)(X, scale_by_std="no")  # beneath the types
+
+
+def test_a_bound_below_every_ratio_is_refused():
+    """Ratios are clamped, so the bound would drop nothing."""
+    mask = jnp.ones((1, 2), bool)
+    log_ratio = jnp.full((1, 2), -30.0)
+    k1 = partial(losses.rejection, log_ratio, mask, statistic="token_k1", high=2.0)
+    for correction in (partial(losses.veto, log_ratio, mask), k1):
+        with pytest.raises(ValueError, match="low must be 0 or above 2.1e-09"):
+            correction(low=1e-9)
+        assert not correction(low=1e-8).keep_BT.any()
